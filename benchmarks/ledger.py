@@ -23,6 +23,7 @@ import filelock
 from claims import (
     OUT_OF_REACH,
     RUNS,
+    UNDECIDED,
     Cell,
     Claim,
     Experiment,
@@ -117,7 +118,7 @@ def repeat(key: str, jobs: int) -> int:
 def entry(experiment: Experiment, claim: Claim, verdict: Verdict) -> Iterator[str]:
     """The section of one claim."""
     yield f"### {claim.key}: {claim.sentence}"
-    why = claim.out_of_reach if verdict.word == OUT_OF_REACH else claim.why.get(verdict.word, "")
+    why = why_text(claim, verdict)
     yield f"**{verdict.text[0].upper()}{verdict.text[1:]}.** {why}".rstrip()
     lines = [f"- Made in: {claim.source}", f"- Confirmed if: {claim.rule}"]
     if verdict.bounds:
@@ -125,6 +126,15 @@ def entry(experiment: Experiment, claim: Claim, verdict: Verdict) -> Iterator[st
         lines.append(f"- {so_far}: {bounds_text(verdict.bounds)}")
     lines.append(f"- Repeat: `python benchmarks/ledger.py repeat {claim.key} --jobs 2`")
     yield "\n".join(lines)
+
+
+def why_text(claim: Claim, verdict: Verdict) -> str:
+    """One sentence why; nothing while cells are missing."""
+    if verdict.word == OUT_OF_REACH:
+        return claim.out_of_reach
+    if verdict.done < verdict.planned:
+        return ""
+    return claim.why.get(verdict.word, "" if verdict.word != UNDECIDED else "An interval contains its bound.")
 
 
 def page() -> str:

@@ -78,6 +78,16 @@ def test_missing_cells_decide_nothing_whatever_the_finished_ones_show(ledger: An
     assert decided(claim, experiment, {}).bounds == ()
 
 
+def test_a_row_with_missing_cells_gives_no_reason(ledger: Any) -> None:
+    from claims import Claim, Verdict
+
+    claim = Claim("E0.1", "", "", "", lambda results: [], {"undecided": "why"}, out_of_reach="cost")
+    assert ledger.why_text(claim, Verdict("undecided", 1, 2, ())) == ""
+    assert ledger.why_text(claim, Verdict("undecided", 2, 2, ())) == "why"
+    assert ledger.why_text(claim, Verdict("refuted", 2, 2, ())) == ""
+    assert ledger.why_text(claim, Verdict("out of reach here", 0, 2, ())) == "cost"
+
+
 def test_a_confirmed_or_refuted_row_has_intervals_that_show_it(ledger: Any) -> None:
     from claims import CONFIRMED, REFUTED, decided
 
