@@ -2,7 +2,8 @@
 
     python benchmarks/ledger.py list                    the experiments, their claims and how many cells are finished
     python benchmarks/ledger.py run E7 --jobs 2         run the missing cells of one experiment
-    python benchmarks/ledger.py run E7 --only CELL …    some of them; with --again, finished ones too, into benchmarks/runs
+    python benchmarks/ledger.py run E7 --only CELL …    some of them
+    python benchmarks/ledger.py repeat E7.5             run all cells of one claim again, in benchmarks/runs, and compare
     python benchmarks/ledger.py table                   write the page
 
 A finished cell is skipped and an interrupted one continues, so repeat the command until all cells exist. Several commands may
@@ -13,15 +14,16 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import filelock
 from claims import (
-    LEDGER,
     OUT_OF_REACH,
     RUNS,
+    UNDECIDED,
     Cell,
     Claim,
     Experiment,
@@ -46,52 +48,67 @@ EXPERIMENTS: dict[str, Experiment] = {
     each.key: each
     for each in sorted((each for module in MODULES for each in module.EXPERIMENTS), key=lambda each: int(each.key[1:]))
 }
+CLAIMS = {claim.key: (experiment, claim) for experiment in EXPERIMENTS.values() for claim in experiment.claims}
 
 
 # ---- cells ------------------------------------------------------------------------------------------------------------
 
 
-def run_cell(experiment: Experiment, cell: Cell, again: bool = False) -> None:
-    """Run a cell unless it is finished or another process works on it.
-
-    again   run it in a new folder, and write its result there instead
-    """
-    folder = (
-        RUNS / experiment.key / cell.name if not again else RUNS / "again" / experiment.key / f"{cell.name}-{time.time_ns()}"
-    )
-    file = folder / "result.json" if again else cell.file
+def run_cell(experiment: Experiment, cell: Cell, runs: Path) -> None:
+    """Run a cell in its folder inside ``runs``, unless it is finished or another process works on it."""
+    folder = runs / experiment.key / cell.name
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(folder / ".cell.lock", timeout=0):
-            if file.exists():
+            if cell.file.exists():
                 return
             started = time.process_time()
             result = cell.work(folder)
             spent = round(time.process_time() - started, 1)
-            write(file, {"cell": cell.name, **result, "cpu_seconds": spent, "made_with": made_with()})
-            print(f"{experiment.key} {cell.name}: {spent:,.0f} s of CPU -> {file}", flush=True)
+            write(cell.file, {"cell": cell.name, **result, "cpu_seconds": spent, "made_with": made_with()})
+            print(f"{experiment.key} {cell.name}: {spent:,.0f} s of CPU", flush=True)
     except filelock.Timeout:
         print(f"{experiment.key} {cell.name}: another process works on it", flush=True)
 
 
-def run(experiment: Experiment, only: list[str], jobs: int, again: bool) -> int:
-    """Run the missing cells; returns the number of those that failed."""
+def run_cells(experiment: Experiment, names: Sequence[str], runs: Path) -> int:
+    """Run the missing cells one after another; returns the number of those that failed."""
     import torch
 
-    if unknown := [name for name in only if name not in experiment.cells]:
+    if unknown := [name for name in names if name not in experiment.cells]:
         sys.exit(f"--only {unknown[0]}: {experiment.key} has no such cell; its cells are {', '.join(experiment.cells)}")
-    names = only or list(experiment.cells)
-    if jobs > 1:
-        command = [sys.executable, __file__, "run", experiment.key, *(["--only", *only] if only else [])]
-        return max(process.wait() for process in [subprocess.Popen(command) for _ in range(jobs)])
     torch.set_num_threads(1)
     failures = 0
-    for name in names:
+    for name in names or experiment.cells:
         try:
-            run_cell(experiment, experiment.cells[name], again)
+            run_cell(experiment, experiment.cells[name], runs)
         except Exception as error:  # the other cells don't depend on it
             failures += 1
             print(f"{experiment.key} {name}: failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return failures
+
+
+def in_processes(jobs: int, words: Sequence[str]) -> int:
+    """The same command in several processes, which share its cells; returns the largest exit code."""
+    processes = [subprocess.Popen([sys.executable, __file__, *words]) for _ in range(jobs)]
+    return max(process.wait() for process in processes)
+
+
+def again(experiment: Experiment, claim: Claim) -> Experiment:
+    """The experiment with only the cells of a claim, whose results go to a folder of their own."""
+    folder = RUNS / "again" / claim.key / "results"
+    cells = {name: replace(cell, file=folder / f"{name}.json") for name, cell in experiment.cells.items() if claim.needs(name)}
+    return replace(experiment, cells=cells)
+
+
+def repeat(key: str, jobs: int) -> int:
+    """Run every cell of a claim again, and print its verdict and numbers beside those of the ledger."""
+    experiment, claim = CLAIMS[key]
+    anew = again(experiment, claim)
+    failures = in_processes(jobs, ["repeat", key]) if jobs > 1 else run_cells(anew, [], RUNS / "again" / key)
+    for label, which in (("ledger", experiment), ("again", anew)):
+        verdict = decided(claim, which, which.results())
+        print(f"{key} {label + ':':8}{verdict.text}; {bounds_text(verdict.bounds)}", flush=True)
     return failures
 
 
@@ -101,13 +118,23 @@ def run(experiment: Experiment, only: list[str], jobs: int, again: bool) -> int:
 def entry(experiment: Experiment, claim: Claim, verdict: Verdict) -> Iterator[str]:
     """The section of one claim."""
     yield f"### {claim.key}: {claim.sentence}"
-    why = claim.out_of_reach if verdict.word == OUT_OF_REACH else claim.why.get(verdict.word, "")
+    why = why_text(claim, verdict)
     yield f"**{verdict.text[0].upper()}{verdict.text[1:]}.** {why}".rstrip()
     lines = [f"- Made in: {claim.source}", f"- Confirmed if: {claim.rule}"]
     if verdict.bounds:
         so_far = "Measured" if verdict.done == verdict.planned else "So far, which decides nothing"
         lines.append(f"- {so_far}: {bounds_text(verdict.bounds)}")
+    lines.append(f"- Repeat: `python benchmarks/ledger.py repeat {claim.key} --jobs 2`")
     yield "\n".join(lines)
+
+
+def why_text(claim: Claim, verdict: Verdict) -> str:
+    """One sentence why; nothing while cells are missing."""
+    if verdict.word == OUT_OF_REACH:
+        return claim.out_of_reach
+    if verdict.done < verdict.planned:
+        return ""
+    return claim.why.get(verdict.word, "" if verdict.word != UNDECIDED else "An interval contains its bound.")
 
 
 def page() -> str:
@@ -133,7 +160,7 @@ def anchor(claim: Claim) -> str:
 
 
 def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
-    """How many cells are finished, what they cost and where they ran, and the command that repeats them."""
+    """How many cells are finished, what they cost and where they ran."""
     planned, done = len(experiment.cells), len(results)
     spent = sum(result.get("cpu_seconds") or result.get("seconds") or 0 for result in results.values()) / 3600
     facts = [f"{done} of {planned} cells are finished ({spent:,.2f} core-hours)"]
@@ -147,7 +174,7 @@ def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
     engines = sorted({result["engine"] for result in results.values() if result.get("engine")})
     if engines:
         text += f" Engine: {' and '.join(engines)}."
-    return f"{text}\n\n```\npython benchmarks/ledger.py run {experiment.key} --jobs 2\n```"
+    return text
 
 
 def hardware(made: dict[str, Any]) -> str:
@@ -182,19 +209,24 @@ def main() -> None:
     running = verbs.add_parser("run", help="run the missing cells of an experiment")
     running.add_argument("experiment", choices=EXPERIMENTS)
     running.add_argument("--only", nargs="+", default=[], metavar="CELL", help="some of its cells")
-    running.add_argument("--jobs", type=int, default=1, help="processes; at most one per core")
-    running.add_argument("--again", action="store_true", help="repeat finished cells, and leave their results as they are")
+    repeating = verbs.add_parser("repeat", help="run all cells of one claim again, and compare")
+    repeating.add_argument("claim", choices=CLAIMS)
+    for each in (running, repeating):
+        each.add_argument("--jobs", type=int, default=1, help="processes; at most one per core")
     verbs.add_parser("list", help="the experiments, claims and verdicts")
     verbs.add_parser("table", help="write docs/ledger.md")
     args = parser.parse_args()
-    if args.verb == "run":
-        sys.exit(min(run(EXPERIMENTS[args.experiment], args.only, args.jobs, args.again), 1))
-    if args.verb == "table":
-        write_page()
+    if args.verb == "run" and args.jobs > 1:
+        failures = in_processes(args.jobs, ["run", args.experiment, *(["--only", *args.only] if args.only else [])])
+    elif args.verb == "run":
+        failures = run_cells(EXPERIMENTS[args.experiment], args.only, RUNS)
+    elif args.verb == "repeat":
+        failures = repeat(args.claim, args.jobs)
     else:
-        print(overview())
+        failures = 0
+        write_page() if args.verb == "table" else print(overview())
+    sys.exit(min(failures, 1))
 
 
 if __name__ == "__main__":
-    LEDGER.mkdir(parents=True, exist_ok=True)
     main()

@@ -78,6 +78,16 @@ def test_missing_cells_decide_nothing_whatever_the_finished_ones_show(ledger: An
     assert decided(claim, experiment, {}).bounds == ()
 
 
+def test_a_row_with_missing_cells_gives_no_reason(ledger: Any) -> None:
+    from claims import Claim, Verdict
+
+    claim = Claim("E0.1", "", "", "", lambda results: [], {"undecided": "why"}, out_of_reach="cost")
+    assert ledger.why_text(claim, Verdict("undecided", 1, 2, ())) == ""
+    assert ledger.why_text(claim, Verdict("undecided", 2, 2, ())) == "why"
+    assert ledger.why_text(claim, Verdict("refuted", 2, 2, ())) == ""
+    assert ledger.why_text(claim, Verdict("out of reach here", 0, 2, ())) == "cost"
+
+
 def test_a_confirmed_or_refuted_row_has_intervals_that_show_it(ledger: Any) -> None:
     from claims import CONFIRMED, REFUTED, decided
 
@@ -169,30 +179,45 @@ def one(ledger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Experiment("E0", "", "", {"a": cell}, (), 1.0), calls
 
 
-def test_a_finished_cell_is_skipped_and_again_leaves_its_result(ledger: Any, one: Any) -> None:
+def test_a_finished_cell_is_skipped(ledger: Any, one: Any, tmp_path: Path) -> None:
     experiment, calls = one
-    cell = experiment.cells["a"]
-    ledger.run_cell(experiment, cell)
-    ledger.run_cell(experiment, cell)
-    assert len(calls) == 1
-    ledger.run_cell(experiment, cell, again=True)
-    assert len(calls) == 2
-    assert calls[0] != calls[1]
-    assert json.loads(cell.file.read_text())["value"] == 1
+    for _ in range(2):
+        assert ledger.run_cells(experiment, [], tmp_path / "runs") == 0
+    assert calls == [tmp_path / "runs" / "E0" / "a"]
     assert experiment.results()["a"]["value"] == 1
+    assert experiment.results()["a"]["made_with"]["threads"] == 1
 
 
-def test_a_cell_that_another_process_works_on_is_left_to_it(ledger: Any, one: Any) -> None:
+def test_a_claim_that_is_repeated_leaves_its_results_and_shows_both(
+    ledger: Any, one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from claims import Claim, exact
+
     experiment, calls = one
-    folder = ledger.RUNS / "E0" / "a"
+    claim = Claim("E0.1", "", "", "", lambda results: [exact("x", results["a"]["value"], 1.5)])
+    monkeypatch.setattr(ledger, "CLAIMS", {"E0.1": (experiment, claim)})
+    ledger.run_cells(experiment, [], tmp_path / "runs")
+    for _ in range(2):  # the second finds what the first made
+        assert ledger.repeat("E0.1", jobs=1) == 0
+    assert len(calls) == 2
+    assert calls[0].parents[1] != calls[1].parents[1], "nothing that cells share is shared with the ledger's"
+    assert experiment.results()["a"]["value"] == 1
+    shown = capsys.readouterr().out
+    assert "E0.1 ledger: refuted; x 1.00, claimed > 1.5" in shown
+    assert "E0.1 again:  confirmed; x 2.00, claimed > 1.5" in shown
+
+
+def test_a_cell_that_another_process_works_on_is_left_to_it(ledger: Any, one: Any, tmp_path: Path) -> None:
+    experiment, calls = one
+    folder = tmp_path / "E0" / "a"
     folder.mkdir(parents=True)
     with filelock.FileLock(folder / ".cell.lock"):
-        ledger.run_cell(experiment, experiment.cells["a"])
+        assert ledger.run_cells(experiment, [], tmp_path) == 0
     assert not calls
 
 
 def test_a_cell_that_fails_leaves_no_result_and_stops_no_other(
-    ledger: Any, one: Any, capsys: pytest.CaptureFixture[str]
+    ledger: Any, one: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from claims import Cell
 
@@ -203,7 +228,7 @@ def test_a_cell_that_fails_leaves_no_result_and_stops_no_other(
 
     bad = Cell("bad", fails, experiment.cells["a"].file.with_name("bad.json"))
     both = replace(experiment, cells={"bad": bad, **experiment.cells})
-    assert ledger.run(both, [], jobs=1, again=False) == 1
+    assert ledger.run_cells(both, [], tmp_path) == 1
     assert "E0 bad: failed: ValueError: no peer" in capsys.readouterr().err
     assert not bad.file.exists()
     assert len(calls) == 1

@@ -34,7 +34,8 @@ class Cell:
 
     name: str
     work: Callable[[Path], Result]
-    """computes the result; its folder keeps what an interrupted cell continues from"""
+    """computes the result; its folder keeps what an interrupted cell continues from, and what cells share lies beside those of
+    the experiments: ``folder.parents[1]``"""
     file: Path
     """of the result"""
 

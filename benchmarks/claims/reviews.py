@@ -9,7 +9,7 @@ from typing import Any
 
 import filelock
 
-from claims import LEDGER, RESULTS, RUNS, Bound, Cell, Claim, Experiment, Result, Results, single
+from claims import LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, single
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
@@ -32,13 +32,13 @@ TOLD = (
 # ---- one cell ---------------------------------------------------------------------------------------------------------
 
 
-def start(seed: int) -> Path:
+def start(shared: Path, seed: int) -> Path:
     """The folder of a seed, with data, SFT model and reward model; made, or finished, by the first cell that needs them."""
     from verifier import finished
 
     from surefoot.demos.reviews import write_data, write_pairs
 
-    folder = RUNS / "reviews" / str(seed)
+    folder = shared / "reviews" / str(seed)
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "data"
     with filelock.FileLock(folder / ".start.lock"):
@@ -82,7 +82,7 @@ def reviews(experiment: str, name: str, seed: int, changes: Mapping[str, Any], p
         from surefoot.runs.display import Lines
         from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
-        begun = start(seed)
+        begun = start(folder.parents[1], seed)
         run = folder / "run"
         if not (run / "config.toml").exists():
             api.start(recipe_of(begun, seed, preset, changes), run, display=Lines(name))
@@ -428,7 +428,7 @@ def rounds_cell(rounds: int, beta: float, seed: int) -> Cell:
         from surefoot.runs.display import Lines
         from surefoot.runs.rounds import RoundsSettings, run_rounds
 
-        begun = start(seed)
+        begun = start(folder.parents[1], seed)
         recipe = recipe_of(begun, seed, "reviews", {"steps": RESPONSES // rounds, "reference": {"beta": beta}})
         assert isinstance(recipe, LanguageRecipe)
         settings = RoundsSettings(recipe, GOLD, pairs=PAIRS // rounds, noise=0.25)

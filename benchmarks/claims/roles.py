@@ -138,7 +138,8 @@ E2 = Experiment(
         "trunk, and with a "
         "value model of its own, as large as the policy; reference and reward function are the same. Random Llama weights, "
         "16 prompts of "
-        "at most 64 tokens, 32 sampled tokens. Time: 3.8 M parameters, CPU time of the process, the three in turn in five "
+        "at most 64 tokens, 32 sampled tokens. Time: 3.8 M parameters, CPU time of the process beside other work, the three "
+        "in turn in five "
         "rounds, four "
         "iterations each. Memory: 28 M parameters, peak of PyTorch's allocator in two iterations, and the planner's sums at 7B."
     ),

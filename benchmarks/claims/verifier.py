@@ -6,27 +6,27 @@ from typing import Any
 
 import filelock
 
-from claims import LEDGER, RUNS, Bound, Cell, Claim, Experiment, Result, Results, single
+from claims import LEDGER, Bound, Cell, Claim, Experiment, Result, Results, single
 
 SEEDS = (1, 2, 3, 4, 5)
 LARGEST_ERROR = 0.05
 """of calibration: mean |predicted − observed| over tenths of [0, 1], weighted by their responses"""
 
 
-def sorting_run(seed: int, gae_lambda: float) -> tuple[Path, Path]:
+def sorting_run(shared: Path, seed: int, gae_lambda: float) -> tuple[Path, Path]:
     """The run of the demo's PPO with a λ, and the demo's data; trained, or continued, unless it is finished."""
-    from verifier import finished, start
+    import verifier
 
-    shared = RUNS / "sorting"
     shared.mkdir(parents=True, exist_ok=True)
+    verifier.RUNS = shared
     with filelock.FileLock(shared / f".{seed}.lock"):
-        folder = start("sorting", seed)
+        folder = verifier.start("sorting", seed)
     data = folder / "data"
     changes: dict[str, Any] = {"seed": seed, "model": str(folder / "sft")}
     changes["data"] = {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")}
     run = folder / f"ledger-lambda-{gae_lambda:g}"
     with filelock.FileLock(shared / f".{seed}-{gae_lambda:g}.lock"):
-        finished(run, "sorting", {**changes, "objective": {"gae_lambda": gae_lambda}})
+        verifier.finished(run, "sorting", {**changes, "objective": {"gae_lambda": gae_lambda}})
     return run, data
 
 
@@ -38,7 +38,7 @@ def sorting(seed: int, gae_lambda: float, file: Path) -> Cell:
 
         from surefoot.language.analysis.evaluate import evaluate_run
 
-        run, data = sorting_run(seed, gae_lambda)
+        run, data = sorting_run(folder.parents[1] / "sorting", seed, gae_lambda)
         test = data / "test.jsonl"
         calibration = evaluate_run(run, data=str(test), rows=512, seed=seed)["calibration"]
         scores = evaluated(run, test, seed)
