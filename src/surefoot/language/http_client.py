@@ -131,8 +131,12 @@ class HttpClient:
 
     def excerpt(self, response: "httpx2.Response") -> str:
         """The beginning of a response, for messages."""
-        text = self._redacted(" ".join(response.text.split()))
-        return f" ({text[:EXCERPT]!r}{' …' if len(text) > EXCERPT else ''})" if text else ""
+        return f" ({self.shown(response.text)})" if response.text.strip() else ""
+
+    def shown(self, text: str) -> str:
+        """The beginning of a text that the server sent, for messages."""
+        text = self._redacted(" ".join(text.split()))
+        return f"{text[:EXCERPT]!r}{' …' if len(text) > EXCERPT else ''}"
 
     def _status_remedy(self, status: int) -> str:
         if status in (401, 403):

@@ -14,6 +14,7 @@ from surefoot.recipes.language import (
     CriticSettings,
     DataSettings,
     DpoReferenceSettings,
+    JudgeSettings,
     LanguageEvaluation,
     LanguageOptimizer,
     MixingSettings,
@@ -358,6 +359,17 @@ class TurnSettingsTable(TypedDict, total=False):
     max_length: int | None
 
 
+class JudgeSettingsTable(TypedDict, total=False):
+    """The fields of ``JudgeSettings``."""
+
+    model: str
+    prompt: str
+    pattern: str | None
+    key: str | None
+    against: str | None
+    in_flight: int
+
+
 class RewardTermTable(TypedDict, total=False):
     """The fields of ``RewardTerm``."""
 
@@ -365,6 +377,7 @@ class RewardTermTable(TypedDict, total=False):
     label: str | None
     function: Callable[..., Any] | str | None
     url: str | None
+    judge: JudgeSettingsTable | JudgeSettings | None
     weight: float
     per: Literal["response", "token", "step"] | None
     separator: str | None

@@ -203,6 +203,48 @@ class TurnSettings(Section):
     sampling.max_tokens more fit; none: the model's context"""
 
 
+JUDGE_FIELDS = ("prompt", "response", "first", "second")
+"""names in a judge's prompt that are not columns"""
+
+
+def placeholders(template: str) -> list[str]:
+    """The names in braces in a judge's prompt."""
+    return re.findall(r"\{(\w+)\}", template)
+
+
+class JudgeSettings(Section):
+    """How a language model judges a response."""
+
+    model: str
+    """name of the model, as the server knows it"""
+    prompt: str
+    """the question: {prompt}, {response} and names of columns in braces are replaced; with against, {first} and {second}"""
+    pattern: str | None = None
+    """regular expression whose last match in the answer, or its first group there, is the score; none: a number. With against:
+    1, 2 or tie, for the better answer"""
+    key: str | None = None
+    """key of the score in a JSON object that the answer contains, instead of a pattern"""
+    against: str | None = None
+    """column with an answer to compare with, in both orders; the score is 1 for two wins, 0 for two losses"""
+    in_flight: int = Field(64, ge=1, le=1024)
+    """most requests at a time"""
+
+
+def judge_error(judge: JudgeSettings) -> str:
+    """The error in the settings of a judge, after the name of the term; "" if they are valid."""
+    needed = ("response",) if judge.against is None else ("first", "second")
+    missing = [name for name in needed if name not in placeholders(judge.prompt)]
+    if missing:
+        return f".judge.prompt: has no {{{missing[0]}}}; the judge would not see the answer"
+    if judge.pattern is not None and judge.key is not None:
+        return f".judge.key={judge.key!r}: replaces judge.pattern; unset one of them"
+    try:
+        re.compile(judge.pattern or "")
+    except re.error as error:
+        return f".judge.pattern={judge.pattern!r}: is no regular expression ({error}); correct it"
+    return ""
+
+
 class RewardTerm(Section):
     """One term of the reward: a reward model, a function or a server."""
 
@@ -214,7 +256,9 @@ class RewardTerm(Section):
     """module:function or file.py:function: prompts, responses and columns in, floats out; or with the signature of TRL or of
     verifiers"""
     url: str | None = None
-    """address of a server that works like a function: JSON in, JSON out"""
+    """address of a server that works like a function: JSON in, JSON out; or of a judge"""
+    judge: JudgeSettings | None = None
+    """the server at url is a language model (OpenAI's chat completions) that is asked about each response; none: a function"""
     weight: float = 1.0
     """weight in the sum"""
     per: Literal["response", "token", "step"] | None = None
@@ -259,8 +303,14 @@ def term_error(term: Any) -> str:
         return f".arguments={dict(term.arguments)}: arguments are for functions, not for models; unset them"
     if term.model is None and term.label is not None:
         return f".label={term.label!r}: is for a model; unset it"
+    if term.judge is not None:
+        for name in ("per", "separator", "batch", "at_once"):
+            if getattr(term, name) != RewardTerm.model_fields[name].default:
+                return f".{name}: a judge scores whole responses, one per request, judge.in_flight at a time; unset it"
+        if error := judge_error(term.judge):
+            return error
     if term.url is None:
-        for name in ("batch", "at_once", "token_from", "retries"):
+        for name in ("batch", "at_once", "token_from", "retries", "judge"):
             if getattr(term, name) != RewardTerm.model_fields[name].default:
                 return f".{name}: is for a url; unset it"
     if term.token_from is not None and (error := token_error(term.token_from)):

@@ -20,6 +20,7 @@ from surefoot.language.deadline import DeadlineExceeded, with_deadline
 from surefoot.language.http_client import REPEAT, RESUME
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.rewards.endpoint import Endpoint
+from surefoot.language.rewards.judge import Judge
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import (
     Columns,
@@ -364,16 +365,12 @@ def _load_term(
     then = RESUME if in_recipe else REPEAT
     shared: dict[str, Any] = {"per": term.per, "separator": term.separator, "deadline": deadline, "tolerated": tolerated}
     if term.url is not None:
-        server = Endpoint(
-            term.url,
-            batch=term.batch,
-            at_once=term.at_once,
-            token_from=term.token_from,
-            retries=term.retries,
-            deadline=deadline,
-            arguments=term.arguments,
-            then=then,
-        )
+        requests: dict[str, Any] = {"token_from": term.token_from, "retries": term.retries, "deadline": deadline}
+        requests |= {"arguments": term.arguments, "then": then}
+        if term.judge is None:
+            server = Endpoint(term.url, batch=term.batch, at_once=term.at_once, **requests)
+        else:
+            server = Judge(term.url, term.judge, tolerated=tolerated, **requests)
         return FunctionReward(server, term.weight, name=server.name, field=key("url"), then=then, **shared)
     function = function or term.function
     assert function is not None

@@ -1,0 +1,194 @@
+"""A language model as judge, asked at a real server on this machine: questions, scores, concurrency, and answers in prose."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot.errors import SurefootError
+from surefoot.language import http_client
+from surefoot.language.rewards.terms import FunctionReward, load_reward
+from surefoot.recipes.language import RewardTerm
+
+from .test_endpoint import Server
+
+PROMPTS, RESPONSES = ["one: ", "two: ", "three: "], ["a", "bb {prompt}", "ccc"]
+QUESTION = "Rate this.\nQuestion: {prompt}\nAnswer: {response}\nEnd with the score."
+
+
+def written(text: Any) -> tuple[int, Any]:
+    """A chat completion with this text."""
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def question_in(body: dict[str, Any]) -> str:
+    return str(body["messages"][0]["content"])
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    made.answer = lambda body: written(f"It has 2 faults. Score: {len(question_in(body))}")
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def patient_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
+
+
+def judge(server: Server, *, tolerated: float = 0.1, deadline: float = 20.0, **fields: Any) -> FunctionReward:
+    settings = {"model": "m", "prompt": QUESTION, **fields.pop("judge", {})}
+    term = RewardTerm(url=server.url, judge=settings, **fields)
+    made = load_reward([term], tolerated=tolerated, deadline=deadline)
+    assert isinstance(made, FunctionReward)
+    return made
+
+
+def test_the_question_has_prompt_and_response_and_the_last_number_is_the_score(server: Server) -> None:
+    scores = judge(server, weight=2.0, arguments={"temperature": 0})(PROMPTS, RESPONSES, {})
+    asked = {question_in(body) for body in server.bodies}
+    assert "Rate this.\nQuestion: two: \nAnswer: bb {prompt}\nEnd with the score." in asked, "braces in a response stay"
+    assert scores.parts["judge"].tolist() == [len(QUESTION) - 18 + n for n in (6, 16, 10)]
+    assert scores.total.tolist() == [2 * x for x in scores.parts["judge"].tolist()]
+    assert all(body["model"] == "m" and body["temperature"] == 0 for body in server.bodies)
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "score"),
+    [
+        ({"pattern": r"score: (\d)/10"}, "2 faults. Score: 7/10, so 3 off", 7),
+        ({"key": "quality"}, 'Here: {"quality": 0.25, "why": "4 words"} as asked', 0.25),
+        ({}, "-1.5", -1.5),
+    ],
+)
+def test_a_score_is_read_by_pattern_or_key(server: Server, settings: dict[str, Any], answer: str, score: float) -> None:
+    server.answer = lambda body: written(answer)
+    assert judge(server, judge=settings)(PROMPTS, RESPONSES, {}).total.tolist() == [score] * 3
+
+
+def test_a_comparison_is_asked_in_both_orders_so_a_judge_that_prefers_a_place_gives_half(server: Server) -> None:
+    settings = {"prompt": "{prompt}A: {first}\nB: {second}\nWhich?", "against": "answer"}
+    columns = {"answer": ["better", "worse", "worse"]}
+    server.answer = lambda body: written("1")
+    assert judge(server, judge=settings)(PROMPTS, RESPONSES, columns).total.tolist() == [0.5, 0.5, 0.5]
+
+    def longer(body: dict[str, Any]) -> tuple[int, Any]:
+        first, second, _ = question_in(body).partition("A: ")[2].splitlines()
+        return written("the verdict is 1" if len(first) > len(second.removeprefix("B: ")) else "2, clearly")
+
+    server.answer = longer
+    assert judge(server, judge=settings)(PROMPTS, ["x" * 9] * 3, columns).total.tolist() == [1, 1, 1]
+    server.answer = lambda body: written("tie")
+    assert judge(server, judge=settings)(PROMPTS, RESPONSES, columns).total.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("in_flight", [64, 8])
+def test_64_requests_run_at_a_time_or_as_many_as_in_flight(server: Server, in_flight: int) -> None:
+    together, running, most, lock = threading.Barrier(in_flight), [0], [0], threading.Lock()
+
+    def wait_for_the_others(body: dict[str, Any]) -> tuple[int, Any]:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        together.wait(60)
+        with lock:
+            running[0] -= 1
+        return written("1")
+
+    server.answer = wait_for_the_others
+    server.http.socket.listen(256)
+    responses = [f"response {number}" for number in range(2 * in_flight)]
+    settings = {} if in_flight == 64 else {"in_flight": in_flight}
+    assert judge(server, judge=settings, deadline=90)(["p"] * len(responses), responses, {}).valid.all()
+    assert most[0] == in_flight
+
+
+def test_the_same_question_is_asked_once(server: Server) -> None:
+    made = judge(server)
+    first = made(["p"] * 6, ["a", "a", "b", "a", "b", "c"], {})
+    assert len(server.bodies) == 3
+    again = made(["p"] * 3, ["c", "a", "d"], {})
+    assert len(server.bodies) == 4
+    assert again.total[0] == first.total[5]
+
+
+def test_a_busy_judge_is_asked_again(server: Server) -> None:
+    server.in_turn((503, "busy"), (429, "busy"), written("4"))
+    assert judge(server, judge={"in_flight": 1})(["p"], ["a"], {}).total.tolist() == [4]
+    assert len(server.bodies) == 3
+
+
+def test_prose_is_counted_as_missing_and_too_much_of_it_is_one_line(server: Server) -> None:
+    server.answer = lambda body: written("What a lovely answer!\n\nI enjoyed it." if "bb" in question_in(body) else "5")
+    scores = judge(server, tolerated=0.5)(PROMPTS, RESPONSES, {})
+    assert scores.valid.tolist() == [True, False, True]
+    with pytest.raises(SurefootError) as raised:
+        judge(server)(PROMPTS, RESPONSES, {})
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"reward.terms[0].url={server.url!r}: the judge's answers have no score (match of ")
+    assert "for 1 of 3 responses, the first: 'What a lovely answer! I enjoyed it.'; make judge.prompt ask" in str(raised.value)
+
+
+def test_an_answer_that_is_no_chat_completion_is_one_line(server: Server) -> None:
+    server.answer = lambda body: (200, {"scores": [1]})
+    with pytest.raises(
+        SurefootError, match=r"returned no chat completion .*; use the address of /v1/chat/completions, then resume"
+    ):
+        judge(server)(PROMPTS, RESPONSES, {})
+
+
+def test_a_slow_judge_ends_at_the_deadline(server: Server) -> None:
+    server.answer = lambda body: (time.sleep(1.5), written("1"))[1]
+    started = time.monotonic()
+    with pytest.raises(SurefootError, match=r"took longer than reward\.deadline=0\.3 s for 3 responses"):
+        judge(server, deadline=0.3)(PROMPTS, RESPONSES, {})
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"judge": {"prompt": "Rate {prompt}"}}, ".judge.prompt: has no {response}; the judge would not see the answer"),
+        ({"judge": {"against": "answer"}}, ".judge.prompt: has no {first}; the judge would not see the answer"),
+        ({"judge": {"pattern": "("}}, ".judge.pattern='(': is no regular expression"),
+        ({"judge": {"pattern": "1", "key": "score"}}, ".judge.key='score': replaces judge.pattern; unset one of them"),
+        ({"batch": 8}, ".batch: a judge scores whole responses, one per request, judge.in_flight at a time; unset it"),
+        ({"per": "step"}, ".per: a judge scores whole responses, one per request, judge.in_flight at a time; unset it"),
+    ],
+)
+def test_invalid_settings_are_one_line_before_anything_is_asked(server: Server, fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(SurefootError) as raised:
+        judge(server, **fields)
+    assert str(raised.value).startswith(f"reward.terms[0]{line}")
+    assert server.bodies == []
+
+
+def test_a_column_in_the_question_must_exist(server: Server) -> None:
+    made = judge(server, judge={"prompt": "{prompt} {response} {rubric}"})
+    with pytest.raises(SurefootError, match="requires 'rubric'; available: answer, prompts, responses"):
+        made.check_columns(["answer"])
+    assert made(PROMPTS, RESPONSES, {"rubric": ["x", "y", "z"]}).valid.all()
+
+
+def test_a_run_learns_from_a_judge(server: Server, folders: dict[str, Any], tmp_path: Any) -> None:
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i % 7} says "}) + "\n" for i in range(8)))
+    term = {"url": server.url, "judge": {"model": "m", "prompt": QUESTION}}
+    rows: list[Any] = []
+    surefoot.train(
+        "language",
+        model=str(folders["llama"]),
+        steps=8,
+        data={"train": str(tmp_path / "prompts.jsonl"), "max_length": 32},
+        sampling={"prompts": 4, "max_tokens": 4},
+        reward={"terms": [term], "missing_eos": "none"},
+        objective={"reuse": {"epochs": 1, "minibatches": 2}},
+        run_dir=tmp_path / "run",
+        callback=lambda metrics: bool(rows.append(metrics)),
+    )
+    assert all(row["reward"] > 40 for row in rows)
