@@ -211,7 +211,9 @@ def check_same_weights(module: nn.Module) -> None:
     """
     if world_size() == 1:
         return
-    mine = {str(index): (_place(p), int(_bits(p))) for index, p in enumerate(module.parameters())}
+    parameters = list(module.parameters())
+    bits = torch.stack([_bits(p) for p in parameters]).tolist() if parameters else []  # one wait for the device
+    mine = {str(index): (_place(p), sum_) for index, (p, sum_) in enumerate(zip(parameters, bits, strict=True))}
     everyone = exchange(mine)
     first: dict[tuple[str, Any], int] = {}
     different = []
@@ -236,7 +238,7 @@ def _bits(parameter: Any) -> Tensor:
     tensor: Any = parameter.detach()
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-    total: Tensor = tensor.contiguous().view(integer).sum(dtype=torch.int64).cpu()
+    total: Tensor = tensor.contiguous().view(integer).sum(dtype=torch.int64)
     return total
 
 

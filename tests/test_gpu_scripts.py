@@ -1,0 +1,64 @@
+"""The scripts for GPUs run here with tiny sizes on the CPU: every step passes, and a wrong number fails its step."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranked import on_ranks
+
+from surefoot.core.ranks import join_ranks
+
+pytest.importorskip("transformers")
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "gpu"
+sys.path.insert(0, str(FOLDER))
+import steps  # noqa: E402
+
+sys.path.remove(str(FOLDER))
+
+
+def failures(report: Any) -> list[Any]:
+    return [(step["name"], step["error"]) for step in report.steps if step["error"]]
+
+
+def test_a_wrong_number_fails_its_step_and_the_next_one_runs(tmp_path: Path) -> None:
+    def wrong() -> dict[str, Any]:
+        steps._near("kl", 1.0, 0.0, 0.1)
+        return {}
+
+    settings = steps.Settings(tmp_path, "cpu", tiny=True)
+    report = steps.run_steps("some", settings, {"wrong": wrong, "right": lambda: {"x": 1.0}})
+    assert failures(report) == [("wrong", "AssertionError: kl is 1, expected 0 within 0.1")]
+    report.write(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"][1]["numbers"] == {"x": 1.0}
+    assert "| right | passed |" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_all_steps_pass_in_one_process(tmp_path: Path) -> None:
+    settings = steps.Settings(tmp_path, "cpu", tiny=True)
+    report = steps.run_steps("one", settings, steps.steps_of(settings))
+    assert failures(report) == []
+    assert len(report.steps) == 8
+
+
+@pytest.mark.slow
+def test_all_steps_pass_on_two_ranks(tmp_path: Path) -> None:
+    def body(number: int) -> Any:
+        join_ranks()
+        settings = steps.Settings(tmp_path / "runs", "cpu", tiny=True)
+        report = steps.run_steps("two", settings, steps.steps_of(settings))
+        return failures(report), len(report.steps)
+
+    assert on_ranks(2, body, tmp_path / "results", timeout=60) == [([], 13)] * 2
+
+
+@pytest.mark.slow
+def test_the_script_for_several_kills_a_rank_and_reports_the_restart(tmp_path: Path) -> None:
+    words = [sys.executable, str(FOLDER / "several.py"), "--device", "cpu", "--tiny", "--ranks", "2", "--out", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [step["name"] for step in json.loads((tmp_path / "report.json").read_text())["steps"]]
+    assert names[-1] == "a killed rank"
