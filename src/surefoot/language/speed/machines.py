@@ -19,10 +19,10 @@ class Machine:
     flops         multiplications and additions of matrices per second, at best
     bandwidth     bytes of memory per second, at best
     link          bytes per second that a rank receives from ranks of its machine
-    network       the same from other machines, for each rank
+    network       bytes per second that a rank receives from other machines
     memory        bytes of the device
     launch        seconds in which the host starts an operation
-    latency       seconds of an exchange of nothing
+    latency       seconds of a step of an exchange, which goes around all its ranks
     efficiency    the share of ``flops`` that matrices of a model reach
     reached       the share of ``bandwidth``, ``link`` and ``network`` that is reached
     overlap       whether device, host and links work at the same time
@@ -36,14 +36,22 @@ class Machine:
     memory: float
     per_machine: int = 8
     launch: float = 5e-6
-    latency: float = 2e-5
+    latency: float = 5e-6
     efficiency: float = 0.6
     reached: float = 0.8
     overlap: bool = True
 
     def link_of(self, ranks: int) -> float:
-        """Bytes per second of an exchange among this many ranks: the slowest link counts."""
-        return self.reached * (self.link if ranks <= self.per_machine else min(self.link, self.network))
+        """Bytes per second of an exchange among this many consecutive ranks.
+
+        Of several machines, what goes around in rings enters each machine once, over the networks of all its ranks.
+        """
+        return self.reached * (self.link if ranks <= self.per_machine else min(self.link, self.per_machine * self.network))
+
+    @property
+    def between(self) -> float:
+        """Bytes per second of an exchange of one rank of every machine, as between the copies of hybrid sharding."""
+        return self.reached * min(self.link, self.network)
 
 
 GPUS = {
@@ -75,7 +83,7 @@ def measured_machine(
     try:
         flops = _matrix_rate(width, feed_forward, tokens, clock, seconds)
         bandwidth, launch = _copy_rate(clock, seconds), _launch_time(clock, seconds)
-        latency, link = (0.0, bandwidth) if ranks == 1 else _exchange_rate(ranks, clock)
+        latency, link = (0.0, bandwidth) if ranks == 1 else _exchange_rates(ranks, clock)
     finally:
         torch.set_num_threads(threads)
     return Machine(
@@ -125,8 +133,8 @@ def _launch_time(clock: Clock, seconds: float) -> float:
     return _repeated(lambda: small + small, clock, seconds)
 
 
-def _exchange_rate(ranks: int, clock: Clock) -> tuple[float, float]:
-    """Seconds of a small all-reduce, and bytes per second that a rank sends in a large one."""
+def _exchange_rates(ranks: int, clock: Clock) -> tuple[float, float]:
+    """Seconds of a step of a small all-reduce, and bytes per second that a rank sends in a large one."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         places = [Path(folder) / str(rank) for rank in range(ranks)]
@@ -140,7 +148,7 @@ def _exchange_rate(ranks: int, clock: Clock) -> tuple[float, float]:
             process.join()
         times = [[float(word) for word in place.read_text().split()] for place in places]
     small, large = (max(column) for column in zip(*times, strict=True))
-    return small, 2 * LARGE * (ranks - 1) / ranks / max(large - small, 1e-9)
+    return small / (ranks - 1), 2 * LARGE * (ranks - 1) / ranks / max(large - small, 1e-9)
 
 
 SMALL, LARGE = 1024, 2**26
@@ -148,7 +156,7 @@ SMALL, LARGE = 1024, 2**26
 
 
 def _exchange(rank: int, ranks: int, store: str, place: Path, clock: Clock) -> None:
-    """One rank of ``_exchange_rate``: writes its seconds of a small and of a large exchange."""
+    """One rank of ``_exchange_rates``: writes its seconds of a small and of a large exchange."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)

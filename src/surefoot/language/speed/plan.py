@@ -39,7 +39,8 @@ class Work:
     launches    operations that the host starts
     exchanged   bytes that the rank receives or sends
     exchanges   their number
-    across      ranks that take part in them
+    across      consecutive ranks that take part in them
+    between     bytes exchanged with the ranks of other machines that hold a copy
     """
 
     flops: float = 0.0
@@ -48,14 +49,29 @@ class Work:
     exchanged: float = 0.0
     exchanges: float = 0.0
     across: int = 1
+    between: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        sums = {name: getattr(self, name) + getattr(other, name) for name in ("flops", "moved", "launches", "exchanged")}
-        return Work(**sums, exchanges=self.exchanges + other.exchanges, across=max(self.across, other.across))
+        return Work(
+            self.flops + other.flops,
+            self.moved + other.moved,
+            self.launches + other.launches,
+            self.exchanged + other.exchanged,
+            self.exchanges + other.exchanges,
+            max(self.across, other.across),
+            self.between + other.between,
+        )
 
     def __mul__(self, times: float) -> "Work":
-        sums = {name: getattr(self, name) * times for name in ("flops", "moved", "launches", "exchanged", "exchanges")}
-        return Work(**sums, across=self.across)
+        return Work(
+            self.flops * times,
+            self.moved * times,
+            self.launches * times,
+            self.exchanged * times,
+            self.exchanges * times,
+            self.across,
+            self.between * times,
+        )
 
     def device_seconds(self, machine: Machine) -> float:
         """Seconds without exchanges."""
@@ -64,7 +80,9 @@ class Work:
 
     def exchange_seconds(self, machine: Machine) -> float:
         """Seconds of the exchanges by themselves."""
-        return exchange_seconds(self.exchanged, machine.link_of(self.across), self.exchanges, machine.latency)
+        latency = machine.latency * (self.across - 1)
+        inside = exchange_seconds(self.exchanged, machine.link_of(self.across), self.exchanges, latency)
+        return inside + exchange_seconds(self.between, machine.between, 0, 0)
 
     def seconds(self, machine: Machine, overlap: bool = True) -> float:
         """Seconds of all; ``overlap``: the exchanges can go on during computation, if the machine can do that."""
@@ -205,11 +223,15 @@ def _gradient_exchange(models: Sequence[Transformer], layout: Layout, each: int,
         count = 1 if layout.ranks > 1 else 0
         return Work(exchanged=all_reduce_bytes(WEIGHT * parameters, layout.ranks), exchanges=count, across=layout.ranks)
     gathers = parameters + (sum(model.weights for model in models) if layout.reshard else 0)
-    size = gather_bytes(each * gathers + WEIGHT * parameters, layout.shards)
-    machines = layout.ranks // layout.shards
-    size += all_reduce_bytes(WEIGHT * parameters / layout.shards, machines)
+    machines = max(1, layout.ranks // layout.shards)
     count = layers * (3 if layout.reshard else 2) + (layers if machines > 1 else 0)
-    return Work(exchanged=size * passes, exchanges=count * passes, across=layout.shards if machines == 1 else layout.ranks)
+    one = Work(
+        exchanged=gather_bytes(each * gathers + WEIGHT * parameters, layout.shards),
+        exchanges=count,
+        across=layout.shards,
+        between=all_reduce_bytes(WEIGHT * parameters / layout.shards, machines),
+    )
+    return one * passes
 
 
 def plans(workload: Workload, machine: Machine, epochs: int = 1, counts: Sequence[int] = COUNTS) -> list[IterationTime]:

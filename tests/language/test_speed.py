@@ -1,0 +1,201 @@
+"""The time of an iteration by arithmetic: laws of the formulas, of the plan, and of what is measured; the command."""
+
+import json
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import surefoot
+from surefoot.language.memory import Workload
+from surefoot.language.memory.layout import Layout
+from surefoot.language.memory.planner import model_config
+from surefoot.language.speed import (
+    Transformer,
+    all_reduce_bytes,
+    backward_flops,
+    decoding_bytes,
+    exchange_seconds,
+    forward_flops,
+    gather_bytes,
+    moved_bytes,
+    together,
+    transformer_of,
+)
+from surefoot.language.speed.machines import GPUS, Machine, measured_machine
+from surefoot.language.speed.plan import Work, iteration_time, plans
+
+SMALL = Transformer(2, 8, 16, 50, weights=1000, head=400, total=1800, cache=32)
+H200 = GPUS["H200"]
+RANKS = st.integers(1, 4096)
+SIZES = st.floats(1, 1e12)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    """PPO with four models of half a billion parameters."""
+    config = model_config("0.5B")[0]
+    made = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), bf16=True)
+    return replace(made, prompt=512, response=64, max_tokens=64, rows=16, responses=64)
+
+
+# ---- formulas -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_pass_takes_two_operations_per_weight_and_token() -> None:
+    assert forward_flops(SMALL, 10, 0, 0) == 2 * 1000 * 10
+    assert forward_flops(SMALL, 10, 3, 0) == 2 * (1000 * 10 + 400 * 3)
+    assert forward_flops(SMALL, 10, 0, 5) - forward_flops(SMALL, 10, 0, 0) == 2 * (2 * 2 * 8 * 5) * 10, "q·k and a·v, each 2"
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.booleans())
+def test_a_backward_pass_takes_twice_the_forward_pass_and_checkpointing_adds_one_of_the_layers(
+    tokens: int, logits: int, checkpointing: bool
+) -> None:
+    forward = forward_flops(SMALL, tokens, logits, 7)
+    again = forward_flops(SMALL, tokens, 0, 7) * checkpointing
+    assert backward_flops(SMALL, tokens, logits, 7, checkpointing) == pytest.approx(2 * forward + again)
+
+
+def test_a_sampled_token_reads_all_weights_once_whatever_the_rows_and_the_cache_of_each() -> None:
+    assert decoding_bytes(SMALL, 0, 9, 2) == 2 * 1400
+    assert decoding_bytes(SMALL, 5, 9, 2) - decoding_bytes(SMALL, 4, 9, 2) == 2 * 9 * 32
+    assert moved_bytes(SMALL, 20, 0, 4) == 2 * moved_bytes(SMALL, 10, 0, 4) == 2 * moved_bytes(SMALL, 20, 0, 2)
+
+
+@given(SIZES, RANKS)
+def test_one_rank_exchanges_nothing_and_many_approach_the_whole_size(size: float, ranks: int) -> None:
+    assert gather_bytes(size, 1) == all_reduce_bytes(size, 1) == 0
+    assert gather_bytes(size, ranks) <= size
+    assert gather_bytes(size, ranks) <= gather_bytes(size, ranks + 1)
+    assert all_reduce_bytes(size, ranks) == 2 * gather_bytes(size, ranks)
+    assert gather_bytes(size, 2) == size / 2
+
+
+@given(SIZES, SIZES, st.integers(0, 1000), st.floats(0, 1))
+def test_an_exchange_is_never_faster_than_bytes_over_bandwidth(size: float, bandwidth: float, count: int, wait: float) -> None:
+    assert exchange_seconds(size, bandwidth, count, wait) >= size / bandwidth
+
+
+def test_things_at_the_same_time_take_as_long_as_the_longest_and_never_longer_than_one_after_another() -> None:
+    assert together((1.0, 3.0), True) == 3.0
+    assert together((1.0, 3.0), False) == 4.0
+
+
+def test_sizes_are_those_of_the_model() -> None:
+    config = model_config("7B")[0]
+    model = transformer_of(config)
+    assert (model.layers, model.width, model.feed_forward, model.vocabulary) == (32, 4096, 11008, 32_000)
+    assert model.total == 6_738_415_616
+    assert model.head == 32_000 * 4096
+    assert model.cache == 2 * 32 * 4096
+    assert transformer_of(config, head=False).total == model.total - model.head
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------------
+
+
+def test_twice_the_ranks_with_the_same_rows_halve_the_work_of_each(workload: Workload) -> None:
+    work = [iteration_time(replace(workload, layout=Layout(ranks)), H200).work["learning"] for ranks in (1, 2, 4)]
+    assert work[0].flops == pytest.approx(2 * work[1].flops) == pytest.approx(4 * work[2].flops)
+
+
+def test_the_same_rows_on_every_rank_are_the_same_work_and_no_more_rate_than_perfect(workload: Workload) -> None:
+    for sharding in (None, "full", "hybrid"):
+        sharded = replace(workload, layout=replace(workload.layout, sharding=sharding), micro_batch=4)  # type: ignore[arg-type]
+        results = plans(sharded, H200, epochs=4)
+        assert {round(result.work["learning"].flops) for result in results} == {round(results[0].work["learning"].flops)}
+        seconds = [result.exchanges["learning"] for result in results]
+        assert seconds[0] == 0
+        assert all(earlier <= later * (1 + 1e-9) for earlier, later in pairwise(seconds)), "more ranks exchange no less"
+        assert all(result.total >= max(result.seconds.values()) for result in results)
+
+
+def test_exchanges_are_bounded_below_by_their_bytes(workload: Workload) -> None:
+    result = iteration_time(replace(workload, layout=Layout(16, "full", per_machine=8), rows=256, responses=1024), H200)
+    parameters = 2 * transformer_of(workload.policy).total - transformer_of(workload.policy).head
+    assert result.work["learning"].exchanged >= (2 + 4) * parameters * 15 / 16, "weights gathered, gradients summed"
+    assert result.exchanges["learning"] >= result.work["learning"].exchanged / (8 * H200.network)
+
+
+def test_hybrid_sharding_exchanges_less_between_machines_and_no_resharding_less_at_all(workload: Workload) -> None:
+    spread = replace(workload, rows=512, responses=2048, micro_batch=4)
+    full, hybrid, kept = (
+        iteration_time(replace(spread, layout=Layout(32, sharding, per_machine=8, reshard=reshard)), H200)
+        for sharding, reshard in (("full", True), ("hybrid", True), ("full", False))
+    )
+    assert kept.work["learning"].exchanged < full.work["learning"].exchanged
+    assert hybrid.work["sampling"].across == 8
+    assert hybrid.exchanges["sampling"] < full.exchanges["sampling"]
+    assert full.work["learning"].between == 0 < hybrid.work["learning"].between < hybrid.work["learning"].exchanged
+
+
+def test_faster_machines_are_faster_and_none_is_faster_than_its_peak(workload: Workload) -> None:
+    slow, fast = (iteration_time(workload, GPUS[name]) for name in ("A100", "B200"))
+    assert all(fast.seconds[name] < slow.seconds[name] for name in slow.seconds)
+    learning = slow.work["learning"]
+    assert slow.seconds["learning"] >= learning.flops / GPUS["A100"].flops
+    assert (
+        slow.seconds["sampling"] >= workload.max_tokens * 2 * transformer_of(workload.policy).weights / GPUS["A100"].bandwidth
+    )
+
+
+def test_what_overlaps_takes_no_longer_than_what_does_not(workload: Workload) -> None:
+    one_after_another = replace(H200, overlap=False)
+    work = Work(flops=1e12, moved=1e9, launches=100, exchanged=1e9, exchanges=3, across=8)
+    assert work.seconds(H200) <= work.seconds(one_after_another)
+    assert work.seconds(one_after_another) == pytest.approx(
+        work.device_seconds(one_after_another) + work.exchange_seconds(one_after_another)
+    )
+
+
+def test_this_machine_is_measured_in_seconds_of_a_clock() -> None:
+    machine = measured_machine(64, 128, 64, ranks=2, clock=time.process_time, seconds=0.02)
+    assert isinstance(machine, Machine)
+    assert 1e8 < machine.flops < 1e13
+    assert 1e8 < machine.bandwidth < 1e12
+    assert 1e-8 < machine.launch < 1e-2
+    assert machine.link > 1e6
+    assert not machine.overlap
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_plans_one_to_512_gpus_and_says_that_it_calculates(command: Any) -> None:
+    code, output, _ = command("plan", "0.5B", "--gpu", "H100", "--micro-batch", "4")
+    assert code == 0
+    assert "0.5B on H100" in output
+    assert "Calculated, not measured" in output
+    assert [line.split()[0] for line in output.splitlines() if line[:6].strip().isdigit()][-1] == "512"
+
+
+def test_rates_are_flags(command: Any) -> None:
+    code, output, _ = command("plan", "0.5B", "--ranks", "8", "--tflops", "100", "--network", "10", "--json")
+    assert code == 0
+    report = json.loads(output)
+    assert report["calculated"] is True
+    assert report["machine"]["flops"] == 100e12
+    assert report["machine"]["network"] == 10e9
+    assert set(report["ranks"]) == {"8"}
+    assert report["ranks"]["8"]["seconds"]["total"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--measure"], "--precision bfloat16: --measure measures matrices in float32; add --precision float32"),
+        (["--measure", "--precision", "float32", "--tflops", "5"], "--tflops 5: --measure measures it; leave one of them out"),
+        (["--minibatches", "100"], "--minibatches 100: more than the 64 responses of an iteration"),
+    ],
+)
+def test_options_that_do_not_go_together_are_rejected(command: Any, options: Any, message: str, tmp_path: Path) -> None:
+    code, _, error = command("plan", "0.5B", *options)
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
