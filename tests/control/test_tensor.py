@@ -708,3 +708,73 @@ def test_evaluation_in_single_rows_sees_the_episodes_of_the_environment_itself()
         SurefootError, match=r"makes 4 environments where one is needed.*give the function a parameter num_envs"
     ):
         world_of(lambda: CartPole(4), rollout={"environments": 4, "steps": 8}, evaluation={"episodes": 3}).evaluate()
+
+
+# ---- what robotics needs -------------------------------------------------------------------------------------------------
+
+
+def test_a_privileged_critic_reads_parts_that_the_policy_does_not() -> None:
+    parts = {"actor_parts": ["policy"], "critic_parts": ["critic"]}
+    world = world_of(Grouped, rollout={"environments": 4, "steps": 8}, network=parts)
+    policy = world.agent.policy
+    rollout = world.collector.collect(fresh_state())
+    other = {"policy": rollout.inputs["policy"], "critic": rollout.inputs["critic"] + 1}
+    before, after = (policy(inputs, rollout.actions) for inputs in (rollout.inputs, other))
+    assert torch.equal(before.log_probs, after.log_probs)
+    assert not torch.allclose(before.values, after.values)
+    other = {"policy": rollout.inputs["policy"] + 1, "critic": rollout.inputs["critic"]}
+    after = policy(other, rollout.actions)
+    assert not torch.allclose(before.log_probs, after.log_probs)
+    assert torch.equal(before.values, after.values)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (
+            {"actor_parts": ["polcy"]},
+            r"the observation has no part 'polcy'; did you mean 'policy'\? \(parts: 'critic', 'policy'\)",
+        ),
+        ({"critic_parts": ["critic"], "shared_trunk": True}, r"shared_trunk=true: actor and critic read the same parts then"),
+    ],
+)
+def test_wrong_parts_are_one_line(network: dict[str, Any], message: str) -> None:
+    with pytest.raises(SurefootError, match=message):
+        world_of(Grouped, rollout={"environments": 4}, network=network)
+    with pytest.raises(SurefootError, match=r"critic_parts=\['critic'\]: REINFORCE has no critic"):
+        surefoot.train(Grouped, algorithm="REINFORCE", network={"critic_parts": ["critic"]}, run_dir=None)
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_an_adaptive_learning_rate_follows_the_kl_of_each_minibatch_and_resumes(tmp_path: Path, engine: str) -> None:
+    """Against the rule, applied by hand to the KL before each step."""
+    options: dict[str, Any] = {
+        "rollout": {"environments": 8, "steps": 16},
+        "objective": {"reuse": {"epochs": 3, "minibatches": 2}, "kl_estimator": "exact"},
+        "optimizer": {"schedule": "adaptive", "learning_rate": 1e-3, "kl_target": 0.005, "micro_batch": 32},
+        "evaluation": {"episodes": 0},
+        "checkpoint": {"every": 128, "keep": 9},
+        "engine": engine,
+    }
+    rates: list[float] = []
+    whole = surefoot.train(
+        "tensor/Pendulum-v1",
+        steps=512,
+        run_dir=tmp_path / "a",
+        callback=lambda row: rates.append(row["learning_rate"]),
+        **options,
+    )
+    assert len(set(rates)) > 1
+    powers = np.log(np.array(rates) / 1e-3) / np.log(1.5)
+    np.testing.assert_allclose(powers, powers.round(), atol=1e-6, err_msg="steps of a factor of 1.5")
+    surefoot.train("tensor/Pendulum-v1", steps=512, run_dir=tmp_path / "b", callback=stop_after(2), **options)
+    resumed = surefoot.resume(tmp_path / "b")
+    assert all(torch.equal(x, resumed.state_dict()[name]) for name, x in whole.state_dict().items())
+
+
+def test_an_adaptive_learning_rate_needs_a_kl() -> None:
+    optimizer = {"schedule": "adaptive"}
+    with pytest.raises(SurefootError, match="schedule='adaptive': follows the KL of reused batches"):
+        surefoot.train("CartPole-v1", algorithm="A2C", optimizer=optimizer, run_dir=None, steps=64)
+    with pytest.raises(SurefootError, match=r"adaptive': a compiled step has its learning rate before its KL is known"):
+        surefoot.train("CartPole-v1", engine="compiled", optimizer=optimizer, run_dir=None, steps=64)

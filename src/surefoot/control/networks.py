@@ -5,7 +5,7 @@ effect of these details.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot.control.spaces import ObservationPart, channels_last, choices, image_shape, is_image, observation_parts
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.callables import NETWORK, Functions, load_function
 from surefoot.recipes.control import Network
 
@@ -30,12 +30,41 @@ PASS_AT_ONCE = 512
 
 
 def make_trunk(
-    observation_space: gymnasium.Space[Any], network: Network, generator: torch.Generator, functions: Functions | None = None
+    observation_space: gymnasium.Space[Any],
+    network: Network,
+    generator: torch.Generator,
+    functions: Functions | None = None,
+    names: Sequence[str] | None = None,
 ) -> "Trunk | CustomTrunk":
-    """The trunk of a recipe; SurefootError if a user's own network doesn't fit."""
+    """The trunk of a recipe on the parts of these names (None: all); SurefootError if a user's own network doesn't fit."""
+    if names is not None:
+        observation_space = selected_space(observation_space, names)
     if network.custom is not None:
         return CustomTrunk(network.custom, observation_space, generator, functions)
     return Trunk(observation_space, network, generator)
+
+
+def selected_space(space: gymnasium.Space[Any], names: Sequence[str]) -> spaces.Dict:
+    """A Dict space with the parts of these names alone; "arm" stands for all parts of the Dict "arm".
+
+    Raises SurefootError for a name that stands for no part.
+    """
+    parts = list(observation_parts(space))
+    for name in names:
+        if not isinstance(space, spaces.Dict) or not any(path == name or path.startswith(f"{name}.") for path in parts):
+            raise SurefootError(
+                f"network.actor_parts, network.critic_parts={list(names)}: the observation has no part "
+                f"{name!r}{did_you_mean(name, parts)} (parts: {', '.join(map(repr, parts))})"
+            )
+    assert isinstance(space, spaces.Dict)
+    chosen: dict[str, gymnasium.Space[Any]] = {}
+    for key, part in space.spaces.items():
+        below = [name.removeprefix(f"{key}.") for name in names if name.startswith(f"{key}.")]
+        if key in names:
+            chosen[key] = part
+        elif below:
+            chosen[key] = selected_space(part, below)
+    return spaces.Dict(list(chosen.items()))
 
 
 class Trunk(nn.Module):

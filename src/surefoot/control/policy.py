@@ -166,13 +166,15 @@ class ActorCritic(Policy):
         super().__init__()
         self.choices, self.single = choices(action_space), isinstance(action_space, spaces.Discrete)
         outputs = sum(self.choices) if self.choices else math.prod(action_space.shape or ())
-        self.actor_trunk = make_trunk(observation_space, network, generator, functions)
+        self.actor_trunk = make_trunk(observation_space, network, generator, functions, network.actor_parts)
         self.log_std = None if self.choices else nn.Parameter(torch.full((outputs,), network.log_std))
         width = self.actor_trunk.width
         self.actor_memory = None if network.lstm is None else EpisodicLSTM(width, network.lstm, generator)
         self.actor_head = linear(network.lstm or width, outputs, 0.01, generator)
         separate = critic and not network.shared_trunk
-        self.critic_trunk = make_trunk(observation_space, network, generator, functions) if separate else None
+        self.critic_trunk = None
+        if separate:
+            self.critic_trunk = make_trunk(observation_space, network, generator, functions, network.critic_parts)
         if self.critic_trunk is not None and not _disjoint(self.actor_trunk, self.critic_trunk):
             raise SurefootError(
                 f"network.custom={network.custom!r}: returned the same parameters for actor and critic; make new ones on every "

@@ -15,21 +15,23 @@ from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters,
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
 from surefoot.core.sharding import gathered, is_sharded
 from surefoot.core.sharding.optimizer import ShardedOptimizer
-from surefoot.core.steps import EagerStepper, GradientSum, PendingStep, Stepper, UpdateContext
+from surefoot.core.steps import EagerStep, EagerStepper, GradientSum, PendingStep, Stepper, UpdateContext
 from surefoot.core.steps.compiled import CompiledGradients, CompiledStepper
 from surefoot.core.steps.trpo import NaturalStepper
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError, cause_of
-from surefoot.functional import adapt_kl_penalty, masked_moments
+from surefoot.functional import adapt_kl_penalty, adapt_learning_rate, masked_moments
 
 ScheduleFunction = Callable[[float], float]
 """from the remaining share of the budget, 1 at the start, to a factor"""
-Schedule = Literal["constant", "linear", "cosine"] | ScheduleFunction
+Schedule = Literal["constant", "linear", "cosine", "adaptive"] | ScheduleFunction
 
 BETA_RANGE = 2.0**20
 """bounds of an adapted β, as a factor of its first value. The paper has no bound; without one, β goes to infinity or 0 if it
 can't control the KL (a learning rate that is far too high, or has decayed to nothing)"""
 
+ADAPTED = "adapted_learning_rate_factor"
+"""the name in ``LearnerState.coefficients`` of the scale that schedule = "adaptive" has reached"""
 RATE_SCALE = "learning_rate_factor"
 """the name in ``LearnerState.coefficients`` of the scale that a callback has set"""
 
@@ -45,12 +47,14 @@ class Learner:
     adam                for all parameters, or for all but the critic's if ``critic_adam`` is given
     critic_adam         learning rate and gradient clip of the critic. Under a KL constraint the policy has no learning rate,
                         and the critic always has its own optimizer, with these settings or else those of ``adam``
-    schedule            of the learning rate: "linear" and "cosine" fall to zero over the budget; or a function
+    schedule            of the learning rate: "linear" and "cosine" fall to zero over the budget, "adaptive" follows the KL; or
+                        a function
     micro_batch         rows per backward pass, to bound memory; the gradient does not depend on it
     compiled_rows       compile the steps on batches of exactly this many single steps
     warmup              fraction of the budget over which the learning rate rises linearly from zero
     micro_batch_tokens  tokens per backward pass, padding included: rows of similar length together, as many as fit
     clip_schedule       of the clip's bounds, instead of the name in the objective; may be a function
+    kl_target           the KL that schedule = "adaptive" aims at
 
     Raises SurefootError if the critic needs its own optimizer but shares all of its parameters with the policy.
     """
@@ -67,11 +71,17 @@ class Learner:
         warmup: float = 0.0,
         micro_batch_tokens: int | None = None,
         clip_schedule: Schedule | None = None,
+        kl_target: float = 0.01,
     ) -> None:
         objective.require_complete()
         self.policy, self.objective = policy, objective
-        self.schedule, self.warmup, self.clip_schedule = schedule, warmup, clip_schedule
+        self.schedule, self.warmup, self.clip_schedule, self.kl_target = schedule, warmup, clip_schedule, kl_target
         constraint = objective.constraint
+        if schedule == "adaptive" and (objective.reuse is None or constraint is not None):
+            raise SurefootError(
+                "optimizer.schedule='adaptive': follows the KL of reused batches, which this objective does not have; set "
+                "constant, linear or cosine"
+            )
         groups = parameter_groups(policy, objective, critic_adam is not None)
         if not groups.get("critic", True):
             field = "optimizer.critic_learning_rate" if constraint is None else "objective.trust_region='constraint'"
@@ -140,6 +150,8 @@ class Learner:
         if self.steppable:
             first = next(iter(self.steppable.values()))  # the policy's if it has one
             metrics["learning_rate"] = first.settings.learning_rate * context.rate_scale
+            if self.schedule == "adaptive":
+                metrics["learning_rate"] = first.learning_rate
         return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
     def _fits(self, batch: Batch) -> bool:
@@ -154,11 +166,14 @@ class Learner:
         recording = None
         if self.recorder is not None:
             recording = self.recorder.begin(rollout, credit, self.objective, state, clip_scale, beta)
-        rate_scale = self._rate_scale(state.remaining) * state.coefficients.get(RATE_SCALE, 1.0)
+        rate_scale = self._rate_scale(state) * state.coefficients.get(RATE_SCALE, 1.0)
         return UpdateContext(state, rate_scale, clip_scale, beta, recording, self.auxiliary_loss)
 
-    def _rate_scale(self, remaining: float) -> float:
+    def _rate_scale(self, state: LearnerState) -> float:
         """The factor of the learning rate; 0 on the first batch of a warm-up."""
+        remaining = state.remaining
+        if self.schedule == "adaptive":
+            return state.coefficients.get(ADAPTED, 1.0)
         if (done := 1 - remaining) < self.warmup:
             return done / self.warmup
         return scheduled("optimizer.schedule", self.schedule, remaining / (1 - self.warmup))
@@ -194,6 +209,8 @@ class Learner:
                     steps.add(step)
                     return epoch, True
                 self._check_finite(step, context.state)
+                if self.schedule == "adaptive":
+                    self._adapt_rate(step, context.state)
                 context.state.updates += step.take()
                 steps.add(step)
                 steps.add_norms(step.norms)
@@ -214,6 +231,14 @@ class Learner:
             adapted = adapt_kl_penalty(beta, kl, penalty.target)
             context.state.coefficients["beta"] = min(max(adapted, penalty.beta / BETA_RANGE), penalty.beta * BETA_RANGE)
         return {"beta": beta, "kl_after": kl}
+
+    def _adapt_rate(self, step: PendingStep, state: LearnerState) -> None:
+        """Set the learning rate of this step, and of those after it, from the KL before it."""
+        assert isinstance(step, EagerStep), "a recipe with another engine is rejected"
+        own = next(iter(self.steppable.values())).settings.learning_rate
+        factor = adapt_learning_rate(own * state.coefficients.get(ADAPTED, 1.0), self._kl(step), self.kl_target) / own
+        state.coefficients[ADAPTED] = factor
+        step.rate_scale = factor * state.coefficients.get(RATE_SCALE, 1.0)
 
     def _check_finite(self, step: PendingStep, state: LearnerState) -> None:
         """Raise NotFiniteError if the loss, or the norm of a gradient, is not finite."""

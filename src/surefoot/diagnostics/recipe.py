@@ -14,6 +14,7 @@ from gymnasium.utils.env_checker import check_env
 from surefoot.control.environments import maker, task_name
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite
+from surefoot.control.environments.tensor import TensorEnvironments, is_tensor_environment
 from surefoot.control.normalise import ActionBounds
 from surefoot.control.spaces import NOT_FINITE, Array, ObservationPart, SpaceError, as_float32
 from surefoot.core.distributed import in_float64
@@ -107,6 +108,9 @@ def check_environment(
     except Exception as error:
         cause = str(error) if isinstance(error, SurefootError) else cause_of(error)
         return [check_result("environment", "serious", f"{name} can't be made: {cause}")]
+    if is_tensor_environment(environment):
+        TensorEnvironments(environment, torch.device(environment.device), seed, name).close()
+        return [check_result("environment", "ok", f"{name} is a tensor environment; every step of a run checks its tensors")]
     if not isinstance(environment, gymnasium.Env):
         environment.close()
         return [check_result("environment", "ok", f"{name} is a vector environment; Gymnasium's checker can't check it")]

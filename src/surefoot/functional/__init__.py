@@ -8,6 +8,7 @@ from surefoot.functional.critics import explained_variance, value_loss
 from surefoot.functional.groups import group_advantages, leave_one_out_advantages
 from surefoot.functional.kl import (
     adapt_kl_penalty,
+    adapt_learning_rate,
     categorical_kl,
     gaussian_kl,
     kl_k1,
@@ -47,6 +48,7 @@ __all__ = [
     "Aggregation",
     "Moments",
     "adapt_kl_penalty",
+    "adapt_learning_rate",
     "aggregate",
     "bradley_terry_loss",
     "categorical_kl",

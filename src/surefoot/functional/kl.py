@@ -73,6 +73,21 @@ def adapt_kl_penalty(beta: Number, kl: Number, target: float) -> Number:
     return beta / 2 if kl < target / 1.5 else beta * 2 if kl > target * 1.5 else beta
 
 
+def adapt_learning_rate(rate: float, kl: float, target: float) -> float:
+    """rate/1.5 where kl > 2·target, 1.5·rate where 0 < kl < target/2, else rate; from 1e-5 to 1e-2. Once per minibatch.
+
+    kl   KL(π_old‖π_θ) before the step
+
+    The rule of rsl_rl (Schwarke et al. 2025, arXiv 2509.10771).
+
+    >>> [adapt_learning_rate(1e-3, kl, target=0.01) for kl in (0.0, 0.01, 0.03)]
+    [0.001, 0.001, 0.0006666666666666666]
+    """
+    if kl > 2 * target:
+        return max(1e-5, rate / 1.5)
+    return min(1e-2, rate * 1.5) if 0 < kl < target / 2 else rate
+
+
 def proportional_kl_control(beta: Number, kl: Number, target: float, n: int, horizon: int) -> Number:
     """β (1 + clip(kl/target − 1, ±0.2) · n / horizon), for n samples seen since the last call.
 

@@ -147,7 +147,8 @@ class OptimizerSettingsTable(TypedDict, total=False):
 
     kind: Literal["adam", "rmsprop"]
     learning_rate: float
-    schedule: Callable[..., Any] | Literal["constant", "linear", "cosine"] | str
+    schedule: Callable[..., Any] | Literal["constant", "linear", "cosine", "adaptive"] | str
+    kl_target: float
     warmup: float
     epsilon: float
     weight_decay: float
@@ -213,6 +214,8 @@ class NetworkTable(TypedDict, total=False):
     log_std: float
     lstm: int | None
     custom: Callable[..., Any] | str | None
+    actor_parts: Sequence[str] | None
+    critic_parts: Sequence[str] | None
 
 
 class NormaliseSettingsTable(TypedDict, total=False):
@@ -229,7 +232,8 @@ class LanguageOptimizerTable(TypedDict, total=False):
 
     kind: Literal["adam", "rmsprop"]
     learning_rate: float
-    schedule: Callable[..., Any] | Literal["constant", "linear", "cosine"] | str
+    schedule: Callable[..., Any] | Literal["constant", "linear", "cosine", "adaptive"] | str
+    kl_target: float
     warmup: float
     epsilon: float
     weight_decay: float

@@ -40,7 +40,7 @@ def names_in(value: Any) -> Any:
     return list(dict.fromkeys(names)) if isinstance(names, (list, tuple)) else names
 
 
-SCHEDULES = ("constant", "linear", "cosine")
+SCHEDULES = ("constant", "linear", "cosine", "adaptive")
 """schedules of the learning rate by name"""
 
 
@@ -58,9 +58,14 @@ class OptimizerSettings(Section):
     """rmsprop is the optimizer of the original A2C (eager engine only)"""
     learning_rate: float = Field(3e-4, gt=0)
     """the optimizer's learning rate; under TRPO the critic's, unless critic_learning_rate is set"""
-    schedule: Annotated[Literal["constant", "linear", "cosine"] | str, BeforeValidator(_check_schedule)] = "constant"
-    """linear and cosine decay the learning rate to zero over the budget; module:function or file.py:function returns its factor
-    from the remaining share of the budget, 1 to 0"""
+    schedule: Annotated[Literal["constant", "linear", "cosine", "adaptive"] | str, BeforeValidator(_check_schedule)] = (
+        "constant"
+    )
+    """linear and cosine decay the learning rate to zero over the budget; adaptive moves it within 1e-5 … 1e-2 so that the KL
+    of each minibatch stays near kl_target (rsl_rl's rule); module:function or file.py:function returns its factor from the
+    remaining share of the budget, 1 to 0"""
+    kl_target: float = Field(0.01, gt=0)
+    """KL(π_old‖π_θ) that schedule = "adaptive" aims at"""
     warmup: float = Field(0.0, ge=0, lt=1)
     """share of the budget over which the learning rate rises from zero"""
     epsilon: float = Field(1e-5, gt=0)

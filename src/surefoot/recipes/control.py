@@ -35,6 +35,13 @@ RUN_METRICS = {"return", "length"}
 """what follows ``episode_`` in the metrics of every run"""
 
 
+PartNames = Annotated[
+    Annotated[tuple[Annotated[str, Field(min_length=1, max_length=128)], ...], Field(min_length=1, max_length=256)] | None,
+    BeforeValidator(names_in),
+]
+"""names of the parts of an observation"""
+
+
 class Network(Section):
     """The policy network."""
 
@@ -50,6 +57,10 @@ class Network(Section):
     """width of an LSTM after the hidden layers, for partial observations; none: no LSTM"""
     custom: str | None = None
     """module:function that makes your own network, instead of encoders and hidden layers"""
+    actor_parts: PartNames = None
+    """parts of a Dict observation that the policy reads; none: all"""
+    critic_parts: PartNames = None
+    """parts of a Dict observation that the critic reads, which may be unknown to the policy (privileged); none: all"""
 
 
 class RolloutSettings(Section):
@@ -258,6 +269,15 @@ class ControlRecipe(Recipe):
                 f"network.shared_trunk=true: under a KL constraint ({self.algorithm}) the critic is fitted separately from "
                 "the policy and can't share its trunk; set network.shared_trunk = false"
             )
+        if self.network.shared_trunk and self.network.actor_parts != self.network.critic_parts:
+            raise SurefootError(
+                f"network.shared_trunk=true: actor and critic read the same parts then; set actor_parts = critic_parts = "
+                f"{list(self.network.actor_parts or self.network.critic_parts or ())}, or network.shared_trunk = false"
+            )
+        if self.network.critic_parts is not None and not has_critic:
+            raise SurefootError(
+                f"network.critic_parts={list(self.network.critic_parts)}: {self.algorithm} has no critic; unset it"
+            )
         if self.network.shared_trunk and rate is not None:
             raise SurefootError(
                 f"optimizer.critic_learning_rate={rate}: a critic on a shared trunk can't have its own optimizer; unset it, "
@@ -276,6 +296,11 @@ class ControlRecipe(Recipe):
         }
         for reason in (reason for reason, holds in reasons.items() if holds):
             raise SurefootError(f"engine='compiled': {reason}; set engine = 'eager'")
+        if self.optimizer.schedule == "adaptive" and self.optimizer.micro_batch is None:
+            raise SurefootError(
+                "optimizer.schedule='adaptive': a compiled step has its learning rate before its KL is known; set "
+                "optimizer.micro_batch, which compiles gradients alone, or engine = 'eager'"
+            )
         micro_batch, minibatches = self.optimizer.micro_batch, self.objective.reuse.minibatches if self.objective.reuse else 1
         minibatch = self.batch_size // minibatches
         if micro_batch is not None and minibatch % micro_batch:

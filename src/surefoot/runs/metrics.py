@@ -30,6 +30,10 @@ METRICS: dict[str, Metric] = {
     "episode_is_success": Metric("mean of `is_success` in the last info of those episodes; other numbers with rollout.info"),
     "episode_success": Metric("the same of `success`"),
     "episodes": Metric("training episodes finished so far"),
+    "truncations_estimated": Metric(
+        "share of the truncations whose final observation a tensor environment did not return: the value of the observation "
+        "before stands in; absent if all were returned"
+    ),
     "observations_clipped": Metric(
         "share of the normalised numbers of observations that are at ±normalise.clip; only where they are normalised",
         high=0.05,

@@ -98,6 +98,7 @@ def make_learner(recipe: Recipe, policy: Policy, functions: Functions | None = N
         settings.warmup,
         settings.micro_batch_tokens,
         clip_schedule,
+        settings.kl_target,
     )
 
 
