@@ -171,7 +171,8 @@ def test_a_schedule_of_a_file_needs_nothing_again(tmp_path: Path, monkeypatch: p
         (lambda left: "fast", r"^optimizer\.schedule: the function raised ValueError"),
         (
             "lineer",
-            r"^optimizer\.schedule='lineer': must be constant, linear, cosine or file\.py:function; did you mean 'linear'\?",
+            r"^optimizer\.schedule='lineer': must be constant, linear, cosine, adaptive or file\.py:function; did you mean "
+            r"'linear'\?",
         ),
         (3, r"^optimizer\.schedule=3: must be constant"),
         ("no.py:decay", r"^optimizer\.schedule='no\.py:decay': can't be imported"),

@@ -121,10 +121,10 @@ def test_a_run_of_two_ranks_resumes_on_two_exactly_and_on_others_with_the_same_s
 
 
 class Fragile(gymnasium.Env):
-    """CartPole whose environment of one number fails at its 40th step: ``what`` says how."""
+    """CartPole whose environment of one number fails at its 40th step, once a file exists: ``what`` says how."""
 
-    def __init__(self, what: str, number: int) -> None:
-        self.inner, self.what, self.number = gymnasium.make("CartPole-v1"), what, number
+    def __init__(self, what: str, number: int, file: Path) -> None:
+        self.inner, self.what, self.number, self.file = gymnasium.make("CartPole-v1"), what, number, file
         self.observation_space, self.action_space = self.inner.observation_space, self.inner.action_space
         self.steps, self.failed = 0, False
 
@@ -136,6 +136,8 @@ class Fragile(gymnasium.Env):
         observation, *rest = self.inner.step(action)
         if self.steps == 40 and rank() == self.number and not self.failed:
             self.failed = True
+            while not self.file.exists():  # the checkpoint is written while training goes on
+                time.sleep(0.01)
             if self.what == "raises":
                 raise ValueError("a joint broke")
             if self.what == "hangs":
@@ -150,7 +152,9 @@ def failing(tmp_path, what, number, timeout=30.0, **fields):
     def body(_):
         recipe = {**RECIPE, "rollout": {"environments": 2, "steps": 32}, "evaluation": {"episodes": 0}, **fields}
         recipe["checkpoint"] = {"every": 64}
-        agent = surefoot.train(lambda: Fragile(what, number), run_dir=tmp_path / "run", **recipe)
+        agent = surefoot.train(
+            lambda: Fragile(what, number, tmp_path / "run/checkpoints/64/manifest.json"), run_dir=tmp_path / "run", **recipe
+        )
         return [p.detach().clone() for p in agent.policy.parameters()]
 
     started = time.monotonic()

@@ -261,7 +261,9 @@ def sent_actions(space: gymnasium.Space[Any], rescaled: bool, device: torch.devi
         bounds = ActionBounds(space, rescaled).on(device)
         return lambda actions: bounds.apply(actions).reshape(actions.shape[:-1] + space.shape)
     parts: Any = space
-    first: Any = torch.from_numpy(space.start.reshape(-1)).to(device) if isinstance(space, spaces.MultiDiscrete) else 0
+    first: Any = (
+        torch.from_numpy(space.start.reshape(-1).astype(np.int64)).to(device) if isinstance(space, spaces.MultiDiscrete) else 0
+    )
     return lambda actions: (actions + first).reshape(actions.shape[:-1] + parts.shape)
 
 

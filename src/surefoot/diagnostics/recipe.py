@@ -11,10 +11,10 @@ import torch
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 
-from surefoot.control.environments import maker, task_name
+from surefoot.control.environments import is_tensor_environment, maker, task_name
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite
-from surefoot.control.environments.tensor import TensorEnvironments, is_tensor_environment
+from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.normalise import ActionBounds
 from surefoot.control.spaces import NOT_FINITE, Array, ObservationPart, SpaceError, as_float32
 from surefoot.core.distributed import in_float64

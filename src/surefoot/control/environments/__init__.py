@@ -5,26 +5,26 @@ MuJoCo's warnings go to Python's logging, each once; by default MuJoCo prints ev
 
 import contextlib
 import importlib
+import inspect
 import logging
 import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
-import torch
 from gymnasium.envs.registration import EnvSpec, find_highest_version
 from gymnasium.vector import VectorEnv
 
-from surefoot.control.environments.adapters import adapted
 from surefoot.control.environments.atari import ATARI, make_atari
-from surefoot.control.environments.classic import make_classic
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment
-from surefoot.control.environments.tensor import SingleEnvironment, TensorEnvironments, is_tensor_environment, with_size
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.errors import SurefootError, cause_of, place_of, to_install
 from surefoot.recipes.control import TENSOR
 from surefoot.recipes.import_object import append_working_folder, import_object
+
+if TYPE_CHECKING:  # what needs torch is imported where it is used, because worker processes start without torch
+    from surefoot.control.environments.tensor import TensorEnvironments
 
 MUJOCO_LOGGER = logging.getLogger("surefoot.mujoco")
 EXTRAS = {"mujoco": "mujoco", "box2d": "box2d", "ale_py": "atari", "ale-py": "atari", "opencv": "atari"}
@@ -40,7 +40,7 @@ def make_environments(
     purpose: str = "training",
     first: int = 0,
     device: str = "cpu",
-) -> Environments | TensorEnvironments:
+) -> "Environments | TensorEnvironments":
     """B environments of a task: a Gymnasium id, ``module:function``, or a callable that makes an Env, a VectorEnv or a tensor
     environment.
 
@@ -63,6 +63,10 @@ def make_environments(
         except Exception as error:
             raise making_error(name, error) from error
         if is_tensor_environment(made[0]):
+            import torch
+
+            from surefoot.control.environments.tensor import TensorEnvironments
+
             return TensorEnvironments(made[0], torch.device(device), seed, name, first)
         if isinstance(made[0], VectorEnv):
             return VectorEnvironments(made[0], seed, name, first)
@@ -96,9 +100,17 @@ def maker(
 
     def make_and_log() -> Any:
         log_mujoco_warnings(task)
-        made = adapted(make(), task_name(task))
+        made, name = make(), task_name(task)
         log_mujoco_warnings(task)  # for tasks that import MuJoCo when called
-        return SingleEnvironment(made, task_name(task)) if is_tensor_environment(made) and not training else made
+        if all(hasattr(made, attribute) for attribute in ("num_envs", "num_actions", "get_observations", "step")):
+            from surefoot.control.environments.adapters import RslRlEnvironment
+
+            made = RslRlEnvironment(made, name)
+        if is_tensor_environment(made) and not training:
+            from surefoot.control.environments.tensor import SingleEnvironment
+
+            made = SingleEnvironment(made, name)
+        return made
 
     return make_and_log
 
@@ -110,6 +122,8 @@ def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str,
     if task.startswith(TENSOR):
         name = task
         if purpose == "training":
+            from surefoot.control.environments.classic import make_classic
+
             return lambda: make_classic(name, count, device, arguments)
         task = task.removeprefix(TENSOR)  # Gymnasium's own, which has the same steps
     if ":" in task:  # Gymnasium imports the module of an id such as module:Robot-v0
@@ -120,6 +134,21 @@ def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str,
     if task.startswith(ATARI):
         return lambda: make_atari(task, purpose, **arguments)
     return lambda: gymnasium.make(task, disable_env_checker=True, **arguments)
+
+
+def is_tensor_environment(made: Any) -> bool:
+    """Whether an object is a tensor environment, by its attributes: rows, and a device that its tensors are on."""
+    return all(hasattr(made, name) for name in ("num_envs", "device", "step"))
+
+
+def with_size(task: Callable[..., Any], arguments: dict[str, Any], count: int, device: str) -> dict[str, Any]:
+    """The arguments of a function that makes environments, with their number and device if it has these parameters."""
+    try:
+        taken = inspect.signature(task).parameters
+    except (TypeError, ValueError):
+        return arguments
+    size = {"num_envs": count, "device": device} if "num_envs" in taken else {}
+    return {name: value for name, value in size.items() if name in taken} | arguments
 
 
 def is_id(task: str) -> bool:

@@ -13,13 +13,6 @@ from torch.utils.dlpack import from_dlpack
 from surefoot.errors import SurefootError
 
 
-def adapted(made: Any, name: str) -> Any:
-    """The object that a task made, behind ``TensorEnvironment`` if it has rsl_rl's interface; all others unchanged."""
-    if all(hasattr(made, attribute) for attribute in ("num_envs", "num_actions", "get_observations", "step")):
-        return RslRlEnvironment(made, name)
-    return made
-
-
 class RslRlEnvironment:
     """An environment with the interface of rsl_rl's ``VecEnv``, as Isaac Lab and mjlab have for it.
 

@@ -5,8 +5,7 @@ this form train as they are; ``adapters.py`` has the others.
 """
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -243,21 +242,6 @@ class TensorEnvironments:
         """Close the environment."""
         if callable(close := getattr(self.environment, "close", None)):
             close()
-
-
-def is_tensor_environment(made: Any) -> bool:
-    """Whether an object is a tensor environment, by its attributes: rows, and a device that its tensors are on."""
-    return all(hasattr(made, name) for name in ("num_envs", "device", "step"))
-
-
-def with_size(task: Callable[..., Any], arguments: dict[str, Any], count: int, device: str) -> dict[str, Any]:
-    """The arguments of a function that makes environments, with their number and device if it has these parameters."""
-    try:
-        taken = inspect.signature(task).parameters
-    except (TypeError, ValueError):
-        return arguments
-    size = {"num_envs": count, "device": device} if "num_envs" in taken else {}
-    return {name: value for name, value in size.items() if name in taken} | arguments
 
 
 class SingleEnvironment(gymnasium.Env[Any, Any]):
