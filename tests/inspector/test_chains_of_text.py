@@ -207,3 +207,25 @@ def test_the_chain_of_a_clipped_weight_and_of_a_response_that_is_left_out_adds_u
     choose(page, trace, index, t)
     page.locator("#visit").fill(str(visit))
     assert text in page.inner_text('#chain [data-term="objective"]')
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_the_weight_against_the_sampler_is_written_out(page: Any, tmp_path: Path, inspector: Begin, mode: str) -> None:
+    run = train(
+        tmp_path,
+        language_model(tmp_path / "start", {"2": 0.45, "3": 0.45, "": 0.1}),
+        [{"prompt": f"{i:04b}=".replace("0", "2")} for i in range(16)],
+        algorithm="GRPO",
+        precision="bfloat16",
+        sampling={"prompts": 3, "samples": 4, "max_tokens": 6},
+        reward={"terms": [{"function": "surefoot.language.tasks.successors:steps"}], "missing_eos": "none"},
+        objective={"reuse": {"epochs": 2, "minibatches": 1}, "importance_cap": 1.0001, "importance_mode": mode},
+    )
+    opened(page, run, inspector)
+    shown = page.evaluate("location.hash").split("/")[2]
+    trace = read_trace(run / "traces" / f"{shown}.safetensors")
+    every_row_adds_up(page, trace, of_visit=4)
+    row = choose(page, trace, 0, int(trace.rows[0].mask.nonzero()[0]))
+    assert row.visits.weights is not None
+    text = page.inner_text('#chain [data-term="weight"]')
+    assert ("exp(log π_old − log π_b)" if mode == "token_truncate" else "of the whole response") in text

@@ -9,10 +9,11 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.sampling import sample
+from surefoot.language.sampling import choose_engine, row_chunks, sample
 from surefoot.language.sampling.choose_engine import InProcess
 from surefoot.language.sampling.continuous import Continuous
 from surefoot.language.sampling.engines import Engine, Request, samples_of
+from surefoot.language.sampling.rows import CACHE_SHARE, row_bytes
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
@@ -239,3 +240,32 @@ def test_an_answer_that_is_short_without_an_end_is_an_error() -> None:
     with pytest.raises(SurefootError, match=r"has 2 tokens, without EOS or stop string, and max_tokens=16"):
         gathered([([30, 31], [-1.0, -1.0])])
     assert gathered([([30, 31], [-1.0, -1.0])], stopped=True).finish_reasons == ["stop"], "unless the engine saw its end"
+
+
+# ---- rows and memory ----------------------------------------------------------------------------------------------------
+
+
+def test_as_many_rows_are_drawn_at_a_time_as_fit_into_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("llama")
+    wanted = InProcess(model).sample(request())
+    each = row_bytes(model.config, 7 + 16, 4)
+    assert each == 2 * 2 * 2 * 8 * 23 * 4 + 24 * tiny.VOCABULARY, "keys and values of two heads of width 8 in two layers"
+    monkeypatch.setattr(choose_engine, "total_memory", lambda device: int(5.5 * each / CACHE_SHARE))
+    tight = InProcess(model)
+    assert tight.rows_for(request()) == 5
+    assert InProcess(model, rows=3).rows_for(request()) == 3
+    seen: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    drawn = tight.sample(request())
+    assert torch.equal(drawn.actions, wanted.actions)
+    assert max(seen) <= 5
+    monkeypatch.setattr(choose_engine, "total_memory", lambda device: None)
+    assert InProcess(model).rows_for(request()) is None
+
+
+def test_chunks_hold_every_response_once_and_whole_prompts_where_they_fit() -> None:
+    for prompts, samples, rows in ((4, 3, None), (4, 3, 12), (4, 3, 7), (4, 3, 3), (4, 3, 2), (1, 9, 4), (5, 1, 2)):
+        chunks = list(row_chunks(prompts, samples, rows))
+        drawn = [(prompt, sample) for at, of_prompt in chunks for prompt in at for sample in of_prompt]
+        assert drawn == [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
+        assert all(len(at) * len(of_prompt) <= (rows or prompts * samples) for at, of_prompt in chunks)

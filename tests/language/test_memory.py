@@ -16,7 +16,17 @@ from rich.console import Console
 import surefoot
 import surefoot.runs.api
 from surefoot.errors import SurefootError
-from surefoot.language.memory import Workload, alternatives, check, estimate, passes, permanent_bytes, planner, with_prompts
+from surefoot.language.memory import (
+    Workload,
+    alternatives,
+    check,
+    estimate,
+    passes,
+    permanent_bytes,
+    planner,
+    quick_peak,
+    with_prompts,
+)
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length, least_needed, running_peak, upper_bound, workload_of
 from surefoot.language.memory.passes import StorageTracker, count_parameters
 from surefoot.language.memory.planner import (
@@ -567,3 +577,14 @@ def test_the_command_prints_json(here: Path, command: Any) -> None:
     assert set(report["always"]) == {"policy", "data"}
     assert report["always"]["policy"]["weights"] == 4 * report["parameters"]
     assert report["fits"] == [24, 48, 80, 141]
+
+
+def test_responses_that_are_sampled_a_few_at_a_time_or_elsewhere_take_less_memory(here: Path) -> None:
+    workload = workload_of(make_recipe(online(here)), prompt=PROMPT, response=1)
+    unbounded, few, elsewhere, small = (
+        replace(workload, **changes)
+        for changes in ({"memory": None}, {"sampled": 2}, {"sampled": 0}, {"memory": 1})  # 1 byte: one response at a time
+    )
+    of = {id(each): quick_peak(each) for each in (unbounded, few, elsewhere, small)}
+    assert of[id(elsewhere)] < of[id(small)] < of[id(few)] < of[id(unbounded)]
+    assert quick_peak(workload) == of[id(unbounded)], "this machine has room for all"

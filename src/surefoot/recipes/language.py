@@ -162,7 +162,8 @@ class SamplingSettings(Section):
     continuous: continuous batching of transformers; vllm: a vLLM server. auto: vllm with a [server], else packed where it
     can, else model"""
     rows: Size | None = None
-    """most responses that are sampled at a time, by packed and model; limits memory, tokens stay the same. none: all"""
+    """most responses that are sampled at a time, by packed and model; limits memory, tokens stay the same. none: as many as
+    fit into 40 % of the device's memory"""
 
 
 class ServerSettings(Section):

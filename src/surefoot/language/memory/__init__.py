@@ -513,9 +513,6 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if learned.rows > workload.least_rows:
         tokens = workload.width * workload.sides
         yield f"optimizer.micro_batch_tokens = {tokens}", replace(workload, micro_batch_tokens=tokens)
-    eighth = workload.responses // 8
-    if workload.kind == "language" and eighth and workload.sampled != 0 and eighth < (workload.sampled or workload.responses):
-        yield f"sampling.rows = {eighth}", replace(workload, sampled=eighth)
     if not workload.bf16:
         yield 'precision = "bfloat16"', replace(workload, bf16=True)
     if workload.value == "own":
