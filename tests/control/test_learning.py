@@ -40,7 +40,7 @@ def test_cartpole_with_its_tuned_recipe_is_solved_after_100000_steps() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(algorithm, marks=() if algorithm in (LADDER[0], LADDER[-1], TRPO) else pytest.mark.slow)
+        pytest.param(algorithm, marks=() if algorithm in (LADDER[0], TRPO) else pytest.mark.slow)  # PPO_CLIP is above
         for algorithm in [*LADDER, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO]
     ],
     ids=algorithm_name,
@@ -81,7 +81,7 @@ class Aim(Endless):
         return np.array([0.5 * self.side, 1.0])
 
 
-@pytest.mark.parametrize("normalise", [False, True], ids=["plain", "normalised"])
+@pytest.mark.parametrize("normalise", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "normalised"])
 def test_box_actions_find_the_target_that_goes_with_what_is_seen(normalise: bool) -> None:
     agent = surefoot.train(
         Aim,

@@ -21,7 +21,11 @@ WORTH = 1 / (1 - GAMMA)
 LENGTH = 50
 
 ALGORITHMS = {"ACTOR_CRITIC": ACTOR_CRITIC, "A2C": A2C, "PPO_CLIP": PPO_CLIP}
-algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+SELDOM = [pytest.mark.slow]
+algorithms = pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(each, id=name, marks=SELDOM if name == "ACTOR_CRITIC" else ()) for name, each in ALGORITHMS.items()],
+)
 
 
 class Cut(Endless):

@@ -192,7 +192,7 @@ def learned(counts: Tensor, beta: float, worth: tuple[float, float] = (1.0, 0.0)
     return policy.writer.logits.detach().log_softmax(-1)
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [BETAS[0], pytest.param(BETAS[1], marks=pytest.mark.slow)])
 def test_dpo_on_bradley_terry_pairs_converges_to_the_tilted_reference(beta: float) -> None:
     counts = (200 * (REWARDS[:, None] - REWARDS[None]).sigmoid()).round()
     policy = learned(counts, beta).exp()
@@ -215,7 +215,7 @@ def test_labels_that_never_contradict_each_other_end_at_the_odds_of_label_smooth
     assert float(0.5 * margins(actual)[2, 3]) == pytest.approx(float(torch.tensor(0.8 / 0.2).log()), abs=1e-2)
 
 
-@pytest.mark.parametrize("wrong", [0.0, 0.2])
+@pytest.mark.parametrize("wrong", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_in_ipo_they_end_at_a_margin_of_one_over_two_beta(wrong: float) -> None:
     counts = torch.zeros(5, 5)
     counts[2, 3] = 8
@@ -226,7 +226,7 @@ def test_in_ipo_they_end_at_a_margin_of_one_over_two_beta(wrong: float) -> None:
 # ---- runs ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, *WITHOUT_REFERENCE])
+@pytest.mark.parametrize("loss", ["dpo", "orpo", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("ipo", "simpo"))])
 def test_a_run_learns_to_prefer_and_leaves_a_model_that_transformers_loads(
     loss: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:

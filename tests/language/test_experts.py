@@ -308,7 +308,7 @@ def fields(kind: str, files: dict[str, str], model: Path, **changes: Any) -> dic
         ("language", EXPERTS),
         pytest.param("language", "all-linear", marks=pytest.mark.slow),
         pytest.param("sft", EXPERTS, marks=pytest.mark.slow),
-        ("sft", "all-linear"),
+        pytest.param("sft", "all-linear", marks=pytest.mark.slow),
     ],
     ids=["language-experts", "language-all-linear", "sft-experts", "sft-all-linear"],
 )

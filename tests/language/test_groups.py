@@ -302,9 +302,9 @@ def test_the_last_tokens_below_the_limit_cost_up_to_one(files: dict[str, str], f
         ("GRPO", 2e-3),
         pytest.param("DR_GRPO", 2e-3, marks=pytest.mark.slow),
         pytest.param("DAPO", 2e-3, marks=pytest.mark.slow),
-        ("GSPO", 2e-3),
+        pytest.param("GSPO", 2e-3, marks=pytest.mark.slow),
         pytest.param("CISPO", 2e-3, marks=pytest.mark.slow),
-        ("RLOO", 5e-3),
+        pytest.param("RLOO", 5e-3, marks=pytest.mark.slow),
         pytest.param("REINFORCE_PLUS_PLUS", 5e-3, marks=pytest.mark.slow),
     ],
 )

@@ -223,8 +223,15 @@ def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
     assert estimated.at("learning") == alone.at("learning")
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 8}])
-@pytest.mark.parametrize(("kind", "rows"), [("sft", "demonstrations"), ("reward", "pairs")])
+@pytest.mark.parametrize(
+    ("kind", "rows", "adapter"),
+    [
+        ("sft", "demonstrations", None),
+        ("reward", "pairs", {"rank": 8}),
+        pytest.param("sft", "demonstrations", {"rank": 8}, marks=pytest.mark.slow),
+        pytest.param("reward", "pairs", None, marks=pytest.mark.slow),
+    ],
+)
 def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: str, adapter: Any, here: Path) -> None:
     table = supervised(here, kind, rows) | ({"adapter": adapter} if adapter else {})
     response = 0 if kind == "reward" else TOKENS
@@ -267,7 +274,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-OFTEN = {"own critic", "adapter, checkpointing"}
+OFTEN = {"adapter, checkpointing"}
 """the others find which switch is wrong"""
 LINES = [
     *(pytest.param("llama", each, marks=() if each in OFTEN else pytest.mark.slow) for each in SWITCHES),

@@ -1,6 +1,5 @@
 """A run that is killed and resumed is the run that never was: weights, moments, normalisers, streams, metrics, bit for bit."""
 
-import multiprocessing
 import os
 import random
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+from forked import Forked
 from killing import RECIPES, assert_same, begin_or_continue, die_at, in_child, outcome
 
 import surefoot
@@ -162,25 +162,17 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_polite_signal_saves_and_stops_and_resumes_exactly(tmp_path, number):
+def test_a_polite_signal_saves_and_stops_and_resumes_exactly(tmp_path, monkeypatch, number):
     path = tmp_path / "run"
     words = ["train", "CartPole-v1", "--steps", "60000", "--run-dir", str(path)]
     words += ["--evaluation.episodes", "1", "--checkpoint-every", "1000000"]
 
-    def body():
-        sys.argv, sys.stdout = ["surefoot", *words], (tmp_path / "out").open("w")
-        with (tmp_path / "err").open("w") as sys.stderr:
-            cli.main()
-
-    process = multiprocessing.get_context("fork").Process(target=body)
-    process.start()
+    monkeypatch.setattr(sys, "argv", ["surefoot", *words])
+    process = Forked(cli.main, tmp_path)
     wait_for(path / "metrics.jsonl")
-    os.kill(process.pid, number)
-    requested = time.monotonic()
-    process.join(60)
-    assert time.monotonic() - requested < 30
-    assert process.exitcode == 130
-    errors = (tmp_path / "err").read_text()
+    process.send_signal(number)
+    code, _, errors = process.finish(30)
+    assert code == 130
     assert re.fullmatch(r"surefoot: stopped at step \d+; continue with: surefoot resume \S+\n", errors), errors
     stopped_at = int(re.search(r"step (\d+)", errors).group(1))
     assert [p.name for p in (path / "checkpoints").glob("[0-9]*")] == [str(stopped_at)]
