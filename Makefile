@@ -1,6 +1,8 @@
 # `make demo` and `make test` work on a fresh machine with Python >= 3.11, make and a package index.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
+unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles all of Surefoot again
 
 .PHONY: demo test slow lint types tests docs clean
 
@@ -8,7 +10,10 @@ demo: .venv/demo
 	$(BIN)/surefoot demo
 	$(BIN)/surefoot demo language
 
-test: lint types tests
+test: lint # the types are checked beside the tests, and reported after them
+	@report=$$(mktemp); $(BIN)/mypy > $$report 2>&1 & types=$$!; \
+	$(PYTEST); tests=$$?; \
+	wait $$types; types=$$?; cat $$report; rm -f $$report; exit $$((tests || types))
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -18,7 +23,7 @@ types: .venv/dev
 	$(BIN)/mypy
 
 tests: .venv/dev
-	$(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
+	$(PYTEST)
 
 slow: .venv/dev
 	$(BIN)/pytest -m slow -n 2 --dist worksteal --timeout 2400

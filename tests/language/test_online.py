@@ -315,6 +315,7 @@ def test_ppo_raises_the_reward_of_a_supervised_model(files: dict[str, str], fold
     assert last > 0.6
 
 
+@pytest.mark.slow  # the tests of core have it in a world of few tokens
 def test_a_larger_beta_keeps_the_policy_closer_to_the_reference(files: dict[str, str], folders: dict[str, Path]) -> None:
     spent = []
     for beta in (0.0, 2.0):
