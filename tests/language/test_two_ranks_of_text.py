@@ -1,6 +1,7 @@
 """Two processes that share prompts, or rows, do what one does with all of them: the same responses and the same step."""
 
 import json
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from surefoot.runs.folder import RunFolder
 from surefoot.runs.session import Session, make_learner
 
 from .tiny import write_folder
+from .vllm_stand_in import StandIn
 
 RANKS = 2
 
@@ -86,10 +88,23 @@ def shuffling(folder: Path) -> Recipe:
     return make_recipe({**table, "steps": 24, "algorithm": "PPO_CLIP", "sampling": sampling, "objective": {"reuse": reuse}})
 
 
+def served(folder: Path) -> Recipe:
+    """A server samples: the first rank sends it weights, and both ask it for responses."""
+    table = online(folder).model_dump(exclude_unset=True)
+    return make_recipe({**table, "server": {"url": (folder / "url").read_text(), "weights": str(folder / "weights")}})
+
+
 RESUMED = {"with dropout": with_dropout, "shuffling": shuffling}
 
 
-RECIPES = {"online": online, "mixed": mixed, "supervised": supervised, "routed": routed, "in groups": in_groups}
+RECIPES = {
+    "online": online,
+    "mixed": mixed,
+    "supervised": supervised,
+    "routed": routed,
+    "in groups": in_groups,
+    "served": served,
+}
 
 
 def prompts_and_tokens(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
@@ -164,7 +179,7 @@ def work(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("ranks")
     write_folder(folder / "model", "llama")
     write_folder(folder / "mixture", "mixtral")
@@ -176,7 +191,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     source += "def rarely(responses):\n    return [float(ord(t[:1] or 'a') % 3 == 0) for t in responses]\n"
     (folder / "rewards.py").write_text(source)
-    return folder
+    server = StandIn(folder / "model")
+    (folder / "url").write_text(server.url)
+    yield folder
+    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -323,6 +323,46 @@ def test_missing_responses_are_masked_and_counted(server: StandIn, files: Path, 
     world.close()
 
 
+TALK = """
+class Talk:
+    def reset(self, row):
+        self.turns = 0
+        return row["prompt"]
+    def step(self, response):
+        self.turns += 1
+        return " and ", float(len(set(response))), self.turns >= 3
+"""
+
+
+def test_conversations_take_each_turn_on_the_server_and_one_without_an_answer_is_masked(
+    server: StandIn, files: Path, folders: dict[str, Path]
+) -> None:
+    (files / "talk.py").write_text(TALK)
+    table = {**fields(files, folders["llama"], server.url, at_once=1), "turns": {"environment": f"{files}/talk.py:Talk"}}
+    del table["reward"]["terms"]
+    table["sampling"] = {"prompts": 4, "max_tokens": 8, "temperature": 0.8, "stop": ["e", "a", "o", "t"]}
+    rollouts = []
+    for engine in ("vllm", "packed", "vllm"):
+        changes = {"sampling": {**table["sampling"], "engine": engine}, "server": table["server"] if engine == "vllm" else None}
+        world = LanguageWorld(make_recipe({"kind": "language", **table, **changes}))  # type: ignore[arg-type]
+        rollouts.append(world.collector.collect(LearnerState.seeded(1, 48)))
+        world.close()
+        start = server.seen.count("/v1/completions")
+        lost = start + 1 + 4 + 1  # after the probe and the first turns, the second answer of the second turns
+
+        def loses(number: int, path: str, body: dict[str, Any], lost: int = lost) -> Any:
+            return (200, {"choices": [{"finish_reason": "abort", "token_ids": []}]}) if number == lost else None
+
+        server.fault = loses
+    served, alone, with_loss = rollouts
+    assert torch.equal(served.actions, alone.actions), "the same conversations as in process"
+    assert served.metrics["turns"] == alone.metrics["turns"]
+    assert served.metrics["turns"] > 1
+    assert served.metrics["responses_missing"] == 0
+    assert with_loss.metrics["responses_missing"] == 1 / 4
+    assert with_loss.mask.any(-1).sum() == 3
+
+
 def test_a_slow_server_ends_at_the_timeout(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     engine = engine_of(files, folders["llama"], server.url)
     engine.use(0)

@@ -134,6 +134,7 @@ def as_samples(conversations: Sequence[Conversation], tokens: Tokens, device: to
     for row, conversation in enumerate(conversations):
         mask[row, : len(conversation.ids)] = torch.tensor(conversation.own, dtype=torch.bool)
         log_probs[row, : len(conversation.ids)] = torch.tensor(conversation.log_probs)
+    missing = torch.tensor([conversation.failure == NO_RESPONSE for conversation in conversations], device=device)
     return Samples(
         prompt=prompt.to(device),
         prompt_mask=prompt_mask.to(device),
@@ -143,6 +144,7 @@ def as_samples(conversations: Sequence[Conversation], tokens: Tokens, device: to
         ended=torch.tensor([conversation.ended for conversation in conversations], device=device),
         path=conversations[0].path,
         real=by_policy.to(device),
+        missing=missing if missing.any() else None,
     )
 
 
