@@ -10,6 +10,7 @@ from typing import Any
 import filelock
 
 from claims import LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, single
+from claims.verifier import BESIDE_GRPO, BESIDE_GRPO_CELLS
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
@@ -401,16 +402,19 @@ def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -
 
 E5 = Experiment(
     key="E5",
-    title="PPO, GRPO and DPO on preferences",
+    title="PPO, GRPO and DPO",
     protocol=TOLD
     + f" Learning rates are the better of two by proxy reward on seed {TUNED_ON}. PPO: β = 0.3 in the reward. GRPO: 8 "
-    "prompts × 8 answers, k3 in the loss with 0.3. DPO: the 6,000 pairs of the reward model, once, β = 0.3.",
-    cells={cell.name: cell for cell in E5_CELLS},
+    "prompts × 8 answers, k3 in the loss with 0.3. DPO: the 6,000 pairs of the reward model, once, β = 0.3. E5.4: `surefoot "
+    "demo verifier`, 10,240 answers each, seeds 1 to 5. E5.5: benchmarks/dense.py, 5,120 answers, learning rate 1e-3, seeds "
+    "1 to 3.",
+    cells={**{cell.name: cell for cell in E5_CELLS}, **BESIDE_GRPO_CELLS},
     core_hours=1.0,
     claims=(
         method_claim("E5.1", "DPO matches PPO.", "Rafailov et al. 2023 (arXiv 2305.18290), section 6", "DPO", "PPO"),
         method_claim("E5.2", "GRPO matches PPO.", "Shao et al. 2024 (arXiv 2402.03300), section 4", "GRPO", "PPO"),
         method_claim("E5.3", "PPO matches DPO.", "Xu et al. 2024 (arXiv 2404.10719)", "PPO", "DPO"),
+        *BESIDE_GRPO,
     ),
 )
 

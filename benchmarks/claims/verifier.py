@@ -6,7 +6,7 @@ from typing import Any
 
 import filelock
 
-from claims import LEDGER, Bound, Cell, Claim, Experiment, Result, Results, single
+from claims import LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, single
 
 SEEDS = (1, 2, 3, 4, 5)
 LARGEST_ERROR = 0.05
@@ -97,3 +97,95 @@ E1 = Experiment(
     ),
 )
 EXPERIMENTS = (E1,)
+
+# ---- PPO beside GRPO with a verifier, and with rewards of steps: claims of E5 -----------------------------------------
+
+ACCURACY_MARGIN = 0.01
+DENSE_SEEDS, DENSE_DIGITS, DENSE_RATE = (1, 2, 3), (8, 20), 1e-3
+DENSE_METHODS = ("PPO_CLIP, γ = 0", "GRPO")
+
+
+def demo_cell(seed: int) -> Cell:
+    """``surefoot demo verifier``, a cell of benchmarks/verifier.py."""
+
+    def work(folder: Path) -> Result:
+        import json
+
+        import verifier
+
+        verifier.RUNS, verifier.RESULTS = folder / "runs", folder / "results"
+        verifier.demo(seed)
+        made: Result = json.loads((folder / "results" / "demo" / f"{seed}.json").read_text("utf-8"))
+        return made
+
+    return Cell(f"demo-{seed}", work, RESULTS / "verifier" / "demo" / f"{seed}.json")
+
+
+def dense_cell(digits: int, method: str, seed: int) -> Cell:
+    """A cell of benchmarks/dense.py."""
+    import dense
+
+    def work(folder: Path) -> Result:
+        begun = folder.parents[1] / "dense" / f"{digits}-{seed}"
+        begun.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(begun / ".lock"):
+            sft = begun / "sft" if (begun / "sft" / "finished.json").exists() else dense.start(begun, seed, digits)
+            return dense.cell(begun, sft, method, seed, DENSE_RATE, digits) | {"start": dense.before(begun, sft, digits)}
+
+    name = f"{dense.named(method, DENSE_RATE)}-{seed}"
+    return Cell(f"dense-{digits}-{name}", work, RESULTS / "dense" / str(digits) / f"{name}.json")
+
+
+def demo_gap(results: Results) -> list[Bound]:
+    runs = [results[f"demo-{seed}"] for seed in SEEDS if f"demo-{seed}" in results]
+    differences = [run["GRPO"]["sampled_accuracy"] - run["PPO"]["sampled_accuracy"] for run in runs]
+    return [single("sampled accuracy of GRPO less that of PPO", differences, -ACCURACY_MARGIN)]
+
+
+def dense_gap(results: Results) -> list[Bound]:
+    def end(digits: int, method: str, seed: int) -> float:
+        return float(results[DENSE[digits, method, seed].name]["curve"][-1][1])
+
+    return [
+        single(
+            f"accuracy by steps of PPO less that of GRPO, {digits} digits",
+            [end(digits, DENSE_METHODS[0], seed) - end(digits, DENSE_METHODS[1], seed) for seed in DENSE_SEEDS],
+        )
+        for digits in DENSE_DIGITS
+    ]
+
+
+DENSE = {
+    (digits, method, seed): dense_cell(digits, method, seed)
+    for digits in DENSE_DIGITS
+    for method in DENSE_METHODS
+    for seed in DENSE_SEEDS
+}
+BESIDE_GRPO_CELLS = {cell.name: cell for cell in [*(demo_cell(seed) for seed in SEEDS), *DENSE.values()]}
+BESIDE_GRPO = (
+    Claim(
+        "E5.4",
+        "GRPO matches PPO with a verifier (sorting).",
+        "Shao et al. 2024 (arXiv 2402.03300), section 4",
+        f"the sampled accuracy of GRPO is at most {ACCURACY_MARGIN} below that of PPO from the same start; this rule is "
+        f"younger "
+        "than the runs",
+        demo_gap,
+        {
+            "refuted": "Both solve the task greedily; with as many answers in all, eight to a problem leave GRPO an eighth "
+            "of the "
+            "problems."
+        },
+        lambda name: name.startswith("demo"),
+    ),
+    Claim(
+        "E5.5",
+        "With a reward for every step PPO learns more than GRPO from their sum (successors of digits).",
+        "argument for critics and process rewards; Lightman et al. 2023 (arXiv 2305.20050) compare the rewards",
+        "the accuracy by steps of PPO with γ = 0 is above that of GRPO, with 8 and with 20 digits; this rule is younger "
+        "than the runs",
+        dense_gap,
+        {"confirmed": "GRPO gives every token the advantage of the whole answer, and PPO that of its own step."},
+        lambda name: name.startswith("dense"),
+    ),
+)
