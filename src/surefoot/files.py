@@ -15,6 +15,8 @@ from typing import Any
 
 from surefoot.errors import SurefootError, cause_of
 
+RUNS = Path("runs")
+"""the folder of runs that are only named"""
 DEEPEST = 64
 """levels of nested tables"""
 

@@ -42,6 +42,7 @@ CASES = [
     (["train", "CartPole-v1", "--steps", "0"], ["steps=0", "greater than or equal to 1"]),
     (["train", "CartPole-v1", "--steps", "10.5"], ["steps=10.5", "integer"]),
     (["train", "CartPole-v1", "--seeds", "0"], ["--seeds", "1<=x"]),
+    (["train", "CartPole-v1", "--seeds", "x"], ["'x' is not a valid integer. (see"]),
     (["train", "CartPole-v1", "--optimizer.learning-rate", "nan"], ["optimizer.learning_rate=nan"]),
     (
         ["train", "CartPole-v1", "--optimizer.schedule", "square"],

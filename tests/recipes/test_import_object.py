@@ -47,7 +47,7 @@ def test_a_file_may_have_dataclasses(tmp_path):
         ("nothing_here.py:f", "there is no file"),
         ("broken.py:f", "SyntaxError"),
         ("raises.py:f", "ValueError: not today"),
-        ("fine.py:g", "has no attribute 'g'"),
+        ("fine.py:g", "fine.py has no 'g'"),
         ("fine.py", "must name module:function or file.py:function"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("math", "two names with a colon between them"),

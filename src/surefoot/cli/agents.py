@@ -9,7 +9,6 @@ from surefoot.cli.options import (
     COUNT,
     PATH,
     RUN,
-    RUNS,
     FiniteFloat,
     IntRange,
     checkpoint_option,
@@ -21,6 +20,7 @@ from surefoot.cli.options import (
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
+from surefoot.files import RUNS
 
 if TYPE_CHECKING:
     from surefoot.control.agent import Agent

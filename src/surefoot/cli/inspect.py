@@ -10,9 +10,10 @@ from pathlib import Path
 
 import click
 
-from surefoot.cli.options import PATH, RUN, RUNS, IntRange
+from surefoot.cli.options import PATH, RUN, IntRange
 from surefoot.cli.output import echo
 from surefoot.errors import SurefootError, missing_extra
+from surefoot.files import RUNS
 
 
 @click.command()

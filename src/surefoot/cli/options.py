@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from surefoot.core.algorithms import ALGORITHMS, MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
-from surefoot.files import BOOLEAN_WORDS, parse_value
+from surefoot.files import BOOLEAN_WORDS, RUNS, parse_value
 
 TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
 """recipe fields whose types need no explanation"""
@@ -25,8 +25,6 @@ TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
 
 ALIASES = {"optimizer.learning_rate": ("--lr", "--learning-rate"), "objective.gamma": ("--gamma",)}
 """more flags of fields that people look for under shorter names"""
-RUNS = Path("runs")
-"""the folder of runs that are named without a folder"""
 
 
 class BooleanOption(click.Option):
@@ -75,12 +73,16 @@ def with_boolean_values(command: click.Command, words: Sequence[str]) -> list[st
 class IntRange(click.IntRange):
     """A whole number, shown as N."""
 
+    name = "integer"
+
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return "N"
 
 
 class FiniteFloat(click.FloatRange):
     """A number that is neither NaN nor infinite, shown as X."""
+
+    name = "number"
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return "X"

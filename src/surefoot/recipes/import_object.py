@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from surefoot.errors import SurefootError, cause_of, place_of
+from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 
 SAFE_PATH, OURS = "PYTHONSAFEPATH", "while surefoot starts it"
 """the variable that keeps Python from putting the working folder first on its path, and the value that we set"""
@@ -33,15 +33,21 @@ def import_object(field: str, path: str, remedy: str = "") -> Any:
         if not (module and name):
             raise ValueError("it is not two names with a colon between them")
         if module.endswith(".py"):
-            return getattr(_from_file(Path(module)), name)
+            return _member(_from_file(Path(module)), module, name)
         append_working_folder()
-        return getattr(importlib.import_module(module), name)
+        return _member(importlib.import_module(module), module, name)
     except Exception as error:
         advice = f"; {remedy}" if remedy else ""
         why = cause_of(error) + (f" in {where}" if (where := place_of(error)) else "")
         raise SurefootError(
             f"{field}={path!r}: can't be imported ({why}); it must name module:function or file.py:function{advice}"
         ) from None
+
+
+def _member(imported: ModuleType, module: str, name: str) -> Any:
+    if hasattr(imported, name):
+        return getattr(imported, name)
+    raise AttributeError(f"{module} has no {name!r}{did_you_mean(name, [each for each in dir(imported) if each[0] != '_'])}")
 
 
 def append_working_folder() -> None:

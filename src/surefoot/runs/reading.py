@@ -18,7 +18,7 @@ import filelock
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 from surefoot.errors import SurefootError
-from surefoot.files import read_table, steps_named
+from surefoot.files import RUNS, read_table, steps_named
 
 if TYPE_CHECKING:
     from surefoot.core.traces import TracedRow
@@ -58,7 +58,9 @@ def in_use(run: Path) -> bool:
 def check_is_run(path: Path) -> None:
     """Raise SurefootError unless ``path`` is a run folder."""
     if not path.exists():
-        raise SurefootError(f"{path}: no such run folder; see what there is with: ls {path.parent}")
+        named = RUNS / path
+        remedy = f"did you mean {named}?" if (named / "config.toml").is_file() else f"see what there is with: ls {path.parent}"
+        raise SurefootError(f"{path}: no such run folder; {remedy}")
     if not path.is_dir():
         raise SurefootError(f"{path}: is a file; a run is a folder, such as runs/cartpole-v1-ppo_clip-1")
     if not any(p.name != LOCK for p in path.iterdir()):

@@ -254,7 +254,8 @@ def is_folder(name: str) -> bool:
     if path.is_dir():
         return True
     if path.exists():
-        raise SurefootError(f"model={name!r}: is a file; a model is a folder that save_pretrained wrote, or a hub id")
+        function = f", and a function in this file is {name}:NAME" if path.suffix == ".py" else ""
+        raise SurefootError(f"model={name!r}: is a file; a model is a folder that save_pretrained wrote, or a hub id{function}")
     first = path.parts[0] if path.parts else ""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".") or (len(path.parts) > 1 and Path(first).is_dir()):
         folders = [str(other) for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
