@@ -372,9 +372,15 @@ def placeholder(parameter: click.Parameter) -> str:
     if parameter.metavar:
         return parameter.metavar
     kind = parameter.type
-    return {"integer range": "N", "integer": "N", "float range": "X", "float": "X", "path": "PATH", "text": "TEXT"}.get(
-        kind.name, kind.name.upper()
-    )
+    return {
+        "integer range": "N",
+        "integer": "N",
+        "number": "X",
+        "float range": "X",
+        "float": "X",
+        "path": "PATH",
+        "text": "TEXT",
+    }.get(kind.name, kind.name.upper())
 
 
 def option_row(option: click.Option) -> tuple[str, str]:
