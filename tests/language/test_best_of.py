@@ -200,7 +200,7 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
         ({"--out": "rows.parquet"}, ("--out rows.parquet", "ends in .jsonl")),
         ({"--prompts": "nowhere.jsonl"}, ("nowhere.jsonl: no such file",)),
         ({"--reward": "nowhere"}, ("--reward=",)),
-        ({"--reward": "mine.py:lettres"}, ("--reward='mine.py:lettres'", "no attribute")),
+        ({"--reward": "mine.py:lettres"}, ("--reward='mine.py:lettres'", "has no 'lettres'")),
         ({"--reward": "{ functoin = 'mine.py:letters' }"}, ("no key 'functoin'", "did you mean 'function'")),
         ({"--reward": "{ function = 'mine.py:letters', weight = nan }"}, ("weight: Input should be a finite number",)),
         ({"--reward": "{ function = 3 }"}, ("function: ",)),

@@ -23,6 +23,7 @@ from surefoot.language.models import loading
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online import collect as collecting
+from surefoot.language.sampling import choose_engine
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
@@ -267,7 +268,7 @@ def test_shards_that_a_rank_cannot_write_end_all_ranks_and_keep_the_checkpoint_b
     assert not list((tmp_path / "run").glob("**/.*.tmp"))
 
 
-PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (collecting, "sample"), "gathering": (collecting, "gathered")}
+PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (choose_engine, "sample"), "gathering": (collecting, "gathered")}
 
 
 @pytest.mark.parametrize("what", ["raises", "dies", pytest.param("hangs", marks=pytest.mark.slow)])
