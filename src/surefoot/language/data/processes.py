@@ -21,7 +21,7 @@ from surefoot.errors import SurefootError
 CHUNK = 500
 """rows per request"""
 MOST = 8
-"""processes: each loads torch and transformers, 0.4 GB"""
+"""processes: each loads transformers and the tokenizer, but no torch"""
 
 Work = Callable[[list[Any]], Any]
 
