@@ -69,6 +69,7 @@ def test_compiled_updates_move_the_parameters_as_eager_ones_do() -> None:
     agree()
 
 
+@pytest.mark.slow  # compiles another program: 20 s
 def test_compiled_gradients_of_micro_batches_are_those_of_eager_ones() -> None:
     """Adam is not part of the program then, and tanh is computed otherwise."""
     agree(optimizer={"learning_rate": 1e-2, "micro_batch": 4})
