@@ -22,7 +22,7 @@ class Passed:
         self.count += report.when == "call" and report.passed
 
 
-@pytest.mark.parametrize("kind", ["control", "language"])
+@pytest.mark.parametrize("kind", ["control", pytest.param("language", marks=pytest.mark.slow)])
 def test_the_tests_and_the_recipe_of_a_new_task_pass(
     kind: str, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_responses_that_are_all_cut_are_noticed(files: Path) -> None:
     assert "sampling.max_tokens (it is 1)" in findings["responses_cut"].advice[0]
 
 
+@pytest.mark.slow
 def test_a_proxy_without_an_anchor_is_hacked(files: Path) -> None:
     sampling, optimizer = {"prompts": 8, "max_tokens": 8}, {"learning_rate": 3e-3}
     reference = {"beta": 0.0, "measure": True}

@@ -52,6 +52,7 @@ def sft(command: Command) -> str:
     return "sft"
 
 
+@pytest.mark.slow
 def test_a_pushed_model_has_the_same_logits_in_plain_transformers_and_its_recipe_in_surefoot(
     hub: Hub, sft: str, command: Command, tmp_path: Path
 ) -> None:

@@ -534,6 +534,7 @@ def test_what_saves_memory_does_and_is_listed() -> None:
         assert word in text
 
 
+@pytest.mark.slow
 def test_the_settings_that_are_tried_need_less_and_less(here: Path) -> None:
     config = model_config(str(here / "llama"))[0]
     setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
@@ -549,6 +550,7 @@ def test_the_settings_that_are_tried_need_less_and_less(here: Path) -> None:
         assert all(later <= earlier for earlier, later in pairwise(branch))
 
 
+@pytest.mark.slow
 def test_each_card_gets_the_first_setting_that_fits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = model_config(str(here / "llama"))[0]
     setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)

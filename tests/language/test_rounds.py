@@ -157,6 +157,7 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     assert "has rounds with other settings (noise: 0.0 -> 1.0)" in err
 
 
+@pytest.mark.slow
 def test_rounds_on_two_ranks_have_the_pairs_of_one_process_go_on_and_end_with_one_error(start: Path) -> None:
     """The first rank labels and evaluates. PPO's minibatches are others, each rank has rows of its own."""
     plan = RoundsSettings(recipe_of(start), f"{start}/judge.py:judge", pairs=20)
