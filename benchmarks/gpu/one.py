@@ -23,6 +23,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the runs and the report")
     parser.add_argument("--ranks", type=int, help="several.py: processes; default: one per GPU")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
     return parser.parse_args()
 
 
@@ -30,7 +31,9 @@ def main() -> None:
     """The command."""
     given = arguments(__doc__ or "")
     settings = Settings((given.out / "runs").absolute(), given.device, given.tiny)
-    report = run_steps("Surefoot on one GPU" if given.device == "cuda" else "Surefoot on a CPU", settings, steps_of(settings))
+    report = run_steps(
+        "Surefoot on one GPU" if given.device == "cuda" else "Surefoot on a CPU", settings, steps_of(settings, given.only)
+    )
     report.write(given.out)
     print(f"{given.out / 'report.md'}: {len(report.steps) - len(report.failed)} of {len(report.steps)} steps passed")
     sys.exit(1 if report.failed else 0)

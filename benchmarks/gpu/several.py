@@ -25,7 +25,7 @@ WAIT = 120
 """seconds for a run to reach its first checkpoint"""
 
 
-def on_rank(out: Path, settings: Settings) -> None:
+def on_rank(out: Path, settings: Settings, only: list[str] | None) -> None:
     """What every rank does."""
     import torch
 
@@ -35,7 +35,7 @@ def on_rank(out: Path, settings: Settings) -> None:
     join_ranks()
     with together():
         choose_gpu(settings.device)
-    report = run_steps("Surefoot on several ranks", settings, steps_of(settings))
+    report = run_steps("Surefoot on several ranks", settings, steps_of(settings, only))
     if rank() == 0:
         report.machine["backend"] = torch.distributed.get_backend()
         report.write(out)
@@ -79,7 +79,7 @@ def main() -> None:
     out = given.out.absolute()
     settings = Settings(out / "runs", given.device, given.tiny)
     if "RANK" in os.environ:
-        on_rank(out, settings)
+        on_rank(out, settings, given.only)
         return
     import torch
 

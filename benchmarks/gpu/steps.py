@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -213,14 +213,10 @@ def _timed(settings: Settings, name: str, kind: str, fields: dict[str, Any]) -> 
 
 
 def _resumed_exactly(settings: Settings, name: str, task: str, fields: dict[str, Any]) -> Numbers:
-    fields = {
-        **fields,
-        "optimizer": {**fields.get("optimizer", {}), "schedule": "constant"},
-    }
     numbers = _timed(settings, name, task, fields)
     whole, cut = settings.folder / name, settings.folder / f"{name} cut"
-    _train(cut, task, {**fields, "steps": fields["steps"] // 2})
-    surefoot.resume(cut, steps=fields["steps"], display=False)
+    _train(cut, task, {**fields, "callback": lambda metrics: metrics["steps"] >= fields["steps"] // 2})
+    surefoot.resume(cut, display=False)
 
     def compare() -> int:
         ours, theirs = (load_checkpoint(_latest(run))["agent"] for run in (cut, whole))
@@ -317,8 +313,8 @@ def run_steps(title: str, settings: Settings, steps: Mapping[str, Callable[[], N
     return report
 
 
-def steps_of(settings: Settings) -> dict[str, Callable[[], Numbers]]:
-    """The steps for this number of ranks: NCCL and sharding are exercised with several."""
+def steps_of(settings: Settings, only: Sequence[str] | None = None) -> dict[str, Callable[[], Numbers]]:
+    """The steps for this number of ranks, or some of them: NCCL and sharding are exercised with several."""
     low = {"precision": "bfloat16", "gradient_checkpointing": True}
     stored = {"model": str(settings.folder / "model-bf16")}
     steps: dict[str, Callable[[], Numbers]] = {
@@ -344,4 +340,4 @@ def steps_of(settings: Settings) -> dict[str, Callable[[], Numbers]]:
             steps["sft hybrid"] = partial(sft, settings, "sft hybrid", sharding="hybrid")
     for run, kind, fields in (("sft", "sft", settings.sft()), ("ppo", "language", settings.ppo())):
         steps[f"memory of {run}"] = partial(planned, settings, run, run, kind, fields)
-    return steps
+    return {name: step for name, step in steps.items() if only is None or name in only}

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from surefoot.language.online import collect as collecting
 from surefoot.language.sampling import choose_engine
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
+from surefoot.runs import session as sessions
 from surefoot.runs.api import make_world
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, writer
 from surefoot.runs.session import Session
@@ -266,6 +268,24 @@ def test_shards_that_a_rank_cannot_write_end_all_ranks_and_keep_the_checkpoint_b
     monkeypatch.undo()
     surefoot.resume(tmp_path / "run", steps=36)
     assert not list((tmp_path / "run").glob("**/.*.tmp"))
+
+
+def test_a_best_checkpoint_that_the_first_rank_cannot_commit_ends_all_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread would wait for the shards of the next checkpoint until the time is over."""
+    before = sessions.write_snapshot
+
+    def full(place: Path, snapshot: Any) -> None:
+        if place.parent.name == "best":
+            raise SurefootError(f"{place}: a checkpoint is not saved (no space)")
+        before(place, snapshot)
+
+    monkeypatch.setattr(sessions, "write_snapshot", full)
+    started = time.monotonic()
+    results = on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 36), tmp_path / "results", timeout=80)
+    assert all("a checkpoint is not saved (no space)" in result for result in results), results
+    assert time.monotonic() - started < 75
 
 
 PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (choose_engine, "sample"), "gathering": (collecting, "gathered")}

@@ -8,6 +8,7 @@ thread is raised by ``finished``, ``wait`` or the next ``begin``.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,23 @@ class CheckpointWriter:
 
     def _write(self, writings: list[Writing]) -> list[Path]:
         for writing in writings:
-            if writing.shards is not None:
-                self._write_shards(writing.folder, writing.shards)
-            if writing.commit is not None:
+            if writing.shards is None:
+                assert writing.commit is not None, "only the first rank writes"
                 writing.commit()
+                continue
+            self._together(partial(write_shards, shards_folder(writing.folder), writing.shards, self.rank))
+            self._together(writing.commit or (lambda: None))
         return [writing.folder for writing in writings if writing.commit is not None]
 
-    def _write_shards(self, folder: Path, shards: RankShards) -> None:
-        """Write this rank's shards and wait for those of the others."""
-        mine: SurefootError | None = None
+    def _together(self, step: Callable[[], None]) -> None:
+        """Take a step on all ranks, of whose errors each is one for all: no thread waits for one that has given up."""
+        mine: Exception | None = None
         try:
-            write_shards(shards_folder(folder), shards, self.rank)
-        except SurefootError as error:
+            step()
+        except Exception as error:
             mine = error
-        errors = exchange(None if mine is None else str(mine), self.group)
+        text = None if mine is None else str(mine) if isinstance(mine, SurefootError) else cause_of(mine)
+        errors = exchange(text, self.group)
         if mine is not None:
             raise mine
         if others := [error for error in errors if error]:
