@@ -141,6 +141,17 @@ def test_the_command_serves_the_recipes_model_with_its_precision_and_context(fil
     )
 
 
+def test_check_prints_the_command_that_starts_the_server(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    from surefoot.diagnostics.recipe import check_recipe
+
+    shown = {finding.name: finding.what for finding in check_recipe(recipe_of(files, folders["llama"], server.url))}
+    assert shown["sampling"] == f"engine vllm (vLLM stand-in at {server.url})"
+    assert shown["server"].startswith("VLLM_SERVER_DEV_MODE=1 vllm serve ")
+    assert shown["reward"].startswith("16 numbers for 16 answers")
+    missing = check_recipe(recipe_of(files, folders["llama"], closed_port()))
+    assert "or start it: VLLM_SERVER_DEV_MODE=1 vllm serve " in missing[0].line
+
+
 # ---- runs ---------------------------------------------------------------------------------------------------------------
 
 
