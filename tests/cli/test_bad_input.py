@@ -536,3 +536,11 @@ def test_a_file_that_cannot_be_written_names_a_run_only_where_one_may_be_left(
         main.main()
     assert left.value.code == 2
     assert capsys.readouterr().err == f"surefoot: /none/p.png: No such file or directory; fix that, then {remedy}\n"
+
+
+def test_a_name_that_is_taken_is_rejected_before_anything_is_made(command, tmp_path, monkeypatch):
+    """A model may take minutes to read."""
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "notes.txt").write_text("mine")
+    monkeypatch.setattr(api, "make_world", None)
+    rejected(command("train", "CartPole-v1", "--steps", "64", "--name", "mine"), "runs/mine: holds a run or other files")

@@ -38,7 +38,7 @@ from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, 
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, require
 from surefoot.runs.display import display_here
 from surefoot.runs.events import Listener
-from surefoot.runs.folder import ROWS, RunFolder, checkpoint_to_load, is_model, kind_of, table_differences
+from surefoot.runs.folder import ROWS, RunFolder, check_free, checkpoint_to_load, is_model, kind_of, table_differences
 from surefoot.runs.reading import FINISHED
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
@@ -182,8 +182,11 @@ def start(
         return _continue(run_dir, lambda recipe: functions or {}, display, callback, several, task, agent)
     _check_same(recipe)
     recipe.check_ranks(world_size())
-    recipe = make_recipe(on_first(lambda: to_table(with_pinned_data(recipe))))
     main, folder, world = rank() == 0, None, None
+    with together():
+        if main and run_dir is not None:
+            check_free(run_dir)  # before models are read
+    recipe = make_recipe(on_first(lambda: to_table(with_pinned_data(recipe))))
     try:
         with together():
             if main and run_dir is not None and rows:

@@ -95,6 +95,16 @@ SAVED_ROWS = re.compile(r"(?:.*[\\/])?rows[\\/](\w+-[0-9a-f]{16}\.jsonl)")
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
 
+def check_free(path: Path) -> None:
+    """Raise SurefootError if a new run can't have this folder, because it already holds something."""
+    check_shown("run_dir", path.resolve().name)
+    # A kill before begin() leaves rows, which the next attempt may write again.
+    if path.exists() and (not path.is_dir() or any(p.name not in (LOCK, ROWS) for p in path.iterdir())):
+        raise SurefootError(
+            f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"
+        )
+
+
 class RunFolder:
     """One run's folder, opened for writing by this process alone until ``close``."""
 
@@ -117,12 +127,7 @@ class RunFolder:
 
         It is not a run before ``begin``; ``discard`` removes it.
         """
-        check_shown("run_dir", path.resolve().name)
-        # A kill before begin() leaves rows, which the next attempt may write again.
-        if path.exists() and (not path.is_dir() or any(p.name not in (".lock", ROWS) for p in path.iterdir())):
-            raise SurefootError(
-                f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"
-            )
+        check_free(path)
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path)
