@@ -66,6 +66,15 @@ def test_a_number_that_is_not_finite_decides_nothing() -> None:
     assert verdict_of([Bound("x", 1.5, 1.0, float("inf"))]) == "undecided"
 
 
+def test_one_run_has_no_interval_and_decides_nothing() -> None:
+    from claims import single, verdict_of
+
+    assert verdict_of([single("x", [1.0])]) == "undecided"
+    assert single("x", [1.0]).number == "x 1.00 (1 run)"
+    assert single("x", [1.0, 1.0]).number == "x 1.00 (1.00 to 1.00)"
+    assert verdict_of([single("x", [1.0, 1.0])]) == "confirmed"
+
+
 def test_missing_cells_decide_nothing_whatever_the_finished_ones_show(ledger: Any) -> None:
     from claims import decided
 
@@ -257,5 +266,6 @@ def test_no_cell_of_the_table_has_a_pipe_that_would_split_it(ledger: Any) -> Non
 def test_a_number_with_a_limit_on_each_side_is_shown_once() -> None:
     from claims import Bound, bounds_text
 
-    both = [Bound("x", 2.0, 1.9, 2.1, 1.5), Bound("x", 2.0, 1.9, 2.1, 2.5, above=False), Bound("y", 1.0, 1.0, 1.0)]
+    x = Bound("x", 2.0, 1.9, 2.1, 1.5, runs=5)
+    both = [x, replace(x, limit=2.5, above=False), Bound("y", 1.0, 1.0, 1.0)]
     assert bounds_text(both) == "x 2.00 (1.90 to 2.10), claimed > 1.5 and < 2.5; y 1.00, claimed > 0"

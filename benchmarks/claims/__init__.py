@@ -51,6 +51,8 @@ class Bound:
     limit: float = 0.0
     above: bool = True
     """whether the claim puts the number above the limit, or below it"""
+    runs: int | None = None
+    """fewest runs behind the number on a task; None for a number without noise"""
 
     @property
     def holds(self) -> bool:
@@ -65,8 +67,8 @@ class Bound:
     @property
     def number(self) -> str:
         """What it is, the number, and its interval."""
-        exact = self.low == self.high
-        return f"{self.what} {number(self.value)}" + ("" if exact else f" ({interval_text(self.low, self.high)})")
+        spread = "" if self.runs is None else " (1 run)" if self.runs == 1 else f" ({interval_text(self.low, self.high)})"
+        return f"{self.what} {number(self.value)}{spread}"
 
 
 def bounds_text(bounds: Sequence[Bound]) -> str:
@@ -155,8 +157,12 @@ def decided(claim: Claim, experiment: Experiment, results: Results) -> Verdict:
 
 
 def verdict_of(bounds: Sequence[Bound]) -> str:
-    """Confirmed if all bounds hold, refuted if one fails, else undecided. Nothing follows from no bound, or from a NaN."""
-    if not bounds or not all(isfinite(x) for bound in bounds for x in (bound.value, bound.low, bound.high)):
+    """Confirmed if all bounds hold, refuted if one fails, else undecided. Nothing follows from no bound, one run or a NaN."""
+    if (
+        not bounds
+        or any(bound.runs == 1 for bound in bounds)
+        or not all(isfinite(x) for bound in bounds for x in (bound.value, bound.low, bound.high))
+    ):
         return UNDECIDED
     if any(bound.fails for bound in bounds):
         return REFUTED
@@ -177,7 +183,7 @@ def single(what: str, scores: Sequence[float], limit: float = 0.0, *, above: boo
     """The interquartile mean of scores over seeds, or of differences between two runs of each seed."""
     each = arrays([scores])
     low, high = interval(iqm(resampled(each)))
-    return Bound(what, float(iqm(each)), low, high, limit, above)
+    return Bound(what, float(iqm(each)), low, high, limit, above, len(scores))
 
 
 def difference(
@@ -191,7 +197,7 @@ def difference(
     """IQM(scores) − IQM(base) over all tasks; the seeds of each task are resampled, independently in the two groups."""
     ours, theirs = arrays(scores), arrays(base)
     low, high = interval(iqm(resampled(ours)) - iqm(resampled(theirs, seed=1)))
-    return Bound(what, float(iqm(ours) - iqm(theirs)), low, high, limit, above)
+    return Bound(what, float(iqm(ours) - iqm(theirs)), low, high, limit, above, min(map(len, [*ours, *theirs])))
 
 
 def exact(what: str, value: float, limit: float = 0.0, *, above: bool = True) -> Bound:

@@ -40,7 +40,7 @@ const path = (points) => points.map(([a, b], i) => `${i ? "L" : "M"}${a.toFixed(
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
 function key(entries) {
-  return h("p", { class: "legend" }, entries.map(([kind, text]) => [h("span", { class: `swatch ${kind}` }), h("span", {}, text)]));
+  return h("p", { class: "legend" }, entries.map(([kind, text]) => h("span", { class: "entry" }, h("span", { class: `swatch ${kind}` }), h("span", {}, text))));
 }
 
 // groups: [{label, points: [{kl, gold, reward}]}], in the order of their KL.
