@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -123,16 +124,64 @@ def test_chunks_are_the_naive_ones_in_value_and_gradient(seed: int, rows: int, c
         torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
 
 
+@given(
+    seeds, st.integers(1, 9), st.integers(1, 8), temperatures, st.sampled_from(["both", "log_probs", "entropy"]), st.booleans()
+)
+def test_chunks_of_a_linear_head_have_the_gradient_of_autograd(
+    seed: int, rows: int, chunk: int, temperature: float, used: str, biased: bool
+) -> None:
+    head = torch.nn.Linear(5, 7, bias=biased, dtype=torch.float64)
+    tokens = torch.randint(7, (rows,), generator=torch.Generator().manual_seed(seed))
+    results = []
+    for of in (head, lambda x: head(x)):  # only the first is known to be linear
+        hidden = random(seed, rows, 5).requires_grad_()
+        both = F.chunked_likelihood(hidden, tokens, of, temperature, chunk)
+        chosen = {"both": both, "log_probs": both[:1], "entropy": both[1:]}[used]
+        total = sum((x * random(seed + 3 + place, rows)).sum() for place, x in enumerate(chosen))
+        results.append([*both, *torch.autograd.grad(total, (hidden, *head.parameters()))])
+    for ours, naive in zip(*results, strict=True):
+        torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
+
+
+def test_a_linear_head_in_chunks_passes_frozen_weights_impossible_tokens_and_autocast() -> None:
+    head, tokens = torch.nn.Linear(5, 7), torch.arange(6)
+    with torch.no_grad():
+        head.bias[6] = -torch.inf
+    head.weight.requires_grad_(False)
+    for context in (nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        results = []
+        for of in (head, lambda x: head(x)):
+            hidden = random(1, 6, 5).float().requires_grad_()
+            with context:
+                log_probs, entropy = F.chunked_likelihood(hidden, tokens, of, 0.7, 4)
+            assert log_probs.dtype == entropy.dtype == torch.float32
+            (log_probs + entropy).sum().backward()
+            results.append([log_probs.detach(), entropy.detach(), hidden.grad, head.bias.grad[:6].clone()])
+            assert hidden.grad is not None
+            assert hidden.grad.isfinite().all()
+            head.zero_grad()
+        for ours, naive in zip(*results, strict=True):
+            torch.testing.assert_close(ours, naive, rtol=1e-2, atol=1e-2)
+        assert head.weight.grad is None
+
+
 def test_chunks_can_be_differentiated_twice() -> None:
     """Natural steps differentiate a gradient."""
     twice = []
-    for chunk in (2, 100):
-        weight = random(0, 7, 5).requires_grad_()
-        log_probs, _ = F.chunked_likelihood(random(1, 6, 5), torch.arange(6), lambda x, w=weight: x @ w.T, 0.7, chunk)
-        (gradient,) = torch.autograd.grad(log_probs.square().sum(), weight, create_graph=True)
-        twice += torch.autograd.grad(gradient.square().sum(), weight)
-    assert twice[0].abs().max() > 1e-3
-    torch.testing.assert_close(*twice, rtol=1e-12, atol=1e-12)
+    for chunk, linear in ((100, False), (2, False), (2, True)):
+        head = torch.nn.Linear(5, 7, dtype=torch.float64)
+        with torch.no_grad():
+            head.weight.copy_(random(0, 7, 5))
+            head.bias.zero_()
+        hidden = random(1, 6, 5).requires_grad_()
+        of = head if linear else lambda x, head=head: head(x)
+        log_probs, entropy = F.chunked_likelihood(hidden, torch.arange(6), of, 0.7, chunk)
+        total = log_probs.square().sum() + entropy.square().sum()
+        gradients = torch.autograd.grad(total, (hidden, head.weight), create_graph=True)
+        twice.append(torch.autograd.grad(sum(x.square().sum() for x in gradients), (hidden, head.weight)))
+    assert twice[0][1].abs().max() > 1e-3
+    for other in twice[1:]:
+        torch.testing.assert_close(other, twice[0], rtol=1e-12, atol=1e-12)
 
 
 def test_no_rows_are_no_numbers() -> None:
@@ -176,12 +225,12 @@ class Alive(TorchDispatchMode):
         weakref.finalize(storage, gone)
 
 
-def most_alive(rows: int, vocabulary: int, chunk: int) -> int:
+def most_alive(rows: int, vocabulary: int, chunk: int, width: int = 4, linear: bool = False) -> int:
     """The most bytes alive at once, forward and backward, of what is made of the hidden states."""
-    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    hidden, head = torch.randn(rows, width, requires_grad=True), torch.nn.Linear(width, vocabulary, bias=False)
     tokens = torch.arange(rows)
     with Alive() as alive:
-        log_probs, entropy = F.chunked_likelihood(hidden, tokens, lambda x: x @ weight.T, 1.0, chunk)
+        log_probs, entropy = F.chunked_likelihood(hidden, tokens, head if linear else lambda x: head(x), 1.0, chunk)
         (log_probs.sum() + entropy.sum()).backward()
     return alive.peak
 
@@ -193,3 +242,11 @@ def test_no_more_than_a_chunk_of_logits_is_alive_in_forward_and_backward() -> No
     assert whole > 3 * logits, "what it costs otherwise"
     assert parts < whole / 8
     assert most_alive(4 * rows, vocabulary, 4) < 1.1 * parts, "and it does not grow with the rows"
+
+
+def test_a_linear_head_needs_no_gradient_of_all_its_weights_for_each_chunk() -> None:
+    rows, vocabulary, width = 64, 5_000, 64
+    naive, ours = (most_alive(rows, vocabulary, 4, width, linear) for linear in (False, True))
+    weights = vocabulary * width * 4
+    assert ours < naive - 0.9 * weights
+    assert ours < 2.5 * weights, "the weights, one gradient of them, and a chunk of logits"

@@ -210,7 +210,7 @@ def test_one_update_per_batch_runs_fewer_passes(files: Path, folders: dict[str, 
     passes: list[int] = []
     forward = LanguagePolicy.forward
     monkeypatch.setattr(LanguagePolicy, "forward", lambda *args: (passes.append(1), forward(*args))[1])
-    for whose, expected in (("trainer", 2), ("update", 1)):  # no reference is made at β = 0
+    for whose, expected in (("trainer", 2), ("update", 1)):  # nothing reads a reference, so there is none
         passes.clear()
         one_update(files, folders["llama"], whose, "DR_GRPO", **ONCE)
         assert len(passes) == expected

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from surefoot.core.distributed import all_sum, world_size
 from surefoot.core.minibatches import groups_by_length, select_rows
 from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
+from surefoot.core.sharding import is_sharded
 from surefoot.errors import SurefootError
 from surefoot.functional import chunked_likelihood, expert_load, load_balance
 from surefoot.language import quiet_transformers
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
 Inputs = Mapping[str, Tensor]
 
-CHUNK = 2**24
-"""logits held at once by default: 64 MiB in float32, and a few times that while they are computed. glibc keeps freed blocks
-of up to 32 MiB and fragments them, so smaller chunks can take more memory"""
+CHUNK = 2**26
+"""bytes of the logits that are held at once by default, 64 MiB, and a few times that while they are computed. glibc keeps freed
+blocks of up to 32 MiB and fragments them, so smaller chunks can take more memory"""
 
 
 class ValueHead(nn.Linear):
@@ -97,7 +98,7 @@ class LanguagePolicy(Policy):
                    module from token ids [B, L] to values [B, L]
     pad_id         the padding token; no result depends on it
     temperature    divides the logits, as in sampling
-    chunk          tokens whose logits are held at once; None for as many as make 2²⁴ logits
+    chunk          tokens whose logits are held at once; None for as many as make 64 MiB
     checkpointing  recompute every layer in the backward pass instead of keeping its activations
     bf16           multiply in bfloat16 (autocast); weights, log-probabilities and values stay as they are
     balanced       compute the load-balancing loss of a mixture's routers when gradients are on
@@ -125,7 +126,8 @@ class LanguagePolicy(Policy):
         if critic == "head":
             self.value_head = ValueHead(self.readout.width, next(model.parameters()))
         self.pad_id, self.temperature, self.bf16, self.exact = pad_id, temperature, bf16, not bf16
-        self.chunk = chunk or max(1, CHUNK // self.readout.vocabulary)
+        width = max(4, next(model.parameters()).element_size())  # of logits, which are float32 at least
+        self.chunk = chunk or max(1, CHUNK // (width * self.readout.vocabulary))
         self.checkpointing = checkpointing
         self.valued = True
         """whether passes compute values"""
@@ -144,9 +146,8 @@ class LanguagePolicy(Policy):
         with computing(self, self.checkpointing, self.bf16):
             with self._recording() as router_logits:
                 hidden, states = self.readout.states(batch.ids, batch.rows, batch.before)
-            likelihood = chunked_likelihood(
-                states, actions[batch.rows, batch.steps], self.readout.head, self.temperature, self.chunk
-            )
+            head = self.readout.linear or self.readout.head
+            likelihood = chunked_likelihood(states, actions[batch.rows, batch.steps], head, self.temperature, self.chunk)
             values = self._values(batch, hidden, batch.rows, batch.before) if self.valued else None
         log_probs, entropy = (_scatter(x, batch, mask) for x in likelihood)
         router_loss = self.routers.loss(router_logits, batch.real) if self.routers is not None and router_logits else None
@@ -352,6 +353,13 @@ class Readout:
             return hidden, hidden
         outputs = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
         return outputs.hidden_states[-1][rows, columns], outputs.logits[rows, columns]
+
+    @property
+    def linear(self) -> nn.Linear | None:
+        """The head if it is a linear layer and nothing else, whose weights are whole."""
+        head, config = self.model.get_output_embeddings(), self.model.config
+        scaled = any(getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping"))
+        return head if self.plain and type(head) is nn.Linear and not scaled and not is_sharded(self.model) else None
 
     def head(self, states: Tensor) -> Tensor:
         """Logits of the next token.   [K, …] -> [K, vocabulary]"""
