@@ -116,7 +116,7 @@ def measured(kind: str, ranks: int, sharding: str, clock: str) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = make_recipe(table_of(folder, kind, ranks, sharding))
-        machine = measured_machine(WIDTH, WIDTH * 11 // 4, ROWS * (PROMPT + ANSWER), ranks, CLOCKS[clock], seconds=2.0)
+        machine = measured_machine(WIDTH, WIDTH * 11 // 4, ROWS * (PROMPT + ANSWER), ROWS, ranks, CLOCKS[clock], seconds=2.0)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += [__file__, "--rank-of", str(folder), kind, str(ranks), sharding, clock]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -125,7 +125,7 @@ def measured(kind: str, ranks: int, sharding: str, clock: str) -> dict[str, Any]
     layout = Layout(ranks, recipe.sharding, ranks, gpu=False)
     planned = iteration_time(replace(workload, layout=layout), machine)
     about = {"kind": kind, "ranks": ranks, "sharding": sharding, "clock": clock}
-    rates = {name: getattr(machine, name) for name in ("flops", "bandwidth", "launch", "latency", "link")}
+    rates = {name: getattr(machine, name) for name in ("flops", "bandwidth", "launch", "latency", "link", "few_rows")}
     return {**about, "machine": rates, "measured": seconds, "calculated": planned.seconds}
 
 

@@ -155,9 +155,11 @@ def test_what_overlaps_takes_no_longer_than_what_does_not(workload: Workload) ->
 
 
 def test_this_machine_is_measured_in_seconds_of_a_clock() -> None:
-    machine = measured_machine(64, 128, 64, ranks=2, clock=time.process_time, seconds=0.02)
+    machine = measured_machine(64, 128, 64, 8, ranks=2, clock=time.process_time, seconds=0.02)
     assert isinstance(machine, Machine)
     assert 1e8 < machine.flops < 1e13
+    assert machine.few_rows is not None
+    assert 1e7 < machine.few_rows < 1e13
     assert 1e8 < machine.bandwidth < 1e12
     assert 1e-8 < machine.launch < 1e-2
     assert machine.link > 1e6

@@ -147,8 +147,9 @@ def memory(model: str, as_json: bool, **options: Any) -> None:
 
     MODEL is a config.json, a folder, a run, a hub id, "pocket", or a size such as 7B. No weights are read.
 
-    Prints the cheapest settings that fit on one GPU and on several, then the memory of policy, value, reference and reward
-    models with these settings and with others. With --ranks, it is that of each rank. --json prints sizes in bytes.
+    Prints the cheapest settings that fit on one GPU, the memory of policy, value, reference and reward models with these
+    settings and with others, and last the cheapest settings for 2, 4 and 8 GPUs. With --ranks, it is the memory of each rank.
+    --json prints bytes, for the ranks that are given.
     """
     from surefoot.language.memory.planner import MemoryPlan, model_config, tables, to_json
 
@@ -237,7 +238,7 @@ def machine_of(
         raise SurefootError("--precision bfloat16: --measure measures matrices in float32; add --precision float32")
     model = transformer_of(config)
     read = min(4096, workload.micro(workload.rows).rows * workload.width)
-    return measured_machine(model.width, model.feed_forward, read, ranks)
+    return measured_machine(model.width, model.feed_forward, read, workload.responses, ranks)
 
 
 def check_layout(ranks: int, sharding: str, ranks_per_machine: int, reshard: bool, offload: bool) -> None:

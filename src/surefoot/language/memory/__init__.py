@@ -408,6 +408,10 @@ class _Estimator:
             models.append(_model_size(s.critic or s.policy, head=False))
         return models
 
+    def layer_by_layer(self, models: list[ModelSize]) -> dict[str, int]:
+        """The bytes of whole weights in a pass without gradient that gathers layers as training does."""
+        return held_after_forward(models, self.each, True) if self.workload.layout.sharded else {}
+
     def whole(self, *models: ModelSize) -> dict[str, int]:
         """The bytes of whole weights in a phase without gradient; nothing without sharding."""
         return {"gathered weights": whole_bytes(models, self.each)} if self.workload.layout.sharded else {}
@@ -418,7 +422,8 @@ class _Estimator:
         other, read = s.reference or s.policy, s.micro(s.rows)
         needed = self.counted("scoring by the reference", lambda: passes.scoring(other, s.pass_options(value=False), read))
         copied = s.adapter is None or s.reference is not None
-        return PhaseMemory({"reference": WEIGHT * count_parameters(other).total if copied else 0, "passes": needed.peak})
+        parts = {"reference": s.layout.part(self.each * count_parameters(other).total) if copied else 0}
+        return PhaseMemory({**parts, **self.layer_by_layer([_model_size(other)]), "passes": needed.peak})
 
     def sampling(self) -> PhaseMemory:
         s = self.workload
@@ -477,7 +482,7 @@ class _Estimator:
             needed = self.counted("evaluating", lambda: passes.reward_scoring(s.policy, read, s.adapter, **self.low))
         else:
             needed = self.counted("evaluating", lambda: passes.scoring(s.policy, s.pass_options(), read))
-        return PhaseMemory({**self.whole(*self.trained_models), "passes": needed.peak})
+        return PhaseMemory({**self.layer_by_layer(self.trained_models), "passes": needed.peak})
 
     def demonstration_scoring(self) -> PhaseMemory:
         """The likelihood of demonstrations, as in SFT, without a critic."""

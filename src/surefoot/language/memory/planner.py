@@ -258,17 +258,12 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "peak_with_saving": needed.peak,
         "fits": fits(needed),
         "uncounted": list(needed.uncounted),
-        "cheapest": _cheapest_json(plan.cheapest),
-        "several": {str(count): _cheapest_json(fits_of) for count, fits_of in plan.several.items()},
+        "cheapest": {
+            str(card): None if fit is None else {"settings": list(fit[0]), "peak": running_peak(fit[1])}
+            for card, fit in plan.cheapest.items()
+        },
         "alternatives": {name: {"peak": running_peak(other), "fits": fits(other)} for name, other in plan.others.items()},
         "textbook": {way: {**roles, "total": sum(roles.values())} for way, roles in textbook(plan.nominal).items()},
-    }
-
-
-def _cheapest_json(found: dict[int, Fit | None]) -> dict[str, Any]:
-    return {
-        str(card): None if fit is None else {"settings": list(fit[0]), "peak": running_peak(fit[1])}
-        for card, fit in found.items()
     }
 
 
@@ -284,8 +279,6 @@ def tables(plan: MemoryPlan) -> Iterator[Text | Table]:
     if s.layout.ranks > 1:
         yield Text(_rank_line(plan))
     yield _card_table(plan)
-    if plan.several:
-        yield _several_table(plan)
     yield _role_table(plan.estimate)
     yield _phase_table(plan.estimate)
     if plan.estimate.uncounted:
@@ -294,6 +287,8 @@ def tables(plan: MemoryPlan) -> Iterator[Text | Table]:
     if s.kind == "language":
         yield _textbook_table(plan)
         yield Text(_textbook_note(plan))
+    if plan.several:
+        yield _several_table(plan)
 
 
 def _rank_line(plan: MemoryPlan) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -23,6 +24,8 @@ class Machine:
     memory        bytes of the device
     launch        seconds in which the host starts an operation
     latency       seconds of a step of an exchange, which goes around all its ranks
+    few_rows      multiplications and additions of matrices with a row for each sampled token; None: bound by ``flops`` and the
+                  bytes of the weights
     efficiency    the share of ``flops`` that matrices of a model reach
     reached       the share of ``bandwidth``, ``link`` and ``network`` that is reached
     overlap       whether device, host and links work at the same time
@@ -40,6 +43,7 @@ class Machine:
     efficiency: float = 0.6
     reached: float = 0.8
     overlap: bool = True
+    few_rows: float | None = None
 
     def link_of(self, ranks: int) -> float:
         """Bytes per second of an exchange among this many consecutive ranks.
@@ -69,12 +73,19 @@ network of 200 Gbit/s (A100), 100 Gbit/s (L40S) or 400 Gbit/s"""
 
 
 def measured_machine(
-    width: int, feed_forward: int, tokens: int, ranks: int = 1, clock: Clock = time.perf_counter, seconds: float = 0.3
+    width: int,
+    feed_forward: int,
+    tokens: int,
+    rows: int,
+    ranks: int = 1,
+    clock: Clock = time.perf_counter,
+    seconds: float = 0.3,
 ) -> Machine:
     """This machine's CPU, one thread per rank: matrices of a model's shape, copies in memory, small operations, and exchanges
     of this many ranks with gloo.
 
-    tokens    rows of the matrices
+    tokens    rows of the matrices in passes
+    rows      the same while sampling
     clock     ``time.process_time`` counts only this process's own work, also on a busy machine
     seconds   of each measurement
     """
@@ -82,6 +93,7 @@ def measured_machine(
     torch.set_num_threads(1)
     try:
         flops = _matrix_rate(width, feed_forward, tokens, clock, seconds)
+        few_rows = _matrix_rate(width, feed_forward, rows, clock, seconds)
         bandwidth, launch = _copy_rate(clock, seconds), _launch_time(clock, seconds)
         latency, link = (0.0, bandwidth) if ranks == 1 else _exchange_rates(ranks, clock)
     finally:
@@ -99,26 +111,36 @@ def measured_machine(
         efficiency=1.0,
         reached=1.0,
         overlap=False,
+        few_rows=few_rows,
     )
 
 
+MATRICES = 8
+"""that are multiplied in turn, so that weights come from memory as in a model"""
+
+
 def _repeated(action: Callable[[], object], clock: Clock, seconds: float) -> float:
-    """The least seconds of an action, of several in this time; the first does not count."""
+    """The median seconds of an action, of several in this time; the first does not count."""
     action()
-    least, until = float("inf"), time.perf_counter() + seconds
-    while True:
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while not times or time.perf_counter() < until:
         started = clock()
         for _ in range(4):
             action()
-        least = min(least, (clock() - started) / 4)
-        if time.perf_counter() > until:
-            return max(least, 1e-9)
+        times.append((clock() - started) / 4)
+    return max(median(times), 1e-9)
 
 
 def _matrix_rate(width: int, feed_forward: int, tokens: int, clock: Clock, seconds: float) -> float:
     """Multiplications and additions per second."""
-    x, weight = torch.randn(tokens, width), torch.randn(feed_forward, width)
-    return 2 * tokens * width * feed_forward / _repeated(lambda: torch.nn.functional.linear(x, weight), clock, seconds)
+    x, weights = torch.randn(tokens, width), [torch.randn(feed_forward, width) for _ in range(MATRICES)]
+
+    def multiply() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(x, weight)
+
+    return 2 * MATRICES * tokens * width * feed_forward / _repeated(multiply, clock, seconds)
 
 
 def _copy_rate(clock: Clock, seconds: float) -> float:

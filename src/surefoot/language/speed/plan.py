@@ -41,6 +41,8 @@ class Work:
     exchanges   their number
     across      consecutive ranks that take part in them
     between     bytes exchanged with the ranks of other machines that hold a copy
+    few         operations of matrices that have a row for each sampled token
+    read        bytes of the weights that these read
     """
 
     flops: float = 0.0
@@ -50,6 +52,8 @@ class Work:
     exchanges: float = 0.0
     across: int = 1
     between: float = 0.0
+    few: float = 0.0
+    read: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -60,6 +64,8 @@ class Work:
             self.exchanges + other.exchanges,
             max(self.across, other.across),
             self.between + other.between,
+            self.few + other.few,
+            self.read + other.read,
         )
 
     def __mul__(self, times: float) -> "Work":
@@ -71,11 +77,15 @@ class Work:
             self.exchanges * times,
             self.across,
             self.between * times,
+            self.few * times,
+            self.read * times,
         )
 
     def device_seconds(self, machine: Machine) -> float:
         """Seconds without exchanges."""
-        computing = self.flops / (machine.flops * machine.efficiency) + self.moved / (machine.bandwidth * machine.reached)
+        rate, bandwidth = machine.flops * machine.efficiency, machine.bandwidth * machine.reached
+        few = self.few / rate + self.read / bandwidth if machine.few_rows is None else self.few / machine.few_rows
+        computing = self.flops / rate + self.moved / bandwidth + few
         return together((computing, self.launches * machine.launch), machine.overlap)
 
     def exchange_seconds(self, machine: Machine) -> float:
@@ -177,10 +187,12 @@ def _sampling(workload: Workload) -> Work:
         model.layers * OPERATIONS,
     )
     context = workload.prompt + steps / 2
+    read = decoding_bytes(model, 0, context, each)
     decoding = Work(
-        forward_flops(model, rows, rows, context),
-        decoding_bytes(model, rows, context, each) + moved_bytes(model, rows, rows, each),
-        model.layers * OPERATIONS,
+        moved=decoding_bytes(model, rows, context, each) - read + moved_bytes(model, rows, rows, each),
+        launches=model.layers * OPERATIONS,
+        few=forward_flops(model, rows, rows, context),
+        read=read,
     )
     return reading + decoding * steps + _gathering([model], workload, each)
 
