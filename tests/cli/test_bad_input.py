@@ -46,7 +46,7 @@ CASES = [
     (["train", "CartPole-v1", "--optimizer.learning-rate", "nan"], ["optimizer.learning_rate=nan"]),
     (
         ["train", "CartPole-v1", "--optimizer.schedule", "square"],
-        ["optimizer.schedule='square'", "constant, linear, cosine or file.py:function"],
+        ["optimizer.schedule='square'", "constant, linear, cosine, adaptive or file.py:function"],
     ),
     (["train", "CartPole-v1", "--objective.reuse.minibatches", "7"], ["minibatches=7", "256 steps", "such as 8"]),
     (["train", "CartPole-v1", "--objective.reuse", "none"], ["objective.trust_region='clip'", "set objective.reuse"]),

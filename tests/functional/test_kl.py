@@ -249,3 +249,17 @@ def test_proportional_control_moves_beta_by_the_clipped_relative_error(
 
 def test_proportional_control_has_its_fixed_point_at_the_target() -> None:
     assert F.proportional_kl_control(0.3, 6.0, 6.0, 256, 10_000) == 0.3
+
+
+@given(st.floats(1e-5, 1e-2), st.floats(0, 10), st.floats(1e-4, 1))
+def test_an_adapted_learning_rate_moves_by_half_towards_the_target_kl_within_its_bounds(
+    rate: float, kl: float, target: float
+) -> None:
+    adapted = F.adapt_learning_rate(rate, kl, target)
+    assert 1e-5 <= adapted <= 1e-2
+    if kl > 2 * target:
+        assert adapted == max(rate / 1.5, 1e-5)
+    elif kl == 0 or kl >= target / 2:
+        assert adapted == rate
+    else:
+        assert adapted == min(1.5 * rate, 1e-2)

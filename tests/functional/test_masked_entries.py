@@ -222,6 +222,7 @@ OTHER_LIBRARIES = {
     "conjugate_gradient": "takes a function: test_natural_gradient.py",
     "line_search": "takes a function: test_natural_gradient.py",
     "chunked_likelihood": "takes a function: test_likelihood.py",
+    "adapt_learning_rate": "numbers alone: test_kl.py",
     "Moments": "a type",
     "Aggregation": "a type",
 }
