@@ -110,18 +110,19 @@ class Learner:
             flat = self.optimizers["policy"]
             assert isinstance(flat, FlatParameters), "natural steps are for control, which is never sharded"
             self.natural = NaturalStepper(self.gradients, flat, constraint, only)
-        self.compiled: Stepper | None = None
         self.compiled_rows = compiled_rows
-        if compiled_rows is not None:
-            flats = {name: each for name, each in self.steppable.items() if isinstance(each, FlatOptimizer)}
-            if micro_batch is None:
-                self.compiled = CompiledStepper(policy, objective, flats, compiled_rows)
-            else:
-                self.compiled = EagerStepper(CompiledGradients(policy, objective, flats, micro_batch), flats)
+        self.compiled = None if compiled_rows is None else self._compiled_stepper(compiled_rows, micro_batch)
         self.recorder: Recorder | None = None
         """traces some of the updates, without changing them"""
         self.auxiliary_loss: AuxiliaryLoss | None = None
         """a loss whose gradient is added to every step of the policy's Adam"""
+
+    def _compiled_stepper(self, rows: int, micro_batch: int | None) -> Stepper:
+        """Compiled steps, or compiled gradients of micro-batches with eager steps."""
+        flats = {name: each for name, each in self.steppable.items() if isinstance(each, FlatOptimizer)}
+        if micro_batch is None:
+            return CompiledStepper(self.policy, self.objective, flats, rows)
+        return EagerStepper(CompiledGradients(self.policy, self.objective, flats, micro_batch), flats)
 
     def update(self, rollout: Rollout, credit: Credit, state: LearnerState) -> Metrics:
         """Update the policy on one rollout and return metrics of the update.

@@ -177,12 +177,8 @@ def loss(
     log_probs = kept(evaluation.log_probs)
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else kept(batch.old_log_probs)
     ratio = ratio_of(log_probs, old_log_probs, batch.mask, objective)
-    gain = surrogate(log_probs, ratio, kept(batch.advantages), objective, clip_scale)
-    if objective.drop_above_kl is not None:
-        gain = gain.masked_fill(left_out(log_probs, old_log_probs, kept(batch.advantages), batch.mask, objective), 0)
     weights = sampler_weights(batch, objective)
-    if weights is not None:
-        gain = gain * weights
+    gain = _gain(log_probs, old_log_probs, ratio, weights, batch, objective, clip_scale)
     entropy = kept(evaluation.entropy)
     total = -reduced(gain)
     terms, metrics = {"policy_loss": total}, dict[str, Tensor]()
@@ -216,6 +212,23 @@ def loss(
             metrics |= _sampler_metrics(weights, batch, objective, denominator)
     terms, metrics = ({name: x.detach() for name, x in of.items()} for of in (terms, metrics))
     return Loss(total, terms, metrics, ratio.detach())
+
+
+def _gain(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    ratio: Tensor,
+    weights: Tensor | None,
+    batch: Batch,
+    objective: Objective,
+    clip_scale: float,
+) -> Tensor:
+    """The surrogate without the responses that are left out, times the weights against the sampler.   [...]"""
+    advantages = keep_only(batch.advantages, batch.mask)
+    gain = surrogate(log_probs, ratio, advantages, objective, clip_scale)
+    if objective.drop_above_kl is not None:
+        gain = gain.masked_fill(left_out(log_probs, old_log_probs, advantages, batch.mask, objective), 0)
+    return gain if weights is None else gain * weights
 
 
 def _old_policy_metrics(

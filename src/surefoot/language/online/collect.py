@@ -159,15 +159,12 @@ class LanguageCollector:
             with gathered(self.policy):
                 beyond = in_micro_batches(self.policy.values_after, inputs, actions, read, *self.budget)
             truncated = last & ~samples.ended.unsqueeze(-1)
-        metrics = self._response_metrics(batch, reward_parts.get("kl"), valid) | {"reference_beta": beta}
-        if gap is not None:
-            metrics["sampler_gap"] = gap
-        if (kl := reward_parts.get("kl")) is not None:
+        kl = reward_parts.get("kl")
+        metrics = self._response_metrics(batch, kl, valid) | {"reference_beta": beta}
+        if kl is not None:
             metrics["kl_reference"] = mean_over_ranks(float(masked_mean(kl, mask)), int(mask.sum()))
             metrics["kl_reference_response"] = self._adapt_beta(state, kl, valid)
-        if behaviour is not None:
-            apart = masked_mean(kl_k3(behaviour, keep_only(log_probs, mask)), mask)
-            metrics["sampler_kl"] = mean_over_ranks(float(apart), int(mask.sum()))
+        metrics |= _sampler_metrics(gap, behaviour, log_probs, mask)
         return Rollout(
             inputs=inputs,
             actions=actions,
@@ -381,3 +378,12 @@ class LanguageCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position."""
         self.sampler.load_state_dict(state)
+
+
+def _sampler_metrics(gap: float | None, behaviour: Tensor | None, log_probs: Tensor, mask: Tensor) -> Metrics:
+    """How far the sampler's log-probabilities lie from the trainer's, of what is known."""
+    metrics: Metrics = {} if gap is None else {"sampler_gap": gap}
+    if behaviour is not None:
+        apart = masked_mean(kl_k3(behaviour, keep_only(log_probs, mask)), mask)
+        metrics["sampler_kl"] = mean_over_ranks(float(apart), int(mask.sum()))
+    return metrics
