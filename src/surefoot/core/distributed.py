@@ -129,6 +129,11 @@ def thread_group(timeout: float) -> Any:
     return _groups[key]
 
 
+def forget_groups() -> None:
+    """Drop the groups that ``thread_group`` made; their own threads must end before the interpreter does."""
+    _groups.clear()
+
+
 def from_first(value: T) -> T:
     """The value of rank 0, on every rank."""
     if world_size() == 1:

@@ -89,12 +89,16 @@ def leave_ranks(failure: str | None = None) -> bool:
         return False
     import torch.distributed as dist
 
+    from surefoot.core import distributed
+
     if not dist.is_initialized():
         return False
     if failure is not None and _store is not None:
         text = f"rank {dist.get_rank()}: {failure}"
         _briefly(lambda: _store.set(FAILURE, text))
-    _briefly(dist.destroy_process_group)
+    distributed.forget_groups()
+    # A thread that is still busy with this when the interpreter ends aborts the process.
+    _briefly(dist.destroy_process_group, seconds=30.0 if failure is None else 2.0)
     return True
 
 
@@ -165,7 +169,7 @@ def _reason_of_failure() -> str | None:
     return _briefly(lambda: str(_store.get(FAILURE).decode()) if _store.check([FAILURE]) else None)
 
 
-def _briefly(function: Callable[[], T]) -> T | None:
+def _briefly(function: Callable[[], T], seconds: float = 2.0) -> T | None:
     """The result of a function; None if it fails or takes long, because the process with the store has ended or hangs."""
     results: list[T] = []
 
@@ -175,7 +179,7 @@ def _briefly(function: Callable[[], T]) -> T | None:
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(2)
+    thread.join(seconds)
     return results[0] if results else None
 
 
