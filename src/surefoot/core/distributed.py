@@ -5,7 +5,7 @@ A failed exchange is a SurefootError of one line; ``core/ranks.py`` joins the ra
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -56,6 +56,14 @@ def all_sum(tensor: Tensor) -> Tensor:
         with one_line_errors():
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
     return tensor
+
+
+def all_sum_together(tensors: Sequence[Tensor]) -> None:
+    """The sums of several tensors over ranks, in place: they travel at the same time, so this takes as long as the slowest."""
+    if world_size() > 1:
+        with one_line_errors():
+            for work in [dist.all_reduce(tensor, op=dist.ReduceOp.SUM, async_op=True) for tensor in tensors]:
+                work.wait()
 
 
 def sum_count(number: int, like: Tensor) -> int:

@@ -1,11 +1,13 @@
 """Rows of a rollout with their credit, in random order, minibatches and micro-batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import all_sum, merge_across_ranks, world_size
 from surefoot.core.objective import Batch
 from surefoot.core.rollout import Credit, Rollout, map_tensors
@@ -108,6 +110,31 @@ def row_range(batch: Batch, start: int, end: int) -> Batch:
     return part
 
 
+@dataclass(frozen=True)
+class Minibatch:
+    """Rows for one step, with what their loss needs of the rows of all ranks."""
+
+    rows: Batch
+    denominator: Tensor
+    """of the loss's means   []"""
+    moments: Moments | None
+    """of the advantages; None unless each minibatch is normalised"""
+
+
+def with_global_numbers(parts: Iterable[Batch], objective: Objective) -> list[Minibatch]:
+    """The minibatches of a pass with their numbers over all ranks, which are exchanged for the whole pass at once."""
+    parts = list(parts)
+    if not parts:
+        return []
+    counts = all_sum(torch.stack([own_count(part, objective.aggregation) for part in parts])).clamp(min=1).unbind()
+    moments: list[Moments] | list[None] = [None] * len(parts)
+    if objective.normalise_advantages == "minibatch":
+        own = [masked_moments(part.advantages, part.mask) for part in parts]
+        every = merge_across_ranks(Moments(*(torch.stack(numbers) for numbers in zip(*own, strict=True))))
+        moments = [Moments(*numbers) for numbers in zip(*every, strict=True)]
+    return [Minibatch(*each) for each in zip(parts, counts, moments, strict=True)]
+
+
 def advantage_moments(batch: Batch) -> Moments:
     """Mean and variance of the advantages over the kept entries on all ranks."""
     return merge_across_ranks(masked_moments(batch.advantages, batch.mask))
@@ -121,6 +148,10 @@ def normalised(batch: Batch, moments: Moments | None = None) -> Batch:
 
 def global_count(batch: Batch, aggregation: str) -> Tensor:
     """The denominator of ``aggregate``: kept entries, or sequences with a kept entry, over all ranks.   []"""
+    return all_sum(own_count(batch, aggregation)).clamp(min=1)
+
+
+def own_count(batch: Batch, aggregation: str) -> Tensor:
+    """This rank's part of ``global_count``.   []"""
     kept = torch.ones_like(batch.advantages) if batch.mask is None else batch.mask.to(batch.advantages.dtype)
-    mine = kept.sum() if aggregation == "token-mean" else (kept.sum(-1) > 0).sum().to(kept.dtype)
-    return all_sum(mine).clamp(min=1)
+    return kept.sum() if aggregation == "token-mean" else (kept.sum(-1) > 0).sum().to(kept.dtype)

@@ -14,7 +14,6 @@ from torch.optim.adam import adam as fused_adam
 from torch.optim.rmsprop import rmsprop
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import all_sum
 from surefoot.core.rollout import Policy
 from surefoot.errors import SurefootError
 
@@ -81,9 +80,13 @@ class FlatParameters:
         """Set the gradients to zero; backward then adds into the flat tensor."""
         self.gradients.zero_()
 
+    def own_gradients(self) -> list[Tensor]:
+        """The gradients of this rank's rows, which are to be summed over ranks in place before the norm is taken."""
+        return [self.gradients]
+
     def gradient_norm(self) -> float:
-        """Sum the gradients over all ranks and return their norm, which may be NaN or infinite."""
-        return float(torch.linalg.vector_norm(all_sum(self.gradients)))
+        """The norm of the gradients, which may be NaN or infinite."""
+        return float(torch.linalg.vector_norm(self.gradients))
 
 
 class FlatOptimizer(FlatParameters):

@@ -45,6 +45,10 @@ class ShardedOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def own_gradients(self) -> list[Tensor]:
+        """None: the backward pass of a sharded model has summed its gradients."""
+        return []
+
     def gradient_norm(self) -> float:
         """The norm of the gradient over all ranks, which may be NaN or infinite."""
         moved = [p for p in self.mine if p.grad is not None]

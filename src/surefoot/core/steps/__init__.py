@@ -13,14 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import all_max, all_sum, exchanging
-from surefoot.core.minibatches import advantage_moments, global_count, micro_batches, normalised, row_range, shuffled
+from surefoot.core.distributed import all_max, all_sum_together, exchanging
+from surefoot.core.minibatches import (
+    Minibatch,
+    advantage_moments,
+    micro_batches,
+    normalised,
+    row_range,
+    shuffled,
+    with_global_numbers,
+)
 from surefoot.core.objective import Batch, loss, ratio_range
-from surefoot.core.optimizer import FlatOptimizer
+from surefoot.core.optimizer import FlatOptimizer, FlatParameters
 from surefoot.core.rollout import AuxiliaryLoss, LearnerState, Metrics, Policy
 from surefoot.core.sharding import gathered, is_sharded
 from surefoot.core.sharding.optimizer import ShardedOptimizer
 from surefoot.core.traces import Recording
+from surefoot.functional import Moments
 
 
 @dataclass(frozen=True)
@@ -37,9 +46,9 @@ class UpdateContext:
     recording: Recording | None
     auxiliary_loss: AuxiliaryLoss | None
 
-    def normalised(self, batch: Batch) -> Batch:
-        """The batch with advantages of mean 0 and variance 1; a trace records the moments."""
-        moments = advantage_moments(batch)
+    def normalised(self, batch: Batch, moments: Moments | None = None) -> Batch:
+        """The batch with advantages of mean 0 and variance 1; a trace records the moments, which are computed if not given."""
+        moments = advantage_moments(batch) if moments is None else moments
         if self.recording is not None:
             self.recording.normalised_by(moments)
         return normalised(batch, moments)
@@ -86,10 +95,33 @@ class Gradients(Protocol):
         ...
 
     def add(
-        self, minibatch: Batch, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
-    ) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:
-        """Add it to ``.grad`` of the parameters. Returns terms and metrics of the loss, smallest and largest ratio."""
+        self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
+    ) -> "LossSums":
+        """Add it to ``.grad`` of ``parameters``, or of all parameters if None. ``denominator`` is that of all ranks."""
         ...
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """The loss of this rank's rows."""
+
+    terms: list[str]
+    """names of the loss's terms"""
+    metrics: list[str]
+    """names of its metrics"""
+    sums: Tensor
+    """terms and metrics; summed over ranks they are those of the minibatch   [terms + metrics]"""
+    ratios: tuple[float, float]
+    """the smallest and the largest ρ"""
+
+
+def sum_over_ranks(
+    loss_sums: LossSums, optimizers: Iterable[FlatParameters | ShardedOptimizer]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Sum the gradients over ranks, together with the loss's terms and metrics, which are returned."""
+    all_sum_together([loss_sums.sums, *(gradient for optimizer in optimizers for gradient in optimizer.own_gradients())])
+    terms, metrics = by_name(loss_sums.sums.tolist(), loss_sums.terms, loss_sums.metrics)
+    return terms, metrics
 
 
 class GradientSum:
@@ -126,21 +158,17 @@ class GradientSum:
             yield row_range(minibatch, 0, 1), False
 
     def add(
-        self, minibatch: Batch, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
-    ) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:
-        """Add the gradient to ``.grad`` of ``parameters``, or of all parameters if None.
-
-        Returns the loss's terms and its metrics over all ranks, and this rank's smallest and largest ratio.
-        """
-        denominator = global_count(minibatch, self.objective.aggregation)
+        self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
+    ) -> LossSums:
+        """Add the gradient to ``.grad`` of ``parameters``, or of all parameters if None."""
         sums: list[Tensor] = []
         extremes: list[Tensor] = []
-        parts: Iterable[Batch] = self.parts(minibatch)
+        parts: Iterable[Batch] = self.parts(rows)
         if self.objective.router_coefficient:
             parts = list(parts)
             with gathered(self.policy):
                 self.policy.prepare([(part.inputs, part.actions, part.mask) for part in parts])
-        for part, counts in self._evened(parts, minibatch):
+        for part, counts in self._evened(parts, rows):
             with exchanging():
                 evaluation = self.policy(part.inputs, part.actions, part.mask)
                 total, terms, metrics, ratio = loss(
@@ -157,9 +185,8 @@ class GradientSum:
             if counts:
                 sums.append(torch.stack([*terms.values(), *metrics.values()]))
                 extremes.append(torch.stack(ratio.aminmax()))
-        summed = all_sum(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0])
-        of_terms, of_metrics = by_name(summed.tolist(), terms, metrics)
-        return of_terms, of_metrics, ratio_range(extremes)
+        total = torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
+        return LossSums(list(terms), list(metrics), total, ratio_range(extremes))
 
 
 def by_name(numbers: Iterable[float], *groups: Iterable[str]) -> list[dict[str, float]]:
@@ -196,24 +223,26 @@ class EagerStepper:
     ) -> None:
         self.gradients, self.optimizers, self.parameters = gradients, optimizers, parameters
 
-    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> Iterator[Batch]:
+    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> list[Minibatch]:
         """The rows in a new random order, in ``count`` parts."""
-        return shuffled(batch, count, context.state.generators["shuffle"])
+        return with_global_numbers(shuffled(batch, count, context.state.generators["shuffle"]), self.gradients.objective)
 
-    def prepare(self, minibatch: Batch, context: UpdateContext) -> EagerStep:
+    def prepare(self, minibatch: Minibatch, context: UpdateContext) -> EagerStep:
         """Sum the gradients of the micro-batches and of the auxiliary loss."""
-        if self.gradients.objective.normalise_advantages == "minibatch":
-            minibatch = context.normalised(minibatch)
+        rows = minibatch.rows if minibatch.moments is None else context.normalised(minibatch.rows, minibatch.moments)
         for optimizer in self.optimizers.values():
             optimizer.zero()
-        terms, metrics, ratios = self.gradients.add(minibatch, context, self.parameters)
+        sums = self.gradients.add(rows, minibatch.denominator, context, self.parameters)
+        extra = None
         if context.auxiliary_loss is not None and "policy" in self.optimizers:  # it does not train the critic
-            terms |= context.auxiliary_loss.add_gradient()
+            extra = context.auxiliary_loss.add_gradient()
+        terms, metrics = sum_over_ranks(sums, self.optimizers.values())
+        terms |= extra or {}
         norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
         return EagerStep(
             terms=terms,
             metrics=metrics,
-            ratios=ratios,
+            ratios=sums.ratios,
             norms=norms,
             optimizers=self.optimizers,
             rate_scale=context.rate_scale,

@@ -19,7 +19,7 @@ from surefoot.core.minibatches import global_count, micro_batches, normalised, r
 from surefoot.core.objective import Batch, loss, ratio_range
 from surefoot.core.optimizer import BETAS, FlatOptimizer, adam
 from surefoot.core.rollout import Policy, map_tensors, tensors_in
-from surefoot.core.steps import PendingStep, UpdateContext, by_name
+from surefoot.core.steps import LossSums, PendingStep, UpdateContext, by_name
 from surefoot.core.steps.programs import Program, program_of, require_programs, structure
 
 Names = tuple[list[str], list[str]]
@@ -153,13 +153,12 @@ class CompiledGradients:
             require_programs()
 
     def add(
-        self, minibatch: Batch, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
-    ) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:
-        """Add the gradient to that of each optimizer. Returns the loss's terms, its metrics, and the range of the ratio."""
-        denominator = global_count(minibatch, self.objective.aggregation)
+        self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
+    ) -> LossSums:
+        """Add the gradient to that of each optimizer."""
         numbers = torch.stack([denominator, denominator.new_tensor(context.clip_scale), denominator.new_tensor(context.beta)])
         values, shown = [optimizer.values.detach() for optimizer in self.optimizers], []
-        read = replace(minibatch, flat_index=None)
+        read = replace(rows, flat_index=None)
         for part in zip(*(torch.split(x, self.rows) for x in tensors_in(read)), strict=True):
             arguments = [*values, numbers, *part]
             if self.program is None:
@@ -169,10 +168,9 @@ class CompiledGradients:
                 optimizer.gradients += gradient
             shown.append(row)
         if context.recording is not None:
-            self._record(minibatch, context)
-        rows = torch.stack(shown)
-        terms, metrics = by_name(rows[:, :-2].sum(0).tolist(), *self.names)
-        return terms, metrics, ratio_range(list(rows[:, -2:].unbind()))
+            self._record(rows, context)
+        numbers = torch.stack(shown)
+        return LossSums(*self.names, numbers[:, :-2].sum(0), ratio_range(list(numbers[:, -2:].unbind())))
 
     @torch.no_grad()
     def _record(self, minibatch: Batch, context: UpdateContext) -> None:

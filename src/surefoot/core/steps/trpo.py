@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from surefoot.core.algorithms import Constraint, Objective
 from surefoot.core.distributed import all_sum
-from surefoot.core.minibatches import global_count
+from surefoot.core.minibatches import Minibatch, with_global_numbers
 from surefoot.core.objective import Batch, loss, mean_old_kl, ratio_range
 from surefoot.core.optimizer import FlatParameters
 from surefoot.core.rollout import Policy, map_tensors
-from surefoot.core.steps import GradientSum, PendingStep, UpdateContext, by_name
+from surefoot.core.steps import GradientSum, PendingStep, UpdateContext, by_name, sum_over_ranks
 from surefoot.errors import SurefootError
 from surefoot.functional import aggregate, conjugate_gradient, fisher_vector_product, line_search
 from surefoot.functional.masking import keep_only
@@ -56,29 +56,28 @@ class NaturalStepper:
     ) -> None:
         self.gradients, self.optimizer, self.constraint, self.parameters = gradients, optimizer, constraint, parameters
 
-    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> Sequence[Batch]:
+    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> list[Minibatch]:
         """The whole batch, in its own order."""
-        return [batch]
+        return with_global_numbers([batch], self.gradients.objective)
 
-    def prepare(self, minibatch: Batch, context: UpdateContext) -> "NaturalStep":
+    def prepare(self, minibatch: Minibatch, context: UpdateContext) -> "NaturalStep":
         """The gradient of the loss at θ_old; the line search runs when the step is taken."""
         gradients = self.gradients
-        objective = gradients.objective
-        if objective.normalise_advantages == "minibatch":
-            minibatch = context.normalised(minibatch)
+        rows = minibatch.rows if minibatch.moments is None else context.normalised(minibatch.rows, minibatch.moments)
         self.optimizer.zero()
-        terms, metrics, ratios = gradients.add(minibatch, context, self.parameters)
+        sums = gradients.add(rows, minibatch.denominator, context, self.parameters)
+        terms, metrics = sum_over_ranks(sums, [self.optimizer])
         return NaturalStep(
             terms=terms,
             metrics=metrics,
-            ratios=ratios,
+            ratios=sums.ratios,
             norms={"policy": self.optimizer.gradient_norm()},
             policy=gradients.policy,
-            objective=objective,
+            objective=gradients.objective,
             constraint=self.constraint,
             optimizer=self.optimizer,
-            parts=list(gradients.parts(minibatch)),
-            denominator=global_count(minibatch, objective.aggregation),
+            parts=list(gradients.parts(rows)),
+            denominator=minibatch.denominator,
         )
 
 
