@@ -31,6 +31,7 @@ from surefoot import (
     Reuse,
 )
 from surefoot.control.normalise import RewardNormaliser
+from surefoot.core import distributed
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.loop import run_loop
@@ -130,6 +131,26 @@ def looped(rollout: Rollout, total: int) -> tuple[list[int], list[float | None],
     return steps, rates, parameters(learner.policy)
 
 
+def exchanges(rollout: Rollout, epochs: int, minibatches: int) -> int:
+    """How many exchanges an update of PPO needs."""
+    count = 0
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            return function(*arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list"):
+            patch.setattr(dist, name, counted(getattr(dist, name)))
+        objective = replace(PPO_CLIP, reuse=Reuse(epochs, minibatches), normalise_advantages="minibatch")
+        trained(rollout, objective, seed=0, updates=1)
+    return count
+
+
 class Dropping(TinyPolicy):
     """Scores the marked inputs differently in training."""
 
@@ -163,6 +184,12 @@ def answers(rank: int) -> Answers:
     results["adaptive"] = trained(share(rank), ADAPTIVE, seed=rank, updates=4)
     for unit in ("step", "row"):
         results[f"natural {unit}"] = trained(share(rank, unit), NATURAL, seed=rank, micro_batch=4 if rank else None)
+    results["exchanges"] = exchanges(share(rank), epochs=3, minibatches=4) - exchanges(share(rank), epochs=2, minibatches=4)
+    for size in (3, distributed.JOINED + 1):
+        parts = [torch.full((2, size), float(rank + 1)), torch.arange(4.0).view(2, 2).T, torch.tensor(rank)]
+        distributed.all_sum_together(parts[:2])
+        distributed.all_sum_together(parts[2:])
+        results[f"together {size}"] = [*parts[:2], parts[2]]
     rewards, kept = share(rank).rewards, share(rank).mask
     results["at limit"] = RewardNormaliser(gamma=0.99, clip=1.0).clipped_fraction(rewards, kept)
     results["loop"] = looped(share(rank), total=100)
@@ -265,6 +292,20 @@ def test_after_many_updates_both_ranks_have_the_same_parameters_bit_for_bit(rank
     assert not torch.equal(here, parameters(policy()))
     assert torch.equal(here, there)
     assert first == second, "and tell the same metrics"
+
+
+def test_a_pass_needs_two_exchanges_and_one_for_each_of_its_minibatches(ranks: list[Answers]) -> None:
+    """Counts and moments of the whole pass; then the gradient with the terms of the loss. An exchange is mostly waiting."""
+    assert [answers["exchanges"] for answers in ranks] == [2 + 4, 2 + 4]
+
+
+@pytest.mark.parametrize("size", [3, distributed.JOINED + 1])
+def test_tensors_summed_together_have_the_sums_of_each(ranks: list[Answers], size: int) -> None:
+    for answers in ranks:
+        first, second, number = answers[f"together {size}"]
+        assert torch.equal(first, torch.full((2, size), 3.0))
+        assert torch.equal(second, 2 * torch.arange(4.0).view(2, 2).T)
+        assert number == 1
 
 
 def test_beta_follows_the_kl_over_both_ranks(ranks: list[Answers]) -> None:
