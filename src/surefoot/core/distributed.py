@@ -260,8 +260,16 @@ def _bits(parameter: Any) -> Tensor:
     """The sum of a tensor's bits, or of this rank's part of them, read as whole numbers.   -> [] int64"""
     tensor: Any = parameter.detach()
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-    total: Tensor = tensor.contiguous().view(integer).sum(dtype=torch.int64)
+    flat = tensor.contiguous().view(-1)
+    per_word = 8 // flat.element_size()
+    if flat.storage_offset() % per_word:
+        flat = flat.clone()
+    # A sum of shorter numbers would copy them to int64 first.
+    words = flat[: len(flat) // per_word * per_word].view(torch.int64)
+    rest = flat[len(words) * per_word :].view(
+        {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[flat.element_size()]
+    )
+    total: Tensor = words.sum() + rest.sum(dtype=torch.int64)
     return total
 
 
