@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.terminal import shown_on, visible_json, wrapped
+from surefoot.terminal import shown_on, visible, visible_json, wrapped
 
 if TYPE_CHECKING:
     from surefoot.recipes.base import Recipe
@@ -44,7 +44,7 @@ def display_for(recipe: "Recipe | None", folder: Path, quiet: bool = False, orig
     if quiet:
         return Quiet()
     title = f"{recipe.title}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
-    title += f"\n{origin.line}" if origin else ""
+    title = visible(title) + (f"\n{origin.line}" if origin else "")
     return Dashboard(title) if sys.stdout.isatty() else Lines(title)
 
 

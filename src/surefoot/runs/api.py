@@ -42,6 +42,7 @@ from surefoot.runs.folder import ROWS, RunFolder, check_free, checkpoint_to_load
 from surefoot.runs.reading import FINISHED
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
+from surefoot.terminal import visible
 
 if TYPE_CHECKING:
     from surefoot.language.models.language_model import LanguageModel
@@ -377,7 +378,7 @@ def _leaves(value: Any, field: str) -> Iterator[str]:
 def _display(display: Display, title: str) -> Listener | None:
     if callable(display):
         return display
-    return None if display is False else display_here(title, always=display is True)
+    return None if display is False else display_here(visible(title), always=display is True)
 
 
 def _listeners(display: Listener | None, callback: MetricsCallback | None) -> list[Listener]:

@@ -109,7 +109,7 @@ class Dashboard(Display):
     """A table redrawn in place. Metrics outside their healthy range are yellow, with the reason."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
-        self.title = visible(title)
+        self.title = visible_lines(title)
         self.clock = _Clock()
         self.evaluated: Metrics = {}
         self.latest: tuple[int, Sequence[Sample]] | None = None
