@@ -92,7 +92,7 @@ class Writer:
             fields[name] = f"{self.abstract(Callable)}[..., Any] | {fields[name]}"
         for name in ROW_NAMES & fields.keys():
             self.abstract(Iterable), self.abstract(Mapping)
-            fields[name] = f"{ROWS} | {fields[name]}"
+            fields[name] = f"{'str | ' * (name == 'data')}{ROWS} | {fields[name]}"
         if "reward" in fields:  # also the terms alone
             fields["reward"] += f" | {FUNCTION} | Sequence[RewardTermTable | RewardTerm | {FUNCTION}]"
         return fields

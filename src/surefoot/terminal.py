@@ -1,10 +1,15 @@
-"""Untrusted text on a terminal: characters that would move the cursor or change colours are shown as visible codes."""
+"""Text on a terminal and in a log: characters that would move the cursor or change colours become visible codes, and long lines
+are broken.
+"""
 
 import json
 import unicodedata
+from textwrap import wrap
 from typing import Any
 
 MARKS = {"\n": "⏎", "\t": "⇥"}
+LOG_COLUMNS = 120
+"""most columns of a plain line"""
 
 
 def visible(text: str) -> str:
@@ -21,6 +26,13 @@ def shown_on(stream: Any, text: str) -> str:
     """The same for a stream, with escapes for characters that its encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return visible_lines(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def wrapped(line: str, indent: int = 4) -> str:
+    """A line broken at spaces into lines of at most ``LOG_COLUMNS``, except single words; all but the first are indented."""
+    if len(line) <= LOG_COLUMNS:
+        return line
+    return "\n".join(wrap(line, LOG_COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False))
 
 
 def visible_json(value: Any) -> str:

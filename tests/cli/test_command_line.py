@@ -14,6 +14,7 @@ from surefoot.cli.options import changes_from
 from surefoot.demos import command_here
 from surefoot.files import parse_value
 from surefoot.recipes.presets import find_recipe
+from surefoot.terminal import LOG_COLUMNS
 
 
 def test_help_imports_neither_torch_nor_gymnasium():
@@ -80,6 +81,13 @@ def test_the_demo_names_a_command_that_the_shell_finds(monkeypatch, tmp_path):
     assert command_here() == "surefoot"
 
 
+def test_the_result_of_a_long_name_is_broken_into_lines(surefoot, tmp_path):
+    run = ("--steps", "64", "--rollout.environments", "2", "--rollout.steps", "32", "--evaluation.episodes", "1")
+    out = surefoot("train", "CartPole-v1", *run, "--name", "n" * 80)
+    assert max(map(len, out.splitlines())) <= LOG_COLUMNS
+    assert " ".join(out.split()).endswith(f"steps -> runs/{'n' * 80}")
+
+
 def test_several_seeds_make_several_runs_and_a_spread(surefoot, tmp_path):
     out = surefoot("train", "CartPole-v1", "--steps", "256", "--seeds", "2", "--name", "many", "--quiet")
     assert "2 seeds: mean" in out
@@ -119,8 +127,9 @@ def test_the_config_of_a_run_trains_the_same_run_again(surefoot, tmp_path):
 
 def test_list_names_recipes_algorithms_and_ids(surefoot):
     out = surefoot("list")
-    for word in ("cartpole", "mujoco", "HalfCheetah-v5", "PPO_CLIP", "REINFORCE", "Acrobot-v1"):
+    for word in ("cartpole", "mujoco", "HalfCheetah-v5", "PPO_CLIP", "REINFORCE", "Acrobot-v1", "tensor/CartPole-v1"):
         assert word in out
+    assert max(map(len, out.splitlines())) <= LOG_COLUMNS
 
 
 def test_the_arithmetic_of_trpo_separates_policy_and_critic(surefoot, tmp_path):

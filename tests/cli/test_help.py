@@ -145,6 +145,10 @@ def completed(*words: str) -> set[str]:
         (("train", "CartPole-v1", "--algorithm", "ppo_p"), {"PPO_PENALTY", "PPO_PENALTY_ADAPTIVE"}),
         (("train", "CartPole-v1", "--network.activation", ""), {"tanh", "relu"}),
         (("train", "CartPole-v1", "--normalise.observations", "t"), {"true"}),
+        (("train", "CartPole-v1", "--preset", "c"), {"cartpole"}),
+        (("train", "CartPole-v1", "--trackers", "t"), {"tensorboard", "trackio"}),
+        (("train", "tensor/c"), {"tensor/CartPole-v1"}),
+        (("train", "sft", "--model", "p"), {"pocket"}),
         (("resume", "ca"), {"cart"}),
     ],
 )
@@ -155,6 +159,12 @@ def test_the_tab_key_completes(
     (tmp_path / "runs" / "cart" / "config.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     assert expected <= completed(*words)
+
+
+@pytest.mark.parametrize("flag", ["--data.train", "--reward.terms", "--start", "--model"])
+def test_fields_that_name_a_file_complete_files(flag: str) -> None:
+    complete = ShellComplete(cli, {}, "surefoot", "_SUREFOOT_COMPLETE")
+    assert "file" in {item.type for item in complete.get_completions(["train", "sft", flag], "")}
 
 
 def test_the_shell_gets_completions_from_the_program_itself() -> None:

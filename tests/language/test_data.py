@@ -348,7 +348,11 @@ def test_messages_of_weight_0_are_read_and_not_trained(tmp_path: Path) -> None:
             {"promt": "a", "completion": "b"},
             r"missing column 'prompt'; did you mean 'promt'\?; a demonst",
         ),
-        (demonstrations, {"prompt": "a"}, "missing column 'completion'; .*; columns here: 'prompt'$"),
+        (
+            demonstrations,
+            {"prompt": "a"},
+            "missing column 'completion'; .*; columns here: 'prompt'; data.columns ren",
+        ),
         (demonstrations, {}, "missing column 'prompt'; .*; columns here: none$"),
         (demonstrations, {"text": None}, "column 'text' is null; it must be text"),
         (demonstrations, {"text": 3}, "column 'text' is a number; it must be text"),

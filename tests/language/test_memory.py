@@ -509,6 +509,8 @@ def test_a_model_is_planned_by_its_configuration_alone(here: Path, tmp_path: Pat
     assert model_config("pocket")[0].to_dict() == load_model("pocket")[0].config.to_dict()
     with pytest.raises(SurefootError, match="no such folder"):
         model_config(str(tmp_path / "nowhere"))
+    with pytest.raises(SurefootError, match=r"model='7Q': no such size or folder; .*, such as 7B or 350M$"):
+        model_config("7Q")
 
 
 def test_what_saves_memory_does_and_is_listed() -> None:

@@ -60,10 +60,11 @@ def test_rows_train_as_a_file_of_them_and_a_stopped_run_resumes_from_its_folder(
     assert same(again, whole)
 
 
-def test_a_list_alone_is_the_training_rows(tmp_path: Path) -> None:
+def test_a_list_or_a_file_alone_is_the_training_rows(tmp_path: Path) -> None:
     one = surefoot.train("language", **settings("language", ROWS["language"]))
     write_rows(tmp_path / "rows.jsonl", ROWS["language"])
-    assert same(one, surefoot.train("language", **settings("language", {"train": tmp_path / "rows.jsonl"})))
+    for data in ({"train": tmp_path / "rows.jsonl"}, tmp_path / "rows.jsonl", str(tmp_path / "rows.jsonl")):
+        assert same(one, surefoot.train("language", **settings("language", data)))
 
 
 def test_a_dataset_and_other_iterables_are_rows() -> None:

@@ -190,6 +190,8 @@ def test_columns_are_read_by_their_new_names(ending: str, tmp_path: Path) -> Non
         SurefootError, match=r"data\.columns: .*has no column 'qestion'; did you mean 'question'\?; columns here: 'que"
     ):
         list(open_rows(path, {"qestion": "prompt"}))
+    with pytest.raises(SurefootError, match=r"no column 'prompt'; the column of the file comes first: question = 'pr"):
+        list(open_rows(path, {"prompt": "question"}))
     with pytest.raises(SurefootError, match=r"data\.columns: .*has a column 'answer' already; rename that one too"):
         list(open_rows(path, {"question": "answer"}))
 

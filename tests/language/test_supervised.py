@@ -267,3 +267,13 @@ def test_evaluation_reads_no_more_at_a_time_than_learning_does_with_the_same_res
         assert read
         assert (max(read) > 40) is (most is None)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "rate", "noted"),
+    [("pocket", 2e-6, True), ("pocket", 1e-5, True), ("pocket", 1e-4, False), ("folder", 2e-6, False)],
+)
+def test_a_learning_rate_for_pretrained_models_is_noted_with_random_weights(model: str, rate: float, noted: bool) -> None:
+    table = {"kind": "sft", "model": model, "data": {"train": "rows.jsonl"}, "optimizer": {"learning_rate": rate}}
+    recipe: Any = make_recipe(table)
+    assert ["learn slowly at this rate" in note for note in recipe.notes] == [True] * noted

@@ -7,9 +7,10 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 from rich.console import Console
 
+from surefoot.cli.output import display_for
 from surefoot.core.rollout import LearnerState
 from surefoot.diagnostics.findings import out_of_range
-from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.presets import find_recipe, resolve_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines
 from surefoot.runs.metrics import METRICS, SHOWN
@@ -45,6 +46,18 @@ def test_the_live_table_shows_what_matters():
     ):
         assert word in text
     assert "lower the learning rate" not in text
+
+
+def test_the_title_keeps_its_lines_and_shows_control_characters(tmp_path):
+    recipe, origin = find_recipe("cartpole"), resolve_recipe("cartpole", {}).origin
+    title = display_for(recipe, tmp_path / "a\nb", origin=origin).title
+    console = Console(width=200, force_terminal=True, record=True, file=io.StringIO())
+    board = Dashboard(title, console)
+    board.show(LearnerState(total_steps=1000, steps=500), HEALTHY)
+    board.close()
+    first, second = console.export_text().splitlines()[:2]
+    assert first.strip().endswith("a⏎b")
+    assert second.startswith("preset cartpole: ")
 
 
 def test_an_unhealthy_value_is_coloured_and_explained():

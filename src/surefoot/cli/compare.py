@@ -16,6 +16,7 @@ from surefoot.cli.options import (
     changes_from,
     complete_task,
     json_option,
+    preset_option,
     recipe_flags,
     reject_options,
     run_named,
@@ -239,7 +240,7 @@ def compare_algorithms(
 @click.option("--resume", is_flag=True, help="WHAT is a study's folder or its name: continue it with its settings.")
 @click.option("--name", help="Name of the study; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
 @click.option("--run-dir", type=PATH, help="Folder of the study; with --name, the folder that contains it.")
-@click.option("--preset", metavar="NAME", help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]")
+@preset_option
 @click.option("--json", "as_json", is_flag=True, help="Print results.json on stdout and progress on stderr.")
 @recipe_flags
 def tune(

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
@@ -115,16 +115,23 @@ def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind"
 
 
 class Choices:
-    """Completes the value of a field: its choices, or the names of algorithms."""
+    """Completes the value of a field: its choices, the names of algorithms and trackers, or files."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind, self.name = kind, name
 
-    def __call__(self, ctx: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
-        if self.name == "algorithm":
-            return starting_with(incomplete, (*ALGORITHMS, "custom"))
-        words = [word for word in self.kind.split(" | ") if word != "string"]
-        return starting_with(incomplete, words) if all(re.fullmatch(r"\w+", word) for word in words) and words[1:] else []
+    def __call__(self, ctx: click.Context, option: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from surefoot.recipes.base import TrackerName
+
+        named = {"algorithm": (*ALGORITHMS, "custom"), "trackers": get_args(TrackerName), "model": ("pocket",)}
+        words = self.kind.split(" | ")
+        choices = [word for word in words if word != "string"]
+        if self.name in named:
+            choices = list(named[self.name])
+        elif not choices[1:] or not all(re.fullmatch(r"\w+", word) for word in choices):
+            choices = []
+        files = [CompletionItem(incomplete, type="file")] if {"string", "list"} & set(words) and self.name != "trackers" else []
+        return [*map(CompletionItem, starting_with(incomplete, choices)), *files]
 
 
 def starting_with(incomplete: str, names: Iterable[str]) -> list[str]:
@@ -133,13 +140,21 @@ def starting_with(incomplete: str, names: Iterable[str]) -> list[str]:
 
 
 def complete_task(ctx: click.Context, argument: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete WHAT: presets, environment ids of Gymnasium, and files."""
+    """Complete WHAT: presets, environment ids of Gymnasium and of tensor environments, and files."""
     import gymnasium
 
+    from surefoot.recipes.control import TENSOR_IDS
     from surefoot.recipes.presets import presets
 
-    names = starting_with(incomplete, (*presets(), *sorted(gymnasium.registry)))
+    names = starting_with(incomplete, (*presets(), *sorted(gymnasium.registry), *TENSOR_IDS))
     return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+
+
+def complete_preset(ctx: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a preset."""
+    from surefoot.recipes.presets import presets
+
+    return starting_with(incomplete, ("none", *presets()))
 
 
 def run_named(text: str) -> str:
@@ -210,6 +225,12 @@ RUN = RunPath(path_type=Path)
 POSITIVE = FiniteFloat(min=0, min_open=True)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+preset_option = click.option(
+    "--preset",
+    metavar="NAME",
+    help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]",
+    shell_complete=complete_preset,
+)
 quiet_option = click.option("--quiet", is_flag=True, help="Show warnings only.")
 device_option = click.option("--device", default="cpu", show_default=True, help="Device of the models.")
 trust_option = click.option("--trust-remote-code", is_flag=True, help="Run a model's own code from the hub.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.terminal import shown_on, visible_json
+from surefoot.terminal import shown_on, visible, visible_json, wrapped
 
 if TYPE_CHECKING:
     from surefoot.recipes.base import Recipe
@@ -32,7 +32,7 @@ def echo_json(value: Any) -> None:
 def echo_result(line: str) -> None:
     """Print the result of a training; a closed pipe is no error, because the training has succeeded."""
     try:
-        echo(line)
+        echo(wrapped(line))
     except BrokenPipeError:  # redirect the descriptor itself, so that the flush at exit succeeds too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -44,7 +44,7 @@ def display_for(recipe: "Recipe | None", folder: Path, quiet: bool = False, orig
     if quiet:
         return Quiet()
     title = f"{recipe.title}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
-    title += f"\n{origin.line}" if origin else ""
+    title = visible(title) + (f"\n{origin.line}" if origin else "")
     return Dashboard(title) if sys.stdout.isatty() else Lines(title)
 
 

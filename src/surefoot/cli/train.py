@@ -16,6 +16,7 @@ from surefoot.cli.options import (
     changes_from,
     complete_task,
     json_option,
+    preset_option,
     quiet_option,
     recipe_flags,
 )
@@ -25,9 +26,11 @@ from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
 from surefoot.files import check_name
 from surefoot.recipes.base import Recipe
+from surefoot.recipes.control import TENSOR_IDS
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import ResolvedRecipe, find_recipe, presets, resolve_recipe
 from surefoot.recipes.reading import to_toml
+from surefoot.terminal import wrapped
 
 if TYPE_CHECKING:
     from surefoot.runs.display import Display
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 @click.option("--seeds", type=COUNT, default=1, help="Train this many seeds, one after the other: seed, seed + 1, …")
 @click.option("--run-dir", type=PATH, help="Run folder; with --name, the folder that contains it.")
 @click.option("--name", help="Name of the run; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
-@click.option("--preset", metavar="NAME", help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]")
+@preset_option
 @click.option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its batch arithmetic; train nothing.")
 @rank_options
@@ -250,7 +253,12 @@ def list_() -> None:
     for name, table in tables.items():
         label = labels.get(table.get("kind", ""), table.get("algorithm", "PPO_CLIP"))
         tasks = table.get("tuned_for") or [table.get("model", "your model") if "kind" in table else "any other id"]
-        echo(f"  {name:<{width}}  {label}, {table['steps']:,} steps: {', '.join(tasks)}")
-    echo(f"algorithms (--algorithm NAME): {', '.join(ALGORITHMS)}")
+        echo(wrapped(f"  {name:<{width}}  {label}, {table['steps']:,} steps: {', '.join(tasks)}", indent=width + 4))
     ids = sorted(name for name in gymnasium.registry if "/" not in name)
-    echo(f"environment ids of Gymnasium: {', '.join(ids)}")
+    names = {
+        "algorithms (--algorithm NAME)": ALGORITHMS,
+        "environment ids of Gymnasium": ids,
+        "tensor environments (surefoot train ID)": TENSOR_IDS,
+    }
+    for heading, each in names.items():
+        echo(wrapped(f"{heading}: {', '.join(each)}"))

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import filelock
@@ -46,10 +45,11 @@ from surefoot.recipes.search_space import Choices, Range, Space, parsed_space, s
 from surefoot.runs import api
 from surefoot.runs.callbacks import Callback, Run
 from surefoot.runs.checkpoint import latest_checkpoint
-from surefoot.runs.display import LOG_COLUMNS, WRAPPED, joined
+from surefoot.runs.display import joined
 from surefoot.runs.folder import FREE, MEASURES
 from surefoot.runs.reading import FINISHED
 from surefoot.runs.session import Session
+from surefoot.terminal import wrapped
 
 if TYPE_CHECKING:
     import optuna
@@ -650,8 +650,7 @@ def result_text(study: Study, best: "optuna.trial.FrozenTrial", confirmed: Mappi
     running = [trial for trial in trials if not trial.state.is_finished()]
     if running:
         lines.append(f"trials that still run in other processes: {len(running)}; repeat the command when they have ended")
-    long = ("\n".join(wrap(line, LOG_COLUMNS, **WRAPPED)) if len(line) > LOG_COLUMNS else line for line in lines)
-    return "\n".join(long)
+    return "\n".join(map(wrapped, lines))
 
 
 def _trial_score(trial: "optuna.trial.FrozenTrial") -> str:

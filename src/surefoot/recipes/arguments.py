@@ -476,7 +476,7 @@ class SftArguments(TypedDict, total=False):
     offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
+    data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
 
 
 class RewardArguments(TypedDict, total=False):
@@ -503,7 +503,7 @@ class RewardArguments(TypedDict, total=False):
     offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
+    data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
     demonstrations: Iterable[Mapping[str, Any]] | str | None
     preference: RewardPreferenceSettingsTable | RewardPreferenceSettings
 
@@ -532,7 +532,7 @@ class DpoArguments(TypedDict, total=False):
     offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
+    data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
     reference: DpoReferenceSettingsTable | DpoReferenceSettings
     preference: PreferenceSettingsTable | PreferenceSettings
 
@@ -561,7 +561,7 @@ class LanguageArguments(TypedDict, total=False):
     offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: Iterable[Mapping[str, Any]] | PromptSettingsTable | PromptSettings
+    data: str | Iterable[Mapping[str, Any]] | PromptSettingsTable | PromptSettings
     sampling: SamplingSettingsTable | SamplingSettings
     server: ServerSettingsTable | ServerSettings | None
     turns: TurnSettingsTable | TurnSettings
@@ -609,7 +609,7 @@ class Arguments(TypedDict, total=False):
     offload: bool
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
-    data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings
+    data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings
     demonstrations: Iterable[Mapping[str, Any]] | str | None
     preference: RewardPreferenceSettingsTable | RewardPreferenceSettings | PreferenceSettingsTable | PreferenceSettings
     reference: DpoReferenceSettingsTable | DpoReferenceSettings | ReferenceSettingsTable | ReferenceSettings

@@ -474,6 +474,10 @@ SAVED_FIELDS = {"seed", "device", "threads", "precision", "gradient_checkpointin
 """fields that the recipes of runs have, whatever version wrote them; a recipe written by hand leaves some out"""
 
 
+SMALLEST_UNTRAINED_RATE = 5e-5
+"""the learning rate below which random weights learn slowly; presets for pretrained models have 1e-6 to 1e-5"""
+
+
 class ModelRecipe(Recipe):
     """The fields of every kind that trains a language model."""
 
@@ -536,6 +540,17 @@ class ModelRecipe(Recipe):
                 "layers; set one of them to 0 or false"
             )
         return self
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings about settings that are allowed, but seldom meant."""
+        rate = self.optimizer.learning_rate
+        if self.model == "pocket" and rate < SMALLEST_UNTRAINED_RATE:
+            return [
+                f"optimizer.learning_rate={rate:g}: is for pretrained models, and model = 'pocket' has random weights, which "
+                "learn slowly at this rate; 1e-3 suits them"
+            ]
+        return []
 
 
 class SupervisedRecipe(ModelRecipe):

@@ -42,6 +42,7 @@ from surefoot.runs.folder import ROWS, RunFolder, check_free, checkpoint_to_load
 from surefoot.runs.reading import FINISHED
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
+from surefoot.terminal import visible
 
 if TYPE_CHECKING:
     from surefoot.language.models.language_model import LanguageModel
@@ -111,7 +112,8 @@ def train(
     fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``. ``reward`` may be a function, or a
                 list of functions and terms; a term's ``function`` may be one too. ``network["custom"]`` may be a class or
                 function that makes a network, and ``schedule`` in ``optimizer`` and ``trust_region`` a function; ``start`` may
-                be an Agent; ``data``, and every field that names rows, may be the rows themselves: dicts, or a Dataset
+                be an Agent; ``data``, and every field that names rows, may be the rows themselves: dicts, or a Dataset.
+                ``data`` alone, a file or rows, is ``data={"train": …}``
 
     Raises SurefootError for anything the user can fix, before training if possible.
 
@@ -377,7 +379,7 @@ def _leaves(value: Any, field: str) -> Iterator[str]:
 def _display(display: Display, title: str) -> Listener | None:
     if callable(display):
         return display
-    return None if display is False else display_here(title, always=display is True)
+    return None if display is False else display_here(visible(title), always=display is True)
 
 
 def _listeners(display: Listener | None, callback: MetricsCallback | None) -> list[Listener]:
@@ -442,8 +444,9 @@ def _take_rows(fields: dict[str, Any], run_dir: str | Path | None) -> tuple[dict
         files.append(_rows_file(value, field))
         return str(files[-1] if run_dir is None else Path(run_dir) / ROWS / files[-1].name)
 
-    if _are_rows(fields.get("data")):
-        fields = {**fields, "data": {"train": fields["data"]}}
+    data = fields.get("data")
+    if _are_rows(data) or isinstance(data, (str, os.PathLike)):
+        fields = {**fields, "data": {"train": data}}
     return with_row_fields(fields, named), files
 
 

@@ -7,7 +7,6 @@ import io
 import sys
 import time
 from collections.abc import Sequence
-from textwrap import wrap
 from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -20,7 +19,7 @@ from surefoot.core.rollout import LearnerState, Metrics
 from surefoot.diagnostics.findings import out_of_range
 from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, IterationEnd, Message, RunEnd, Sample
 from surefoot.runs.metrics import SHOWN
-from surefoot.terminal import shown_on, visible, visible_lines
+from surefoot.terminal import LOG_COLUMNS, shown_on, visible, visible_lines, wrapped
 
 EVALUATION = ("evaluation_", "held_out_")
 """prefixes of an evaluation's metrics, which stay on display until the next one"""
@@ -31,9 +30,6 @@ SCORES = ("reward", "gold")
 ARROW = " → "
 CELL = '<pre style="line-height: normal">{code}</pre>'
 """the HTML of a table in a notebook"""
-LOG_COLUMNS = 120
-"""most columns of a plain line"""
-WRAPPED: dict[str, Any] = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
 METRIC_COLUMNS, SAMPLE_COLUMNS, SAMPLE_LINES = 72, 48, 4
 """columns of the metrics and least columns of the samples when side by side; most lines of a sample"""
 
@@ -85,7 +81,7 @@ class Lines(Quiet):
 
     def message(self, line: str) -> None:
         for part in line.splitlines():
-            super().message("\n".join(wrap(part, LOG_COLUMNS, **WRAPPED)) if len(part) > LOG_COLUMNS else part)
+            super().message(wrapped(part))
 
     def samples(self, steps: int, samples: Sequence[Sample]) -> None:
         self.new_samples = [line_of(steps, sample) for sample in some(samples)]
@@ -113,7 +109,7 @@ class Dashboard(Display):
     """A table redrawn in place. Metrics outside their healthy range are yellow, with the reason."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
-        self.title = visible(title)
+        self.title = visible_lines(title)
         self.clock = _Clock()
         self.evaluated: Metrics = {}
         self.latest: tuple[int, Sequence[Sample]] | None = None

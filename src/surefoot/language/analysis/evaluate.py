@@ -168,7 +168,7 @@ def with_evaluation_rows(recipe: Recipe, data: str | None, rows: int | None, see
     table = to_table(recipe)
     held_out = data or table.get("data", {}).get("held_out", "none")
     if held_out == "none":
-        raise SurefootError("data.held_out='none': this run has no held-out rows; name a file with --data FILE")
+        raise SurefootError("data.held_out='none': this run has no held-out rows; name others: --data FILE, data= in Python")
     table["data"]["held_out"] = held_out
     table["evaluation"] |= {name: value for name, value in (("rows", rows), ("seed", seed)) if value is not None}
     table["evaluation"]["rows"] = table["evaluation"]["rows"] or 256

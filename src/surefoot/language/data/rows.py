@@ -44,7 +44,8 @@ def json_type(value: Any) -> str:
 def require_columns(row: Row, names: Sequence[str], shape: str) -> None:
     for name in names:
         if name not in row.columns:
-            there = ", ".join(map(repr, row.columns)) or "none"
+            there = ", ".join(map(repr, row.columns))
+            there = f"{there}; data.columns renames them" if there else "none"
             raise SurefootError(f"missing column {name!r}{did_you_mean(name, row.columns)}; {shape}; columns here: {there}")
 
 

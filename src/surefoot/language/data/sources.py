@@ -69,10 +69,11 @@ class Source:
 
     def _check_columns(self, head: list[Row]) -> None:
         known = dict.fromkeys(name for row in head for name in row.columns)
-        for own in self.columns:
+        for own, new in self.columns.items():
             if own not in known:
+                turned = f"; the column of the file comes first: {new} = {own!r}" if new in known else did_you_mean(own, known)
                 raise SurefootError(
-                    f"data.columns: {self.name} has no column {own!r}{did_you_mean(own, known)}; columns here: "
+                    f"data.columns: {self.name} has no column {own!r}{turned}; columns here: "
                     f"{', '.join(map(repr, known)) or 'none'}"
                 )
 

@@ -184,6 +184,8 @@ def model_config(name: str) -> "tuple[PreTrainedConfig, int | None]":
             raise SurefootError(f"model={name!r}: can't be read ({cause_of(error)})") from None
         check_causal(str(path), config)
         return config, None
+    if re.fullmatch(r"\d[^/]*", name) and not path.exists():
+        raise SurefootError(f"model={name!r}: no such size or folder; a size is a number with B or M, such as 7B or 350M")
     return load_config(model_folder(name)), None
 
 
