@@ -24,7 +24,7 @@ from surefoot.control.environments.classic import KINDS, CartPole, ClassicContro
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.spaces import BARE, MASK
 from surefoot.control.world import ControlWorld
-from surefoot.core.rollout import map_tensors
+from surefoot.core.rollout import Timer, map_tensors
 from surefoot.errors import NotFiniteError
 
 from .tiny import clockworks, fresh_state, world_of
@@ -354,7 +354,7 @@ def test_no_step_reads_a_number_on_the_host(task: str, lstm: int | None, monkeyp
     collector.collect(fresh_state())
     generator = torch.Generator()
     with no_reads(monkeypatch):
-        steps = collector._act_out(generator)
+        steps = collector._act_out(generator, Timer())
     assert len(steps.done) == 8
 
 
@@ -374,7 +374,7 @@ def test_on_another_device_no_step_copies_to_or_from_the_host() -> None:
     assert first.copies == 1
     collector.actor, collector.steps = lambda generator, steps: act, 7
     with Refusing("meta"):
-        steps = collector._act_out(torch.Generator())
+        steps = collector._act_out(torch.Generator(), Timer())
     assert {x.device.type for x in steps.buffers.values()} == {"meta"}
     assert len(steps.done) == 7
 
@@ -403,7 +403,7 @@ def test_what_a_step_must_not_do_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
     collector = world_of(lambda: Waiting(4), rollout={"environments": 4, "steps": 8}).collector
     with no_reads(monkeypatch), pytest.raises(SurefootError, match="WaitsError"):
-        collector._act_out(torch.Generator())
+        collector._act_out(torch.Generator(), Timer())
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------------------

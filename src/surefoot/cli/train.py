@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--preset", metavar="NAME", help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]")
 @click.option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its batch arithmetic; train nothing.")
+@click.option("--profile", is_flag=True, help="Show where the seconds of an iteration go; traces in RUN/profile.")
 @rank_options
 @quiet_option
 @recipe_flags
@@ -52,6 +53,7 @@ def train(
     preset: str | None,
     checkpoint_every: int | None,
     dry_run: bool,
+    profile: bool,
     ranks: int | None,
     max_restarts: int | None,
     rank_timeout: float | None,
@@ -86,7 +88,7 @@ def train(
     for seed in range(recipe.seed, recipe.seed + seeds):
         seeded = recipe.model_copy(update={"seed": seed})
         folder = folder_on_ranks(seed, partial(run_folder, seeded, run_dir, name, several=seeds > 1))
-        start(seeded, folder, display=display_for(seeded, folder, quiet, origin), origin=origin)
+        start(seeded, folder, display=display_for(seeded, folder, quiet, origin), origin=origin, profile=profile)
         if rank() == 0:
             line, score = result_line(seeded, folder)
             scores.append(score)

@@ -27,6 +27,8 @@ FINISHED = "finished.json"
 TRACE = ".safetensors"
 SAMPLES = ".jsonl"
 TRACKERS_FILE = "trackers.json"
+PROFILE = "profile"
+"""the folder in a run of what ``--profile`` measured"""
 LOCK = ".lock"
 LOCK_WAIT = 0.2
 """seconds to wait for a lock, because ``in_use`` has it for a moment"""

@@ -19,7 +19,7 @@ from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.normalise import sent_actions
 from surefoot.control.spaces import BARE, MASK
 from surefoot.core.distributed import all_sum, exact_device, exchange, rank_generator, together, world_size
-from surefoot.core.rollout import LearnerState, Metrics, Rollout
+from surefoot.core.rollout import LearnerState, Metrics, Rollout, Timer
 from surefoot.errors import NotFiniteError, SurefootError
 
 ROWS_PER_PASS = 4096
@@ -66,26 +66,28 @@ class TensorCollector:
         before = self.lstm_state
         try:
             with together():
-                steps = self._act_out(generator)
+                steps = self._act_out(generator, state.timer)
                 acted = steps.acted(self.observations, before, self.lstm_state)
-                self._check(acted, steps)
-                self._add_episodes(steps)
+                with state.timer.detail("checks"):
+                    self._check(acted, steps)
+                    self._add_episodes(steps)
         except NotFiniteError:  # on any rank
             self._restart()
             raise
         self.log.exchange()
         metrics = self.log.metrics() | steps.log_metrics() | self._guessed(steps, acted)
-        rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, metrics, self.score)
+        rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, metrics, state.timer, self.score)
         return rollout
 
-    def _act_out(self, generator: torch.Generator) -> "Steps":
+    def _act_out(self, generator: torch.Generator, timer: Timer) -> "Steps":
         """Act in the environments."""
-        act = self.actor(generator, self.steps)
+        act = timer.timed("acting", self.actor(generator, self.steps))
+        take_step = timer.timed("environment", self.environments.step)
         steps = Steps(self.steps, self._names())
         for _ in range(self.steps):
             steps.see(self.observations, self.starts, self.running_length)
             actions, self.lstm_state = act(steps.observations, self.lstm_state, self.starts)
-            step = self.environments.step(self.send(actions))
+            step = take_step(self.send(actions))
             done = step.terminated | step.truncated
             self.running_return += step.rewards
             self.running_length += 1 if step.ignored is None else ~step.ignored
