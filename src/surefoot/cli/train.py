@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @click.option("--preset", metavar="NAME", help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]")
 @click.option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its batch arithmetic; train nothing.")
-@click.option("--profile", is_flag=True, help="Show where the seconds of an iteration go; traces in RUN/profile.")
+@click.option("--profile", is_flag=True, help="Print where the seconds go.")
 @rank_options
 @quiet_option
 @recipe_flags

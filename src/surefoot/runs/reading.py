@@ -29,6 +29,7 @@ SAMPLES = ".jsonl"
 TRACKERS_FILE = "trackers.json"
 PROFILE = "profile"
 """the folder in a run of what ``--profile`` measured"""
+SUMMARY = "summary.json"
 LOCK = ".lock"
 LOCK_WAIT = 0.2
 """seconds to wait for a lock, because ``in_use`` has it for a moment"""
