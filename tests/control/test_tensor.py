@@ -1,7 +1,7 @@
 """Tensor environments: what a step means, what stays on the device, what is rejected, and runs from start to end."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from surefoot.control.spaces import BARE, MASK
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import Timer, map_tensors
 from surefoot.errors import NotFiniteError
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.api import make_world
 
 from .tiny import clockworks, fresh_state, world_of
 
@@ -778,3 +780,11 @@ def test_an_adaptive_learning_rate_needs_a_kl() -> None:
         surefoot.train("CartPole-v1", algorithm="A2C", optimizer=optimizer, run_dir=None, steps=64)
     with pytest.raises(SurefootError, match=r"adaptive': a compiled step has its learning rate before its KL is known"):
         surefoot.train("CartPole-v1", engine="compiled", optimizer=optimizer, run_dir=None, steps=64)
+
+
+@pytest.mark.parametrize("task", ["tensor/CartPole-v1", "tensor/Pendulum-v1"])
+def test_a_dry_run_makes_one_row_instead_of_thousands(task: str) -> None:
+    recipe = find_recipe(task)
+    with closing(make_world(recipe, environments=1)) as world:
+        assert world.environments.count == 1
+        assert f"{recipe.rollout.environments} environments x" in "\n".join(world.arithmetic())

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.command(cls=RecipeCommand)
 @click.argument("what", shell_complete=complete_task)
 @click.option("--seeds", type=COUNT, default=1, help="Train this many seeds, one after the other: seed, seed + 1, …")
-@click.option("--run-dir", type=PATH, help="Run folder; with --name, the folder that contains it.")
+@click.option("--run-dir", type=PATH, help="Run folder; with --name, the folder around it.")
 @click.option("--name", help="Name of the run; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
 @click.option("--preset", metavar="NAME", help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]")
 @click.option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")

@@ -190,7 +190,7 @@ def start(
     with together():
         if main and run_dir is not None:
             check_free(run_dir)  # before models are read
-    recipe = make_recipe(on_first(lambda: to_table(with_pinned_data(recipe))))
+    recipe, choice = with_engine(make_recipe(on_first(lambda: to_table(with_pinned_data(recipe)))))
     try:
         with together():
             if main and run_dir is not None and rows:
@@ -199,6 +199,7 @@ def start(
             world = _make_world(recipe, task, functions)
             _start_from(world, agent)
             session = Session(recipe, world, None, _listeners(display, callback), several, functions, profile)
+            session.opening = choice
         with together():
             if main and run_dir is not None:  # last, so that a rejected recipe leaves no folder
                 session.folder = folder = folder or RunFolder.reserve(run_dir)
@@ -409,6 +410,14 @@ def make_world(
     from surefoot.language.supervised.world import SupervisedWorld
 
     return SupervisedWorld(recipe)
+
+
+def with_engine(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with the engine that "auto" stands for, which a resumed run keeps; and a line with the reason, if it did."""
+    if recipe.engine != "auto":
+        return recipe, ()
+    engine, reason = recipe.engine_choice()
+    return make_recipe({**to_table(recipe), "engine": engine}), (f"engine: {engine} ({reason})",)
 
 
 def with_pinned_data(recipe: Recipe) -> Recipe:

@@ -29,6 +29,7 @@ from surefoot.core.ranks import rank_timeout
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
 from surefoot.core.sharding import is_sharded
 from surefoot.core.sharding.files import RankShards, shards_of_rank
+from surefoot.core.steps.programs import announced
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
@@ -172,6 +173,8 @@ class Session:
         self.writer = CheckpointWriter()
         self.writings: list[Writing] = []
         """checkpoints of this iteration, which its end begins to write"""
+        self.opening: tuple[str, ...] = ()
+        """lines to publish first"""
         self.profiled = profile and rank() == 0
         self.profile: Profile | None = None
         """set when the run starts, if it is profiled"""
@@ -260,7 +263,7 @@ class Session:
             with together():
                 self.publish(RunStart(self.state, run_folder))
             self._publish_opening()
-            with self.signals:
+            with self.signals, announced(self.message):
                 self._publish_initial_samples()
                 self._begin_profile()
                 if not self._finish_pending():
@@ -323,7 +326,7 @@ class Session:
 
     def _publish_opening(self) -> None:
         """Publish the lines about the model and the warnings, and those of other ranks that are not the same."""
-        mine = (*self.world.model_summary, *self.world.warnings)
+        mine = (*self.opening, *self.world.model_summary, *self.world.warnings)
         lines = exchange(mine)
         for line in mine if rank() == 0 else ():
             self.message(line)

@@ -151,7 +151,7 @@ class Scorer:
 
             parts = structure(policy, constants=True)
             decided_by = None if parts is None else [list(named), list(inputs), *parts]
-            self.program = program_of(evaluate, arguments, decided_by, FAST)
+            self.program = program_of("log-probs and values", evaluate, arguments, decided_by, FAST)
         rest = iter(self.program(arguments))
         found: Evaluation = map_tensors(lambda _: next(rest), self.form)
         return replace(found, entropy=torch.zeros_like(found.log_probs))

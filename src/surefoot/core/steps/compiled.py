@@ -136,7 +136,7 @@ class CompiledStepper:
             return (*moved, torch.stack([*shown, *norms]))
 
         self.names = names_of_terms(self.policy, self.objective, batch)
-        return program_of(update, arguments, decided_by(self.policy, self.objective, optimizers, batch))
+        return program_of("the update", update, arguments, decided_by(self.policy, self.objective, optimizers, batch))
 
 
 class CompiledGradients:
@@ -196,7 +196,13 @@ class CompiledGradients:
             return (*found, torch.stack(shown))
 
         self.names = names_of_terms(self.policy, self.objective, batch)
-        return program_of(gradients, arguments, decided_by(self.policy, self.objective, self.optimizers, batch), FAST)
+        return program_of(
+            "the gradient of a micro-batch",
+            gradients,
+            arguments,
+            decided_by(self.policy, self.objective, self.optimizers, batch),
+            FAST,
+        )
 
 
 @torch.no_grad()
