@@ -13,7 +13,6 @@ evaluations, traces and metrics, by its own metric ``memory_gb``. Cells are JSON
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -41,10 +40,11 @@ GROWTH = "growth.json"
 def cell(sizes: dict[str, int]) -> dict[str, Any]:
     """Train in this process: CPU seconds of an iteration, and megabytes."""
     import surefoot
+    import surefoot.runs.api  # torch and Gymnasium
 
     marks: list[float] = []
     batch = sizes["environments"] * sizes["steps"]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_megabytes()
     surefoot.train(
         "tensor/CartPole-v1",
         preset="none",
@@ -58,8 +58,13 @@ def cell(sizes: dict[str, int]) -> dict[str, Any]:
         display=False,
     )
     seconds = statistics.median(np.diff(marks)[WARM - 1 :])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {**sizes, "seconds": seconds, "megabytes": (peak - before) / 1024}
+    return {**sizes, "seconds": seconds, "megabytes": peak_megabytes() - before}
+
+
+def peak_megabytes() -> float:
+    """The most resident memory that this process has had; getrusage would begin with that of its parent."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def sweep() -> None:
@@ -110,17 +115,9 @@ def tables() -> str:
         y = np.array([result["seconds"] for result in results])
         slope, intercept = np.polyfit(x, y, 1, w=1 / y)
         for result, line in zip(results, intercept + slope * x, strict=True):
-            count = result["environments"] * result["steps"]
-            per_step, off = 1e6 * result["seconds"] / count, result["seconds"] / line
-            rows.append(
-                [
-                    f"{result[name]:,}",
-                    f"{result['seconds']:.4f}",
-                    f"{off:.2f}",
-                    f"{per_step:.1f}",
-                    f"{result['megabytes']:,.0f}",
-                ]
-            )
+            seconds, count = result["seconds"], result["environments"] * result["steps"]
+            times = [f"{seconds:.4f}", f"{seconds / line:.2f}", f"{1e6 * seconds / count:.1f}"]
+            rows.append([f"{result[name]:,}", *times, f"{result['megabytes']:,.0f}"])
         parts.append(markdown_table([name, "CPU s per iteration", "of the line", "CPU µs per step", "MB"], rows))
     if (RESULTS / GROWTH).exists():
         result = json.loads((RESULTS / GROWTH).read_text())

@@ -1,7 +1,7 @@
 """Tensor environments: what a step means, what stays on the device, what is rejected, and runs from start to end."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -481,6 +481,28 @@ def test_a_wrong_reward_or_end_is_one_line_with_its_name(place: int, value: Any,
     with pytest.raises(SurefootError) as caught:
         world_of(lambda: Wrong(4), rollout={"environments": 4, "steps": 4}).collector.collect(fresh_state())
     assert f"returned {message}, in call 1 of step(); fix the environment" in str(caught.value)
+
+
+class Overwriting(Grouped):
+    """``critic`` of final_obs is the tensor that the reset has written into; ``policy`` is a copy from before."""
+
+    def step(self, actions: Tensor) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observations, *rest, infos = super().step(actions)
+        return observations, *rest, infos | {"final_obs": {**infos["final_obs"], "critic": observations["critic"]}}
+
+
+def test_a_final_observation_that_the_reset_has_overwritten_is_one_line_with_its_name() -> None:
+    """Where no row is truncated, it may be the same tensor: nothing reads it then."""
+    line = (
+        r"Overwriting: returned final_obs in the memory of the observations, which the reset has overwritten \(an observation "
+        r'"critic", row 0, step 4 of the rollout\); return a copy from before the reset'
+    )
+    for limit in (5, 400):
+        settings = {"rollout": {"environments": 4, "steps": 8}, "environment": {"max_episode_steps": limit}}
+        world = world_of(Overwriting, **settings, **SMALL)
+        with closing(world), pytest.raises(SurefootError, match=line) if limit == 5 else nullcontext():
+            assert isinstance(world, ControlWorld)
+            world.collector.collect(fresh_state())
 
 
 def test_four_values_where_five_are_needed_and_other_mistakes_are_one_line() -> None:
