@@ -1,7 +1,7 @@
 """Tensor environments: what a step means, what stays on the device, what is rejected, and runs from start to end."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from surefoot.control.environments.classic import KINDS, CartPole, ClassicContro
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.spaces import BARE, MASK
 from surefoot.control.world import ControlWorld
-from surefoot.core.rollout import map_tensors
+from surefoot.core.rollout import Timer, map_tensors
 from surefoot.errors import NotFiniteError
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.api import make_world
 
 from .tiny import clockworks, fresh_state, world_of
 
@@ -354,7 +356,7 @@ def test_no_step_reads_a_number_on_the_host(task: str, lstm: int | None, monkeyp
     collector.collect(fresh_state())
     generator = torch.Generator()
     with no_reads(monkeypatch):
-        steps = collector._act_out(generator)
+        steps = collector._act_out(generator, Timer())
     assert len(steps.done) == 8
 
 
@@ -374,7 +376,7 @@ def test_on_another_device_no_step_copies_to_or_from_the_host() -> None:
     assert first.copies == 1
     collector.actor, collector.steps = lambda generator, steps: act, 7
     with Refusing("meta"):
-        steps = collector._act_out(torch.Generator())
+        steps = collector._act_out(torch.Generator(), Timer())
     assert {x.device.type for x in steps.buffers.values()} == {"meta"}
     assert len(steps.done) == 7
 
@@ -403,7 +405,7 @@ def test_what_a_step_must_not_do_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
     collector = world_of(lambda: Waiting(4), rollout={"environments": 4, "steps": 8}).collector
     with no_reads(monkeypatch), pytest.raises(SurefootError, match="WaitsError"):
-        collector._act_out(torch.Generator())
+        collector._act_out(torch.Generator(), Timer())
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------------------
@@ -479,6 +481,28 @@ def test_a_wrong_reward_or_end_is_one_line_with_its_name(place: int, value: Any,
     with pytest.raises(SurefootError) as caught:
         world_of(lambda: Wrong(4), rollout={"environments": 4, "steps": 4}).collector.collect(fresh_state())
     assert f"returned {message}, in call 1 of step(); fix the environment" in str(caught.value)
+
+
+class Overwriting(Grouped):
+    """``critic`` of final_obs is the tensor that the reset has written into; ``policy`` is a copy from before."""
+
+    def step(self, actions: Tensor) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observations, *rest, infos = super().step(actions)
+        return observations, *rest, infos | {"final_obs": {**infos["final_obs"], "critic": observations["critic"]}}
+
+
+def test_a_final_observation_that_the_reset_has_overwritten_is_one_line_with_its_name() -> None:
+    """Where no row is truncated, it may be the same tensor: nothing reads it then."""
+    line = (
+        r"Overwriting: returned final_obs in the memory of the observations, which the reset has overwritten \(an observation "
+        r'"critic", row 0, step 4 of the rollout\); return a copy from before the reset'
+    )
+    for limit in (5, 400):
+        settings = {"rollout": {"environments": 4, "steps": 8}, "environment": {"max_episode_steps": limit}}
+        world = world_of(Overwriting, **settings, **SMALL)
+        with closing(world), pytest.raises(SurefootError, match=line) if limit == 5 else nullcontext():
+            assert isinstance(world, ControlWorld)
+            world.collector.collect(fresh_state())
 
 
 def test_four_values_where_five_are_needed_and_other_mistakes_are_one_line() -> None:
@@ -778,3 +802,11 @@ def test_an_adaptive_learning_rate_needs_a_kl() -> None:
         surefoot.train("CartPole-v1", algorithm="A2C", optimizer=optimizer, run_dir=None, steps=64)
     with pytest.raises(SurefootError, match=r"adaptive': a compiled step has its learning rate before its KL is known"):
         surefoot.train("CartPole-v1", engine="compiled", optimizer=optimizer, run_dir=None, steps=64)
+
+
+@pytest.mark.parametrize("task", ["tensor/CartPole-v1", "tensor/Pendulum-v1"])
+def test_a_dry_run_makes_one_row_instead_of_thousands(task: str) -> None:
+    recipe = find_recipe(task)
+    with closing(make_world(recipe, environments=1)) as world:
+        assert world.environments.count == 1
+        assert f"{recipe.rollout.environments} environments x" in "\n".join(world.arithmetic())

@@ -1,6 +1,7 @@
 """The compiled update against the eager one."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.rollout import Credit, LearnerState, Metrics
 from surefoot.core.steps.compiled import CompiledStepper
-from surefoot.core.steps.programs import _fingerprint, structure
+from surefoot.core.steps.programs import _fingerprint, announced, program_of, structure
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.recipes.reading import make_recipe
+from surefoot.runs.events import Event, Message
 from surefoot.runs.session import make_learner
 
 TINY: dict[str, Any] = {
@@ -283,3 +285,82 @@ def test_a_program_in_the_cache_needs_no_compiler_in_memory(tmp_path: Path) -> N
         for _ in range(2)
     ]
     assert printed == [["True", "True"], ["False", "False"]]
+
+
+# ---- engine = "auto" ---------------------------------------------------------------------------------------------------
+
+
+LONG = {
+    "task": "HalfCheetah-v5",
+    "steps": 1_000_000,
+    "engine": "auto",
+    "objective": {"reuse": {"epochs": 10, "minibatches": 32}},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "reason"),
+    [
+        ({}, "compiled", r"156,480 updates and 1,001,472 calls of the policy save about 67 s, and compiling may take 60 s"),
+        ({"steps": 100_000}, "eager", r"15,680 updates and 100,352 calls of the policy save about 7 s"),
+        ({"algorithm": "A2C", "objective": {}}, "eager", r"489 updates and 1,001,472 calls"),
+        ({"device": "cuda"}, "eager", r"device = 'cuda' is not the CPU$"),
+        ({"algorithm": "TRPO", "objective": {}}, "eager", "TRPO takes natural steps$"),
+        ({"optimizer": {"schedule": "adaptive"}}, "eager", r"optimizer\.schedule='adaptive': a compiled step has"),
+        ({"network": {"custom": "net.py:make"}}, "eager", r"network\.custom may have code that can't be compiled$"),
+        ({"task": "ALE/Pong-v5", "normalise": {}}, "eager", "pictures take most of the time$"),
+    ],
+)
+def test_auto_is_compiled_if_the_run_is_long_enough_to_win_the_compiling_back(
+    changes: dict[str, Any], engine: str, reason: str
+) -> None:
+    rollout = {"rollout": {"environments": 1, "steps": 2048}}
+    chosen, why = make_recipe({**LONG, **rollout, **changes}).engine_choice()
+    assert chosen == engine
+    assert re.search(reason, why), why
+
+
+def test_auto_depends_on_neither_the_cache_nor_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recipe = make_recipe({**LONG, "rollout": {"environments": 1, "steps": 2048}})
+    before = recipe.engine_choice()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: None)
+    assert recipe.engine_choice() == before
+
+
+def test_a_run_with_auto_is_that_of_its_choice_to_the_last_bit_records_it_and_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Message):
+            lines.append(event.text)
+
+    settings = {"steps": 128, "seed": 3, "evaluation": {"episodes": 1}, **TINY}
+    auto = surefoot.train("Pendulum-v1", engine="auto", run_dir=tmp_path / "run", display=listen, **settings)
+    eager = surefoot.train("Pendulum-v1", engine="eager", display=listen, **settings)
+    for a, b in zip(auto.policy.parameters(), eager.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert lines[0].startswith("engine: eager (16 updates and 64 calls of the policy save about 0 s")
+    assert sum(line.startswith("engine:") for line in lines) == 1
+    assert 'engine = "eager"' in (tmp_path / "run" / "config.toml").read_text()
+    monkeypatch.setattr("surefoot.recipes.control.COMPILING", 0.0)  # it would choose otherwise now
+    assert surefoot.resume(tmp_path / "run", steps=256, display=listen).recipe.engine == "eager"
+
+
+def test_other_kinds_have_one_engine() -> None:
+    recipe = make_recipe({"kind": "sft", "model": "pocket", "data": {"train": "x.jsonl"}, "engine": "auto"})
+    assert recipe.engine_choice() == ("eager", "kind = 'sft' has no other")
+
+
+def test_compiling_is_announced_before_and_after_and_loading_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines: list[str] = []
+    for _ in range(2):
+        with announced(lines.append):
+            double = program_of("doubling", lambda x: (2 * x,), [torch.ones(3)], ["doubling"])
+        assert double([torch.ones(3)])[0].tolist() == [2.0, 2.0, 2.0]
+    assert lines[0] == "engine: compiling doubling, once for this shape; this may take a minute …"
+    assert re.fullmatch(r"engine: compiled doubling in \d+ s; later runs load it from the cache", lines[1])
+    assert len(lines) == 2

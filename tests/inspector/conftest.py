@@ -19,9 +19,10 @@ from surefoot.inspector.server import application
 
 @pytest.fixture(scope="session")
 def cart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of control, traced in every other iteration."""
+    """A run of control, traced in every other iteration, with a profile."""
     folder = tmp_path_factory.mktemp("inspected") / "cart"
-    surefoot.train("CartPole-v1", steps=2_048, seed=1, run_dir=folder, traces={"every": 512, "rows": 3}, display=None)
+    settings = {"traces": {"every": 512, "rows": 3}, "profile": True}
+    surefoot.train("CartPole-v1", steps=2_048, seed=1, run_dir=folder, display=None, **settings)
     return folder
 
 

@@ -24,7 +24,7 @@ from surefoot.runs.trackers.metrics_jsonl import read_metrics
 from .test_inspector import settled, until
 
 Begin = Callable[..., str]
-VIEWS = ("curves", "steps", "clip", "samples", "findings", "recipe")
+VIEWS = ("curves", "steps", "clip", "samples", "findings", "recipe", "profile")
 IDLE = {"kl": 1e-9, "clip_active": 0.0, "ratio_outside": 0.0, "episode_return": 20.0}
 
 
@@ -276,6 +276,7 @@ def test_no_page_is_wider_than_a_phone(
         "samples": "#samples tbody tr",
         "findings": ".verdict, .finding",
         "recipe": "#recipe tbody tr",
+        "profile": ".profile tbody tr",
     }
     for view in VIEWS:
         page.click(f"nav a[data-view={view}]")
@@ -297,6 +298,54 @@ def test_the_clip_table_is_not_wider_than_a_phone(chromium: Any, tmp_path: Path)
     page.wait_for_selector("#cells td")
     assert overflow(page) == []
     context.close()
+
+
+# ---- the profile ------------------------------------------------------------------------------------------------------
+
+
+def test_the_profile_has_the_sections_of_the_file_with_bars_as_long_as_their_shares(
+    page: Any, cart: Path, inspector: Begin
+) -> None:
+    summary = json.loads((cart / "profile" / "summary.json").read_text())
+    page.goto(inspector([cart]))
+    page.click("nav a[data-view=profile]")
+    page.wait_for_selector(".profile tbody tr")
+    rows = page.query_selector_all(".profile tbody tr")
+    assert [row.get_attribute("data-section") for row in rows] == ["/".join(row["path"]) for row in summary["sections"]]
+    for row, known in zip(rows, summary["sections"], strict=True):
+        name, share, seconds, calls, _ = (cell.inner_text() for cell in row.query_selector_all("th, td"))
+        wanted = 100 * known["seconds"] / summary["seconds"]
+        assert (name, seconds) == (known["path"][-1], f"{known['seconds']:.4f}")
+        assert float(share.removesuffix(" %")) == pytest.approx(wanted, abs=0.06)
+        assert (calls == "") == (known["calls"] is None)
+        fill, whole = (row.query_selector(part).bounding_box()["width"] for part in (".fill", ".bar"))
+        assert 100 * fill / whole == pytest.approx(wanted, abs=1.5)
+    assert str(cart / "profile" / "learning.json.gz") in page.inner_text("#profile")
+
+
+def test_a_run_without_a_profile_names_the_command(page: Any, cart: Path, tmp_path: Path, inspector: Begin) -> None:
+    copy = tmp_path / "cart"
+    shutil.copytree(cart, copy)
+    shutil.rmtree(copy / "profile")
+    page.goto(inspector([copy]))
+    page.click("nav a[data-view=profile]")
+    page.wait_for_selector(".empty")
+    assert "surefoot train … --profile" in page.inner_text(".empty")
+
+
+def test_a_damaged_or_missing_profile_is_an_error_of_one_line(cart: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "cart"
+    shutil.copytree(cart, copy)
+    file = copy / "profile" / "summary.json"
+    folders = RunFolders([copy])
+    for damage in ('{"sections": [{"path": ["a"]}]}', '{"sections": 1}', "[]", "{"):
+        file.write_text(damage)
+        with pytest.raises(SurefootError, match=re.escape(str(file))) as raised:
+            folders.profile(0)
+        assert "\n" not in str(raised.value)
+    file.unlink()
+    with pytest.raises(SurefootError, match="has no profile; train with --profile"):
+        folders.profile(0)
 
 
 # ---- another browser, and the table -----------------------------------------------------------------------------------

@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 @click.command(cls=RecipeCommand)
 @click.argument("what", shell_complete=complete_task)
 @click.option("--seeds", type=COUNT, default=1, help="Train this many seeds, one after the other: seed, seed + 1, …")
-@click.option("--run-dir", type=PATH, help="Run folder; with --name, the folder that contains it.")
+@click.option("--run-dir", type=PATH, help="Run folder; with --name, the folder around it.")
 @click.option("--name", help="Name of the run; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
 @preset_option
 @click.option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its batch arithmetic; train nothing.")
+@click.option("--profile", is_flag=True, help="Print where the seconds go.")
 @rank_options
 @quiet_option
 @recipe_flags
@@ -55,6 +56,7 @@ def train(
     preset: str | None,
     checkpoint_every: int | None,
     dry_run: bool,
+    profile: bool,
     ranks: int | None,
     max_restarts: int | None,
     rank_timeout: float | None,
@@ -89,7 +91,7 @@ def train(
     for seed in range(recipe.seed, recipe.seed + seeds):
         seeded = recipe.model_copy(update={"seed": seed})
         folder = folder_on_ranks(seed, partial(run_folder, seeded, run_dir, name, several=seeds > 1))
-        start(seeded, folder, display=display_for(seeded, folder, quiet, origin), origin=origin)
+        start(seeded, folder, display=display_for(seeded, folder, quiet, origin), origin=origin, profile=profile)
         if rank() == 0:
             line, score = result_line(seeded, folder)
             scores.append(score)

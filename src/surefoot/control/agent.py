@@ -404,7 +404,7 @@ class CompiledActor:
             self.distribution = acting.distribution(dict(zip(paths, arguments[len(names) :], strict=True)))
         parts = structure(acting, constants=False)
         decided_by = None if parts is None else [names, paths, *parts]
-        return program_of(act, [*arguments, self.distribution.noise(torch.Generator())], decided_by, replaced)
+        return program_of("acting", act, [*arguments, self.distribution.noise(torch.Generator())], decided_by, replaced)
 
 
 class _Acting(nn.Module):

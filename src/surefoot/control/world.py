@@ -93,7 +93,12 @@ class ControlWorld:
         """Parameter counts and the batch arithmetic."""
         count = sum(p.numel() for p in self.policy.parameters())
         critic = sum(p.numel() for p in self.policy.critic_parameters())
-        return [f"parameters: {count:,} in all, {critic:,} of them in a separate critic", *batch_arithmetic(self.recipe)]
+        engine = []
+        if self.recipe.engine == "auto":
+            name, reason = self.recipe.engine_choice()
+            engine = [f"engine: {name} ({reason})"]
+        lines = [f"parameters: {count:,} in all, {critic:,} of them in a separate critic", *batch_arithmetic(self.recipe)]
+        return [*lines, *engine]
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """The agent's part of a checkpoint."""
@@ -158,7 +163,7 @@ def training_environments(
 
     Raises SurefootError when the backend does not have the task, or the task can't be made.
     """
-    rollout, arguments, seed = recipe.rollout, recipe.environment, recipe.seed
+    rollout, arguments, seed, replaced = recipe.rollout, recipe.environment, recipe.seed, count is not None
     numbers = share(rollout.environments) if count is None else range(count)
     first, count = numbers.start, len(numbers)
     if rollout.backend == "workers":
@@ -171,7 +176,9 @@ def training_environments(
     made = make_environments(task, arguments, count, seed, first=first, device=recipe.device)
     if isinstance(made, VectorEnvironments | TensorEnvironments):
         try:
-            _check_vector(recipe, task_name(task), made.count, isinstance(made, VectorEnvironments))
+            _check_vector(recipe, task_name(task), isinstance(made, VectorEnvironments))
+            if not (replaced and made.count == count):
+                _check_count(recipe, task_name(task), made.count)
         except SurefootError:
             close_all([made])
             raise
@@ -236,7 +243,7 @@ def _compatible(a: gymnasium.Space[Any], b: gymnasium.Space[Any]) -> bool:
     return same and all(getattr(a, name, None) == getattr(b, name, None) for name in ("n", "start"))
 
 
-def _check_vector(recipe: ControlRecipe, task: str, count: int, numpy: bool) -> None:
+def _check_vector(recipe: ControlRecipe, task: str, numpy: bool) -> None:
     """Reject at the start what a vector environment can't do during a run; those of numpy have no single environments."""
     if recipe.objective.needs_whole_episodes:
         raise SurefootError(
@@ -248,6 +255,10 @@ def _check_vector(recipe: ControlRecipe, task: str, count: int, numpy: bool) -> 
             f"evaluation.episodes={recipe.evaluation.episodes}: evaluation needs single environments, but task={task!r} makes "
             "a vector environment; set evaluation.episodes = 0"
         )
+
+
+def _check_count(recipe: ControlRecipe, task: str, count: int) -> None:
+    """Reject a vector of another number of environments than the recipe's."""
     total, each = count * world_size(), " on each rank" if world_size() > 1 else ""
     if recipe.rollout.environments != total:
         raise SurefootError(

@@ -200,7 +200,7 @@ class Learner:
         passes   epochs, minibatches
         """
         epochs, count = passes
-        target_kl = self.objective.target_kl
+        target_kl, timer = self.objective.target_kl, context.state.timer
         for epoch in range(epochs):
             for minibatch in stepper.minibatches(batch, count, context):
                 step = stepper.prepare(minibatch, context)
@@ -212,7 +212,8 @@ class Learner:
                 self._check_finite(step, context.state)
                 if self.schedule == "adaptive":
                     self._adapt_rate(step, context.state)
-                context.state.updates += step.take()
+                with timer.detail("optimizer"):
+                    context.state.updates += step.take()
                 steps.add(step)
                 steps.add_norms(step.norms)
         return epochs, False

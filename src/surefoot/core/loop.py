@@ -30,13 +30,15 @@ def run_loop(
     Raises SurefootError after three consecutive skipped updates.
     """
     while state.steps < state.total_steps:
-        start = time.perf_counter()
+        timer, start = state.timer, time.perf_counter()
         try:
-            rollout = collector.collect(state)
-            collected = time.perf_counter()
+            with timer.section("collecting") as collecting:
+                rollout = collector.collect(state)
             on_rollout(rollout)
-            credit = assign_credit(rollout, learner.objective)
-            metrics = {**rollout.metrics, **learner.update(rollout, credit, state)}
+            with timer.section("learning") as learning:
+                with timer.detail("credit"):
+                    credit = assign_credit(rollout, learner.objective)
+                metrics = {**rollout.metrics, **learner.update(rollout, credit, state)}
             steps, state.faults = sum_count(rollout.steps, rollout.rewards), 0
         except NotFiniteError as fault:
             state.faults += 1
@@ -49,11 +51,10 @@ def run_loop(
             continue
         state.steps += steps
         state.iteration += 1
-        end = time.perf_counter()
         metrics |= {
-            "seconds_collecting": collected - start,
-            "seconds_learning": end - collected,
-            "steps_per_second": steps / (end - start),
+            "seconds_collecting": collecting.seconds,
+            "seconds_learning": learning.seconds,
+            "steps_per_second": steps / (time.perf_counter() - start),
         }
         if on_iteration(state, metrics):
             return

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.files import parsed, read_table, read_toml
+from surefoot.files import made_from, parsed, read_table, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
 from surefoot.runs.metrics import METRICS, SHOWN, TIMING
-from surefoot.runs.reading import FINISHED, TRACKERS_FILE, check_is_run, samples_in, traces_in
+from surefoot.runs.reading import FINISHED, PROFILE, SUMMARY, TRACKERS_FILE, check_is_run, samples_in, traces_in
 
 LONGEST_TEXT = 20_000
 TITLES = {"cpu_cores": "CPU cores", "memory_gb": "memory, GB", "gpu_memory_gb": "GPU memory, GB", "gpu_percent": "GPU load, %"}
@@ -79,6 +79,7 @@ class RunFolders:
             "traces": [int(file.stem) for file in traces_in(path / "traces")],
             "samples": sample_steps(path),
             "videos": [file.name for file in self.videos(run)],
+            "profiled": profile_file(path).is_file(),
         }
 
     def curves(
@@ -134,6 +135,20 @@ class RunFolders:
         fields = [{**setting, "meaning": meanings.get(setting["name"], "")} for setting in settings]
         return {"preset": preset and preset.get("name"), "fields": fields}
 
+    def profile(self, run: int) -> dict[str, Any]:
+        """Where the seconds of a run's iterations went; SurefootError if ``--profile`` did not measure them."""
+        file = profile_file(self.path(run))
+        if not file.is_file():
+            raise SurefootError(f"{self.names[run]}: has no profile; train with --profile")
+        with made_from(file, "train with --profile again"):
+            summary = read_table(file)
+            sections = [
+                {"path": [str(name) for name in row["path"]], **{key: row[key] for key in ("seconds", "calls", "first")}}
+                for row in summary["sections"]
+            ]
+            counts = {key: summary[key] for key in ("iterations", "counted", "seconds", "first")}
+            return {**counts, "sections": sections, "traces": [str(file.parent / str(name)) for name in summary["traces"]]}
+
     # ---- samples and videos
 
     def samples(self, run: int, steps: int) -> list[dict[str, Any]]:
@@ -164,6 +179,11 @@ class RunFolders:
         if number >= len(videos):
             raise SurefootError(f"video={number}: unknown; there are {len(videos)}")
         return videos[number]
+
+
+def profile_file(path: Path) -> Path:
+    """Where a run has what ``--profile`` measured."""
+    return path / PROFILE / SUMMARY
 
 
 def recipe_summary(recipe: Mapping[str, Any]) -> dict[str, Any]:

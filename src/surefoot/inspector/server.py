@@ -80,7 +80,7 @@ def _number(request: Request, name: str) -> int:
 
 
 def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
-    """Runs, curves, findings, recipes, samples and videos."""
+    """Runs, curves, findings, recipes, profiles, samples and videos."""
 
     def runs(request: Request) -> Any:
         numbers = None
@@ -112,6 +112,9 @@ def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
     def recipe(request: Request) -> Any:
         return folders.recipe(_number(request, "run"))
 
+    def profile(request: Request) -> Any:
+        return folders.profile(_number(request, "run"))
+
     def samples(request: Request) -> Any:
         return folders.samples(_number(request, "run"), _number(request, "steps"))
 
@@ -123,6 +126,7 @@ def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
         Route("/api/curves", json_route(curves)),
         Route("/api/runs/{run:int}/findings", json_route(findings)),
         Route("/api/runs/{run:int}/recipe", json_route(recipe)),
+        Route("/api/runs/{run:int}/profile", json_route(profile)),
         Route("/api/runs/{run:int}/samples/{steps:int}", json_route(samples)),
         Route("/api/runs/{run:int}/videos/{number:int}", video_route(video)),
     ]

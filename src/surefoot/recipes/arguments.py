@@ -52,6 +52,12 @@ AgentTask = Literal[
     "mujoco",
     "pendulum",
     "swimmer",
+    "tensor/Acrobot-v1",
+    "tensor/CartPole-v1",
+    "tensor/MountainCar-v0",
+    "tensor_acrobot",
+    "tensor_cartpole",
+    "tensor_mountain_car",
 ]
 """environment ids that a preset is tuned for"""
 ModelTask = Literal[
@@ -437,7 +443,7 @@ class ControlArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
-    engine: Literal["eager", "compiled"]
+    engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: OptimizerSettingsTable | OptimizerSettings
     evaluation: ControlEvaluationTable | ControlEvaluation
@@ -459,7 +465,7 @@ class SftArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
-    engine: Literal["eager", "compiled"]
+    engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
     evaluation: LanguageEvaluationTable | LanguageEvaluation
@@ -486,7 +492,7 @@ class RewardArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
-    engine: Literal["eager", "compiled"]
+    engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
     evaluation: LanguageEvaluationTable | LanguageEvaluation
@@ -515,7 +521,7 @@ class DpoArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
-    engine: Literal["eager", "compiled"]
+    engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
     evaluation: LanguageEvaluationTable | LanguageEvaluation
@@ -544,7 +550,7 @@ class LanguageArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
-    engine: Literal["eager", "compiled"]
+    engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
     evaluation: OnlineEvaluationTable | OnlineEvaluation
@@ -580,7 +586,7 @@ class Arguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
-    engine: Literal["eager", "compiled"]
+    engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: OptimizerSettingsTable | OptimizerSettings | LanguageOptimizerTable | LanguageOptimizer
     evaluation: (

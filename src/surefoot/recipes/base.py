@@ -152,8 +152,9 @@ class Recipe(Section):
     """device of the network: cpu, mps, cuda, cuda:1 …"""
     threads: Cores = 1
     """torch threads; 1 is fastest for small networks. Results are exact for a fixed number"""
-    engine: Literal["eager", "compiled"] = "eager"
-    """compiled: compile updates and acting, in up to a minute; they run faster then. Needs a C++ compiler"""
+    engine: Literal["eager", "compiled", "auto"] = "eager"
+    """compiled: compile updates and acting, in up to a minute; they run faster then. Needs a C++ compiler. auto: compiled if
+    the run is long enough to win that time back"""
     objective: Objective
     optimizer: OptimizerSettings = OptimizerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -195,6 +196,10 @@ class Recipe(Section):
     def compiled_rows(self) -> int | None:
         """Steps per update of the compiled engine; None for the eager engine."""
         return None
+
+    def engine_choice(self) -> tuple[str, str]:
+        """The engine that "auto" stands for, and why; it depends on the recipe alone."""
+        return "eager", f"kind = {self.kind!r} has no other"
 
     @property
     def evaluate_every(self) -> int:

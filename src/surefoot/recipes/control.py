@@ -31,6 +31,11 @@ from surefoot.recipes.base import (
 TENSOR = "tensor/"
 """begins the ids of tensor environments that Surefoot has: tensor/CartPole-v1"""
 TENSOR_IDS = tuple(TENSOR + name for name in ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0"))
+COMPILED = "engine='compiled': "
+COMPILING = 60.0
+"""seconds that compiling a recipe's programs may take, on a slow core"""
+SAVED_PER_UPDATE, SAVED_PER_CALL = 3e-4, 2e-5
+"""seconds that a compiled update, and a compiled call of the policy, save at least, on a fast core (benchmarks/engines.py)"""
 RUN_METRICS = {"return", "length"}
 """what follows ``episode_`` in the metrics of every run"""
 
@@ -284,8 +289,33 @@ class ControlRecipe(Recipe):
                 "or set network.shared_trunk = false"
             )
 
+    def engine_choice(self) -> tuple[str, str]:
+        """The engine that "auto" stands for, and why. It must not depend on the machine or the cache: the engines' numbers
+        differ by rounding, and the same recipe must give the same numbers again.
+        """
+        if (obstacle := self._compiled_obstacle()) is not None:
+            return "eager", obstacle.removeprefix(COMPILED).partition(";")[0]
+        if self.network.custom is not None:
+            return "eager", "network.custom may have code that can't be compiled"
+        if self.task.startswith("ALE/"):
+            return "eager", "pictures take most of the time"
+        reuse = self.objective.reuse
+        iterations = -(-self.steps // self.batch_size)
+        updates = iterations * (reuse.epochs * reuse.minibatches if reuse else 1)
+        calls = iterations * self.rollout.steps
+        saved = updates * SAVED_PER_UPDATE + calls * SAVED_PER_CALL
+        work = f"{updates:,} updates and {calls:,} calls of the policy save about {saved:,.0f} s, and compiling may take "
+        work += f"{COMPILING:.0f} s"
+        return ("compiled" if saved >= COMPILING else "eager"), work
+
     def _check_compiled(self) -> None:
-        """A compiled update has a static shape and one gradient step per minibatch."""
+        if (obstacle := self._compiled_obstacle()) is not None:
+            raise SurefootError(obstacle)
+
+    def _compiled_obstacle(self) -> str | None:
+        """The error of a recipe that has no compiled engine, None if it has one: a compiled update has a static shape and one
+        gradient step per minibatch.
+        """
         reasons = {
             f"{self.algorithm} takes natural steps": self.objective.constraint is not None,
             f"{self.algorithm} collects whole episodes, whose lengths differ": self.objective.needs_whole_episodes,
@@ -295,19 +325,20 @@ class ControlRecipe(Recipe):
             f"optimizer.weight_decay = {self.optimizer.weight_decay:g} has no compiled step": self.optimizer.weight_decay != 0,
         }
         for reason in (reason for reason, holds in reasons.items() if holds):
-            raise SurefootError(f"engine='compiled': {reason}; set engine = 'eager'")
+            return f"{COMPILED}{reason}; set engine = 'eager'"
         if self.optimizer.schedule == "adaptive" and self.optimizer.micro_batch is None:
-            raise SurefootError(
+            return (
                 "optimizer.schedule='adaptive': a compiled step has its learning rate before its KL is known; set "
                 "optimizer.micro_batch, which compiles gradients alone, or engine = 'eager'"
             )
         micro_batch, minibatches = self.optimizer.micro_batch, self.objective.reuse.minibatches if self.objective.reuse else 1
         minibatch = self.batch_size // minibatches
         if micro_batch is not None and minibatch % micro_batch:
-            raise SurefootError(
+            return (
                 f"optimizer.micro_batch={micro_batch}: compiled programs need micro-batches of one size, and this does not "
                 f"divide the minibatch of {minibatch:,} steps; choose one that does: {nearest_divisor(minibatch, micro_batch)}"
             )
+        return None
 
 
 def check_id(task: str, extra: Iterable[str] = ()) -> None:

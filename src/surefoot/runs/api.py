@@ -65,6 +65,7 @@ class RunArguments(TypedDict, total=False):
     callback: MetricsCallback | None
     callbacks: Callback | Sequence[Callback] | None
     display: Display
+    profile: bool
 
 
 class AgentTraining(RunArguments, ControlArguments):
@@ -95,6 +96,7 @@ def train(
     callback: MetricsCallback | None = None,
     callbacks: Callback | Sequence[Callback] | None = None,
     display: Display = None,
+    profile: bool = False,
     **fields: Any,
 ) -> Any:
     """Train an agent or a language model, and return it.
@@ -109,6 +111,7 @@ def train(
     callbacks   one ``surefoot.Callback`` or several, called at the start, evaluations, iterations, checkpoints and the end
     display     None: show the run if this is a terminal or a notebook; True: show it anywhere; False: show nothing; or a
                 listener of your own, such as ``surefoot.runs.display.Lines("my run")``
+    profile     measure where the seconds of an iteration go: a message at the end, and ``run_dir/profile``
     fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``. ``reward`` may be a function, or a
                 list of functions and terms; a term's ``function`` may be one too. ``network["custom"]`` may be a class or
                 function that makes a network, and ``schedule`` in ``optimizer`` and ``trust_region`` a function; ``start`` may
@@ -130,7 +133,7 @@ def train(
     title = f"{resolved.recipe.title}, seed {resolved.recipe.seed}" + ("" if folder is None else f" -> {folder}")
     shown = _display(display, title)
     made = None if isinstance(task, str) else task
-    return start(resolved.recipe, folder, made, callback, shown, resolved.origin, functions, callbacks, begin, rows)
+    return start(resolved.recipe, folder, made, callback, shown, resolved.origin, functions, callbacks, begin, rows, profile)
 
 
 def _with_fields(signature: inspect.Signature) -> inspect.Signature:
@@ -157,6 +160,7 @@ def start(
     callbacks: Callback | Sequence[Callback] | None = None,
     agent: Agent | None = None,
     rows: Sequence[Path] = (),
+    profile: bool = False,
 ) -> Any:
     """Train a recipe from the beginning.
 
@@ -166,7 +170,7 @@ def start(
     agent      the agent that the recipe's ``start`` stands for; it is saved there
     rows       files of rows that were passed as objects, which the recipe has in the run's folder
 
-    ``callback``, ``callbacks`` and ``display`` are those of ``train``.
+    ``callback``, ``callbacks``, ``display`` and ``profile`` are those of ``train``.
 
     Started by a launcher as several processes, these are the ranks of one run: all must call this with the same arguments.
     Raises SurefootError for what can't be trained.
@@ -188,7 +192,7 @@ def start(
     with together():
         if main and run_dir is not None:
             check_free(run_dir)  # before models are read
-    recipe = make_recipe(on_first(lambda: to_table(with_pinned_data(recipe))))
+    recipe, choice = with_engine(make_recipe(on_first(lambda: to_table(with_pinned_data(recipe)))))
     try:
         with together():
             if main and run_dir is not None and rows:
@@ -196,7 +200,8 @@ def start(
         with together():
             world = _make_world(recipe, task, functions)
             _start_from(world, agent)
-            session = Session(recipe, world, None, _listeners(display, callback), several, functions)
+            session = Session(recipe, world, None, _listeners(display, callback), several, functions, profile)
+            session.opening = choice
         with together():
             if main and run_dir is not None:  # last, so that a rejected recipe leaves no folder
                 session.folder = folder = folder or RunFolder.reserve(run_dir)
@@ -407,6 +412,14 @@ def make_world(
     from surefoot.language.supervised.world import SupervisedWorld
 
     return SupervisedWorld(recipe)
+
+
+def with_engine(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with the engine that "auto" stands for, which a resumed run keeps; and a line with the reason, if it did."""
+    if recipe.engine != "auto":
+        return recipe, ()
+    engine, reason = recipe.engine_choice()
+    return make_recipe({**to_table(recipe), "engine": engine}), (f"engine: {engine} ({reason})",)
 
 
 def with_pinned_data(recipe: Recipe) -> Recipe:

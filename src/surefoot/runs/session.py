@@ -29,6 +29,7 @@ from surefoot.core.ranks import rank_timeout
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
 from surefoot.core.sharding import is_sharded
 from surefoot.core.sharding.files import RankShards, shards_of_rank
+from surefoot.core.steps.programs import announced
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
@@ -66,6 +67,7 @@ from surefoot.runs.events import (
 )
 from surefoot.runs.folder import RunFolder, recipe_differences, scored_alike
 from surefoot.runs.metrics import MachineUse
+from surefoot.runs.profile import Profile
 from surefoot.runs.traces import SampleFolder, TraceFolder
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
@@ -126,6 +128,7 @@ class Session:
     listeners   receive every event; of several ranks only the first has some
     callbacks   of the user; they receive every event and may add metrics
     functions   schedules that were passed as objects
+    profile     measure where the seconds go; of several ranks the first does
 
     Events go to callbacks, then to the run's own listeners (traces, samples, trackers, findings), then to ``listeners``.
     ``RunEnd`` goes the other way round, because the last listener closes first.
@@ -142,6 +145,7 @@ class Session:
         listeners: Sequence[Listener] = (),
         callbacks: Sequence[Callback] = (),
         functions: Functions | None = None,
+        profile: bool = False,
     ) -> None:
         self.recipe, self.world, self.folder, self.listeners = recipe, world, folder, list(listeners)
         self.callbacks = callbacks
@@ -169,6 +173,11 @@ class Session:
         self.writer = CheckpointWriter()
         self.writings: list[Writing] = []
         """checkpoints of this iteration, which its end begins to write"""
+        self.opening: tuple[str, ...] = ()
+        """lines to publish first"""
+        self.profiled = profile and rank() == 0
+        self.profile: Profile | None = None
+        """set when the run starts, if it is profiled"""
 
     # ---- continue ----------------------------------------------------------------------------------------------------------
 
@@ -254,13 +263,15 @@ class Session:
             with together():
                 self.publish(RunStart(self.state, run_folder))
             self._publish_opening()
-            with self.signals:
+            with self.signals, announced(self.message):
                 self._publish_initial_samples()
+                self._begin_profile()
                 if not self._finish_pending():
                     run_loop(
                         self.world.collector, self.learner, self.state, self._end_update, self.message, self._publish_rollout
                     )
                 self._wait_for_writer()
+            self._end_profile()
             self._raise_if_interrupted()
             self._export()
             failed = False
@@ -268,6 +279,8 @@ class Session:
             failed = False
             raise
         finally:
+            if self.profile is not None:
+                self.profile.close()
             if error := self.writer.close():
                 self.message(f"! {error}")
             self.publish(RunEnd(self.state, run_folder, failed))
@@ -282,7 +295,8 @@ class Session:
                 for listener in reversed(self.listeners):
                     closing.callback(listener, event)
             return False
-        answers = [listener(event) for listener in self.listeners]  # all of them, also after a True
+        with self.state.timer.detail("logging"):
+            answers = [listener(event) for listener in self.listeners]  # all of them, also after a True
         return any(answers)
 
     def report(self, finding: Finding) -> None:
@@ -294,6 +308,15 @@ class Session:
         self.message(f"! step {self.state.steps:,}, {finding.line}")
         self.report(finding)
 
+    def _begin_profile(self) -> None:
+        if self.profiled:
+            self.profile = Profile(self.state.timer, None if self.folder is None else self.folder.path, self.recipe.device)
+            self.profile.begin()
+
+    def _end_profile(self) -> None:
+        for line in [] if self.profile is None else self.profile.finish():
+            self.message(line)
+
     def message(self, line: str) -> None:
         """Publish one line for the user, or keep it for the first rank."""
         if rank() == 0:
@@ -303,7 +326,7 @@ class Session:
 
     def _publish_opening(self) -> None:
         """Publish the lines about the model and the warnings, and those of other ranks that are not the same."""
-        mine = (*self.world.model_summary, *self.world.warnings)
+        mine = (*self.opening, *self.world.model_summary, *self.world.warnings)
         lines = exchange(mine)
         for line in mine if rank() == 0 else ():
             self.message(line)
@@ -362,7 +385,12 @@ class Session:
 
     def _end_update(self, state: LearnerState, metrics: Metrics) -> bool:
         """End the iteration that has collected and learned; whether the run stops."""
-        return self._end_iteration(state, metrics | self.machine_use.measure())
+        with state.timer.detail("logging"):
+            used = self.machine_use.measure()
+        stop = self._end_iteration(state, metrics | used)
+        if self.profile is not None:
+            self.profile.end_iteration()
+        return stop
 
     def _end_iteration(self, state: LearnerState, metrics: Metrics) -> bool:
         """Evaluate, publish and save after an update; whether the run stops."""
@@ -372,13 +400,15 @@ class Session:
             self._publish_checkpoints(self.writer.finished())
             metrics = self._publish_update(metrics)
         if evaluating:
-            metrics |= self._evaluate_or_save(metrics)
+            with state.timer.detail("evaluation"):
+                metrics |= self._evaluate_or_save(metrics)
         with together():
             stop = self.publish(IterationEnd(state, metrics)) or self.signals.stop_requested
         stop = self._agree(stop or (evaluating and self._out_of_patience()))
-        if finished or stop or self._crossed(self.recipe.checkpoint_every):
-            self._save()
-        self._begin_writing()
+        with state.timer.detail("checkpoint"):
+            if finished or stop or self._crossed(self.recipe.checkpoint_every):
+                self._save()
+            self._begin_writing()
         self.previous_steps = state.steps
         return stop
 

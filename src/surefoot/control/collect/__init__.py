@@ -21,7 +21,7 @@ from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.replay import RawRollout, Replayable
 from surefoot.control.spaces import Array, Observations
 from surefoot.core.distributed import exchange, rank_generator, together, world_size
-from surefoot.core.rollout import LearnerState, Rollout
+from surefoot.core.rollout import LearnerState, Rollout, Timer
 from surefoot.errors import NotFiniteError, SurefootError
 
 BY_ROW = ("discounted", "starts", "running_return", "running_length")
@@ -71,21 +71,21 @@ class ControlCollector:
         generator = rank_generator(state.generators["sample"])
         try:
             with together():
-                acted = self._act_out(generator)
+                acted = self._act_out(generator, state.timer)
         except NotFiniteError:  # on any rank
             self.discounted.zero_()  # the discarded rollout would have added to it
             raise
         self.log.exchange()
-        rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, self.log.metrics())
+        rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, self.log.metrics(), state.timer)
         return rollout
 
-    def _act_out(self, generator: torch.Generator) -> Acted:
+    def _act_out(self, generator: torch.Generator, timer: Timer) -> Acted:
         """Act in the environments."""
         count = self.environments.count
         self._check_start()
         if isinstance(self.environments, Replayable):
             self.environments.mark()
-        act = self.actor(generator)
+        act, take_step = timer.timed("acting", self.actor(generator)), timer.timed("environment", self.environments.step)
         observed: list[Observations] = []
         taken: list[Tensor] = []
         outcomes: list[Step] = []
@@ -101,7 +101,7 @@ class ControlCollector:
             actions, sent, self.lstm_state = act(self.observations, self.lstm_state, self.starts)
             observed.append(self.observations)
             try:
-                step = self.environments.step(sent, active)
+                step = take_step(sent, active)
                 # A row that only reset keeps its flag: EnvPool also resets after a lost life, when the game continues.
                 self.starts = step.done | (step.ignored & self.starts)
                 self._check(step)

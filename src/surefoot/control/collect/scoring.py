@@ -14,7 +14,7 @@ from torch.func import functional_call
 from surefoot.control.agent import Agent
 from surefoot.control.networks import LSTM_STATE
 from surefoot.control.normalise import true_fraction
-from surefoot.core.rollout import Evaluation, Metrics, Rollout, map_tensors, tensors_in
+from surefoot.core.rollout import Evaluation, Metrics, Rollout, Timer, map_tensors, tensors_in
 from surefoot.core.steps.compiled import FAST
 from surefoot.core.steps.programs import Program, program_of, structure
 from surefoot.functional import gae, successor_values
@@ -57,29 +57,33 @@ class Acted:
 
 
 def rollout_of(
-    agent: Agent, acted: Acted, discounted: Tensor, metrics: Metrics, score: "Scorer | None" = None
+    agent: Agent, acted: Acted, discounted: Tensor, metrics: Metrics, timer: Timer, score: "Scorer | None" = None
 ) -> tuple[Rollout, Tensor]:
     """Score the actions, then update the normalisers: a rollout, and the discounted returns to carry into the next.
 
     discounted     [B] float64, the running returns of the reward normaliser
     metrics        of the collector, to which those of the normalisers are added
+    timer          of the run
     score          evaluates the actions; None: the policy, all at once
     """
     device, mask, rewards = agent.device, acted.mask, acted.rewards
     terminated, truncated = acted.terminated, acted.truncated
     actions = acted.actions.to(device)
     with torch.no_grad():
-        inputs = agent.normaliser()({path: values.to(device) for path, values in acted.observed.items()})
+        with timer.detail("normalising"):
+            inputs = agent.normaliser()({path: values.to(device) for path, values in acted.observed.items()})
+            shaped = rewards if agent.reward_normaliser is None else agent.reward_normaliser(rewards)
         if acted.lstm_state is not None:
             inputs[LSTM_STATE] = acted.lstm_state[0].clone()  # inference tensors can't be used in autograd
-        evaluation: Evaluation = (score or agent.policy)(inputs, actions)
-        values, next_values = _values(agent, evaluation.values, acted)
-        shaped = rewards if agent.reward_normaliser is None else agent.reward_normaliser(rewards)
-    if agent.observation_normaliser is not None:
-        agent.observation_normaliser.add(acted.observed, mask)
-    if agent.reward_normaliser is not None:
-        _follow_critic(agent, shaped, values, next_values, terminated, truncated, mask)
-        discounted = agent.reward_normaliser.observe(rewards, terminated | truncated, mask, discounted)
+        with timer.detail("log-probs and values"):
+            evaluation: Evaluation = (score or agent.policy)(inputs, actions)
+            values, next_values = _values(agent, evaluation.values, acted)
+    with timer.detail("normalising"):
+        if agent.observation_normaliser is not None:
+            agent.observation_normaliser.add(acted.observed, mask)
+        if agent.reward_normaliser is not None:
+            _follow_critic(agent, shaped, values, next_values, terminated, truncated, mask)
+            discounted = agent.reward_normaliser.observe(rewards, terminated | truncated, mask, discounted)
     rollout = Rollout(
         inputs=inputs,
         actions=actions,
@@ -147,7 +151,7 @@ class Scorer:
 
             parts = structure(policy, constants=True)
             decided_by = None if parts is None else [list(named), list(inputs), *parts]
-            self.program = program_of(evaluate, arguments, decided_by, FAST)
+            self.program = program_of("log-probs and values", evaluate, arguments, decided_by, FAST)
         rest = iter(self.program(arguments))
         found: Evaluation = map_tensors(lambda _: next(rest), self.form)
         return replace(found, entropy=torch.zeros_like(found.log_probs))

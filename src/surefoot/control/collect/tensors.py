@@ -19,7 +19,7 @@ from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.normalise import sent_actions
 from surefoot.control.spaces import BARE, MASK
 from surefoot.core.distributed import all_sum, exact_device, exchange, rank_generator, together, world_size
-from surefoot.core.rollout import LearnerState, Metrics, Rollout
+from surefoot.core.rollout import LearnerState, Metrics, Rollout, Timer
 from surefoot.errors import NotFiniteError, SurefootError
 
 ROWS_PER_PASS = 4096
@@ -66,26 +66,28 @@ class TensorCollector:
         before = self.lstm_state
         try:
             with together():
-                steps = self._act_out(generator)
+                steps = self._act_out(generator, state.timer)
                 acted = steps.acted(self.observations, before, self.lstm_state)
-                self._check(acted, steps)
-                self._add_episodes(steps)
+                with state.timer.detail("checks"):
+                    self._check(acted, steps)
+                    self._add_episodes(steps)
         except NotFiniteError:  # on any rank
             self._restart()
             raise
         self.log.exchange()
         metrics = self.log.metrics() | steps.log_metrics() | self._guessed(steps, acted)
-        rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, metrics, self.score)
+        rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, metrics, state.timer, self.score)
         return rollout
 
-    def _act_out(self, generator: torch.Generator) -> "Steps":
+    def _act_out(self, generator: torch.Generator, timer: Timer) -> "Steps":
         """Act in the environments."""
-        act = self.actor(generator, self.steps)
+        act = timer.timed("acting", self.actor(generator, self.steps))
+        take_step = timer.timed("environment", self.environments.step)
         steps = Steps(self.steps, self._names())
         for _ in range(self.steps):
             steps.see(self.observations, self.starts, self.running_length)
             actions, self.lstm_state = act(steps.observations, self.lstm_state, self.starts)
-            step = self.environments.step(self.send(actions))
+            step = take_step(self.send(actions))
             done = step.terminated | step.truncated
             self.running_return += step.rewards
             self.running_length += 1 if step.ignored is None else ~step.ignored
@@ -108,6 +110,8 @@ class TensorCollector:
             raise SurefootError(f"rollout.steps={self.steps}: all rows only reset in this rollout (NEXT_STEP); set at least 2")
         if MASK in acted.observed:
             self._check_masks(acted.observed[MASK])
+        if acted.finals is not None and steps.overwritten:
+            self._check_overwritten(acted.finals, steps.overwritten)
         floats = {path: x for path, x in acted.observed.items() if x.is_floating_point()}
         finals = {} if acted.finals is None else acted.finals.observations
         others = [tree[path] for tree in (acted.last, finals) for path in floats if path in tree]
@@ -126,6 +130,16 @@ class TensorCollector:
                 where = not_finite_message(self.environments.name, name, self.environments.first + row, int(at))
                 break
         raise NotFiniteError(f"{where}; the rollout is discarded and the update skipped")
+
+    def _check_overwritten(self, finals: Finals, overwritten: dict[int, str]) -> None:
+        """Final observations that are the tensor of the observations show truncated rows after their reset."""
+        for step, row in zip(finals.steps.tolist(), finals.rows.tolist(), strict=True):
+            if step in overwritten:
+                where = f"{overwritten[step]}, row {self.environments.first + row}, step {step} of the rollout"
+                raise SurefootError(
+                    f"{self.environments.name}: returned final_obs in the memory of the observations, which the reset has "
+                    f"overwritten ({where}); return a copy from before the reset"
+                )
 
     def _check_masks(self, masks: Tensor) -> None:
         start = 0
@@ -221,6 +235,8 @@ class Steps:
         """every name of a number in the infos, for errors"""
         self.without_finals: list[int] = []
         """steps in which the environment returned no final observations"""
+        self.overwritten: dict[int, str] = {}
+        """a part whose final observations are those after the resets, by step"""
         self.logged: dict[str, tuple[Any, int]] = {}
 
     def _keep(self, name: str, x: Tensor) -> Tensor:
@@ -252,6 +268,8 @@ class Steps:
         else:
             if step.finals is None:
                 self.without_finals.append(self.time)
+            if step.overwritten:
+                self.overwritten[self.time] = step.overwritten[0]
             for path, x in (self.observations if step.finals is None else step.finals).items():
                 if path != MASK:
                     self._keep(f"final {path}", x)

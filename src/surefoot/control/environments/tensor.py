@@ -77,6 +77,8 @@ class TensorStep:
     """True where the row only reset (NEXT_STEP); None: nowhere"""
     finals: dict[str, Tensor] | None = None
     """parts [B, ...] before the resets; None if the environment does not return them"""
+    overwritten: tuple[str, ...] = ()
+    """the parts whose ``finals`` are in the memory of ``observations``: after a reset they are not those before it"""
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """the tensors [B] in its infos, by name"""
     log: dict[str, Any] = field(default_factory=dict)
@@ -146,6 +148,9 @@ class TensorEnvironments:
             final = next((infos[key] for key in FINAL if key in infos), None)
             if final is not None and self.mode is AutoresetMode.SAME_STEP:
                 step.finals = self._parts(final, "final ")
+                step.overwritten = tuple(
+                    part.named() for part in self.parts.values() if _same_memory(part.select(observations), part.select(final))
+                )
             step.numbers = {
                 str(key): x for key, x in _flat(infos).items() if isinstance(x, Tensor) and x.shape == (self.count,)
             }
@@ -318,6 +323,11 @@ def _mode_of(environment: Any, name: str) -> AutoresetMode:
 def _with_index(device: torch.device) -> torch.device:
     """``cuda`` as ``cuda:0``, since tensors have the index."""
     return torch.device(device.type, 0) if device.type == "cuda" and device.index is None else device
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same_storage and a.storage_offset() == b.storage_offset()
 
 
 def _integer(kind: torch.dtype) -> bool:

@@ -161,6 +161,7 @@ class GradientSum:
         self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
     ) -> LossSums:
         """Add the gradient to ``.grad`` of ``parameters``, or of all parameters if None."""
+        timer = context.state.timer
         sums: list[Tensor] = []
         extremes: list[Tensor] = []
         parts: Iterable[Batch] = self.parts(rows)
@@ -170,18 +171,20 @@ class GradientSum:
                 self.policy.prepare([(part.inputs, part.actions, part.mask) for part in parts])
         for part, counts in self._evened(parts, rows):
             with exchanging():
-                evaluation = self.policy(part.inputs, part.actions, part.mask)
-                total, terms, metrics, ratio = loss(
-                    evaluation,
-                    part,
-                    self.objective,
-                    denominator=denominator,
-                    clip_scale=context.clip_scale,
-                    beta=context.beta,
-                )
+                with timer.detail("forward"):
+                    evaluation = self.policy(part.inputs, part.actions, part.mask)
+                    total, terms, metrics, ratio = loss(
+                        evaluation,
+                        part,
+                        self.objective,
+                        denominator=denominator,
+                        clip_scale=context.clip_scale,
+                        beta=context.beta,
+                    )
                 if context.recording is not None and counts:
                     context.recording.visit(part, evaluation, context.state.updates)
-                (total if counts else 0 * total).backward(inputs=parameters)  # type: ignore[no-untyped-call]
+                with timer.detail("backward"):
+                    (total if counts else 0 * total).backward(inputs=parameters)  # type: ignore[no-untyped-call]
             if counts:
                 sums.append(torch.stack([*terms.values(), *metrics.values()]))
                 extremes.append(torch.stack(ratio.aminmax()))
@@ -235,10 +238,13 @@ class EagerStepper:
         sums = self.gradients.add(rows, minibatch.denominator, context, self.parameters)
         extra = None
         if context.auxiliary_loss is not None and "policy" in self.optimizers:  # it does not train the critic
-            extra = context.auxiliary_loss.add_gradient()
-        terms, metrics = sum_over_ranks(sums, self.optimizers.values())
+            with context.state.timer.detail("auxiliary loss"):
+                extra = context.auxiliary_loss.add_gradient()
+        with context.state.timer.detail("exchange"):
+            terms, metrics = sum_over_ranks(sums, self.optimizers.values())
         terms |= extra or {}
-        norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
+        with context.state.timer.detail("optimizer"):
+            norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
         return EagerStep(
             terms=terms,
             metrics=metrics,

@@ -86,8 +86,10 @@ class CompiledStepper:
             state += [optimizer.values.detach(), *moments]
         arguments = [*state, torch.tensor(numbers), minibatch.rows, *minibatch.tensors]
         if self.program is None:
-            self.program = self._program(replace(minibatch.batch, flat_index=None), arguments)
-        *moved, row = self.program(arguments)
+            with context.state.timer.detail("compiling"):
+                self.program = self._program(replace(minibatch.batch, flat_index=None), arguments)
+        with context.state.timer.detail("program"):
+            *moved, row = self.program(arguments)
         values = iter(row.tolist())
         terms, metrics = by_name(values, *self.names)
         smallest, largest, *norms = values
@@ -134,7 +136,7 @@ class CompiledStepper:
             return (*moved, torch.stack([*shown, *norms]))
 
         self.names = names_of_terms(self.policy, self.objective, batch)
-        return program_of(update, arguments, decided_by(self.policy, self.objective, optimizers, batch))
+        return program_of("the update", update, arguments, decided_by(self.policy, self.objective, optimizers, batch))
 
 
 class CompiledGradients:
@@ -162,8 +164,10 @@ class CompiledGradients:
         for part in zip(*(torch.split(x, self.rows) for x in tensors_in(read)), strict=True):
             arguments = [*values, numbers, *part]
             if self.program is None:
-                self.program = self._program(read, arguments)
-            *gradients, row = self.program(arguments)
+                with context.state.timer.detail("compiling"):
+                    self.program = self._program(read, arguments)
+            with context.state.timer.detail("program"):
+                *gradients, row = self.program(arguments)
             for optimizer, gradient in zip(self.optimizers, gradients, strict=True):
                 optimizer.gradients += gradient
             shown.append(row)
@@ -192,7 +196,13 @@ class CompiledGradients:
             return (*found, torch.stack(shown))
 
         self.names = names_of_terms(self.policy, self.objective, batch)
-        return program_of(gradients, arguments, decided_by(self.policy, self.objective, self.optimizers, batch), FAST)
+        return program_of(
+            "the gradient of a micro-batch",
+            gradients,
+            arguments,
+            decided_by(self.policy, self.objective, self.optimizers, batch),
+            FAST,
+        )
 
 
 @torch.no_grad()

@@ -9,8 +9,11 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,24 @@ from surefoot.errors import SurefootError
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 """takes a list of tensors, which it empties, and returns new tensors"""
+_announce: ContextVar[Callable[[str], None]] = ContextVar("announce", default=lambda line: None)
+"""is called with a line before and after a compilation"""
 TRACED_CODE = ("core", "functional", "control")
 """the parts of the package that are traced"""
 
 
+@contextmanager
+def announced(announce: Callable[[str], None]) -> Iterator[None]:
+    """Call ``announce`` with a line before and after each compilation in this block."""
+    token = _announce.set(announce)
+    try:
+        yield
+    finally:
+        _announce.reset(token)
+
+
 def program_of(
+    name: str,
     function: Callable[..., tuple[Tensor, ...]],
     arguments: Sequence[Tensor],
     decided_by: Sequence[Any] | None = None,
@@ -35,6 +51,7 @@ def program_of(
 ) -> Program:
     """Compile a function for tensors of these shapes, or load its library from the cache.
 
+    name         what the function does, for ``announced``
     decided_by   all that decides the function's graph, besides the package's code and the shapes of the arguments: objects
                  with a ``repr`` of their values, and tensors. None: unknown, so the function is traced each time
     replaced     functions of this package to compute in place of operations, by the operation
@@ -61,7 +78,10 @@ def program_of(
     traced.recompile()
     library = cache_folder() / f"{_fingerprint(traced, arguments)}.pt2"
     if not library.exists():
+        start = time.perf_counter()
+        _announce.get()(f"engine: compiling {name}, once for this shape; this may take a minute …")
         _compile(traced, arguments, library)
+        _announce.get()(f"engine: compiled {name} in {time.perf_counter() - start:.0f} s; later runs load it from the cache")
     if known is not None:
         new = known.with_suffix(f".{os.getpid()}")
         new.write_text(library.name)

@@ -5,6 +5,7 @@ import { makeClip } from "./clip_view.js";
 import { makeCurves } from "./curves.js";
 import { h, show, themeButton } from "./dom.js";
 import { makeFindings } from "./findings_view.js";
+import { makeProfile } from "./profile_view.js";
 import { makeRecipe } from "./recipe_view.js";
 import { makeRuns } from "./runs_view.js";
 import { makeSamples } from "./samples_view.js";
@@ -24,6 +25,13 @@ const VIEWS = {
   samples: { title: "Samples", make: makeSamples, for: (run) => run.samples.length || run.videos.length },
   findings: { title: "Findings", make: makeFindings, for: () => true },
   recipe: { title: "Recipe", make: makeRecipe, for: () => true },
+  profile: { title: "Profile", make: makeProfile, for: (run) => run.profiled },
+};
+
+const EMPTY = {
+  steps: "These runs have no traces yet. Runs write them during training unless traces.rows = 0.",
+  samples: "These runs have no samples and no videos. surefoot watch records a video of an agent; runs of language models save samples before training and at each evaluation.",
+  profile: "These runs have no profile. surefoot train … --profile measures where the seconds of an iteration go, and writes it when training ends.",
 };
 
 const tabs = h("nav", { "aria-label": "views" }, Object.entries(VIEWS).map(([name, view]) => h("a", { href: `#${name}`, "data-view": name }, view.title)));
@@ -46,8 +54,7 @@ function route() {
     show(body, made.element);
   } else {
     state.view = { name };
-    show(body, h("p", { class: "empty" }, name === "steps" ? "These runs have no traces yet. Runs write them during training unless traces.rows = 0."
-      : "These runs have no samples and no videos. surefoot watch records a video of an agent; runs of language models save samples before training and at each evaluation."));
+    show(body, h("p", { class: "empty" }, EMPTY[name]));
   }
 }
 

@@ -3,7 +3,6 @@
 It uses the four models of PPO on text: policy, critic, reference and reward.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,8 +123,8 @@ class LanguageCollector:
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
-        recipe, self.state = self.recipe, state
-        batch = self._sample_batch(state.steps)
+        recipe, self.state, timer = self.recipe, state, state.timer
+        batch = self._sample_batch(state)
         drawn = batch.responses.samples
         everything = (drawn, batch.scores.valid, token_rewards(batch.scores, batch.total, drawn, recipe))
         samples, valid, earned = everything if len(batch.rows) == len(batch.total) else select_rows(everything, batch.rows)
@@ -136,9 +135,10 @@ class LanguageCollector:
         actions = samples.actions
         old = None
         if recipe.sampling.old_log_probs != "update":
-            with gathered(self.policy):
+            with gathered(self.policy), timer.detail("log-probs and values"):
                 old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget)
-        ref_log_probs = self.reference_log_probs(inputs, actions, mask)
+        with timer.detail("reference"):
+            ref_log_probs = self.reference_log_probs(inputs, actions, mask)
         log_probs, gap = self._old_log_probs(samples, None if old is None else old.log_probs, mask)
         behaviour = None if old is None else self._behaviour_log_probs(samples, mask)
         if recipe.reference.target is None:
@@ -271,12 +271,12 @@ class LanguageCollector:
             )
         )
 
-    def _sample_batch(self, done: int) -> SampledBatch:
-        """Responses to this rank's share of the next prompts; ``done`` responses were sampled before.
+    def _sample_batch(self, state: LearnerState) -> SampledBatch:
+        """Responses to this rank's share of the next prompts.
 
         Further rounds replace groups without signal, with at least a quarter of a batch each: fewer would take many rounds.
         """
-        settings, world = self.recipe.sampling, world_size()
+        settings, world, done = self.recipe.sampling, world_size(), state.steps
         parts: list[tuple[Responses, Scores, Tensor]] = []
         signal: list[bool] = []
         places: list[int] = []
@@ -284,14 +284,12 @@ class LanguageCollector:
         while len(parts) < settings.rounds and sum(signal) < settings.prompts:
             missing, least = settings.prompts - sum(signal), -(-settings.prompts // 4)
             wanted = max(missing, least, world) if parts else settings.prompts
-            started = time.perf_counter()
-            with gathered(self.policy, self.policy.model), together():
+            with state.timer.section("sampling") as sampling, gathered(self.policy, self.policy.model), together():
                 responses = self._respond_to_next(wanted, done + len(signal) * settings.samples)
-            sampled = time.perf_counter()
-            with whole(self.reward_roots), together():
+            with state.timer.section("scoring") as scoring, whole(self.reward_roots), together():
                 scores = responses.score_with(self.reward)
                 total = final_rewards(scores, responses.samples, self.recipe)
-            seconds = [seconds[0] + sampled - started, seconds[1] + time.perf_counter() - sampled]
+            seconds = [seconds[0] + sampling.seconds, seconds[1] + scoring.seconds]
             at = range(rank(), wanted, world)
             places += [len(signal) + place for place in at]
             signal += gather_signal(with_signal(total, scores.valid, settings.samples), at, wanted)
