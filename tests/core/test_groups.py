@@ -26,12 +26,14 @@ from surefoot import (
     DR_GRPO,
     GRPO,
     GSPO,
+    KL_COV,
     PPO_CLIP,
     REINFORCE_PLUS_PLUS,
     RLOO,
     Clip,
     ClippedWeight,
     Objective,
+    Penalty,
     Reuse,
     SurefootError,
 )
@@ -48,6 +50,8 @@ SEEDS = [0, 1, 2]
 LONGEST = 9
 BOUND = 1.05
 """of CISPO's weight, which some ratios of these worlds are above"""
+FRACTION = 0.3
+"""of the tokens, which KL-Cov's penalty applies to"""
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -201,6 +205,21 @@ def cispo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor
     return (weight * scaled(r, row) * new).sum() * len(responses) / sum(len(kept(r, other)) for other in responses)
 
 
+def kl_cov(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """Cui et al., equations 10 to 13: the ratio, less a KL at the tokens whose term of the covariance of log π and Â is among
+    the largest of all; over the tokens of all responses. Their π in equation 10 is π_old here, as it is before the first step.
+    """
+    assert r.old_log_probs is not None
+    tokens = [(other, t) for other in range(len(r.mask)) for t in kept(r, other)]
+    likely, worth = [float(r.old_log_probs[at]) for at in tokens], [scaled(r, other) for other, _ in tokens]
+    terms = [(x - mean(likely)) * (a - mean(worth)) for x, a in zip(likely, worth, strict=True)]
+    chosen = sorted(range(len(tokens)), key=lambda i: -terms[i])[: int(FRACTION * len(tokens))]
+    penalised = torch.tensor([tokens.index((row, t)) in chosen for t in kept(r, row)])
+    rho = (new - old).exp()
+    gain = rho * scaled(r, row) - penalised * 3.0 * (rho - 1 - (new - old))
+    return gain.sum() * len({other for other, _ in tokens}) / len(tokens)
+
+
 def reinforce_plus_plus(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     """REINFORCE++: the sum of the rewards still to come, less the batch's mean, by its standard deviation."""
     to_come = {
@@ -225,6 +244,7 @@ PAPERS = {
     "DAPO": (DAPO, dapo),
     "GSPO": (GSPO, gspo),
     "CISPO": (replace(CISPO, trust_region=ClippedWeight(BOUND)), cispo),
+    "KL_COV": (replace(KL_COV, trust_region=Penalty(3.0, fraction=FRACTION)), kl_cov),
     "RLOO": (RLOO, rloo),
     "REINFORCE_PLUS_PLUS": (REINFORCE_PLUS_PLUS, reinforce_plus_plus),
 }
@@ -235,6 +255,7 @@ PAPERS = {
 def test_the_gradient_is_that_of_the_papers_formula_written_out(name: str, seed: int) -> None:
     objective, formula = PAPERS[name]
     policy, r = world(seed)
+    r = replace(r, old_distribution=None)  # as on text
     assert r.old_log_probs is not None
     assert r.ref_log_probs is not None
     rows = [row for row in range(8) if kept(r, row)]
@@ -442,14 +463,19 @@ def test_switches_that_do_not_go_together_are_rejected(base: Objective, changes:
         replace(base, **changes)
 
 
+REGIONS = {"max_weight": ClippedWeight, "fraction": Penalty}
+
+
 def test_the_page_on_the_math_shows_each_as_the_diff_that_it_is() -> None:
     page = (Path(__file__).parents[2] / "docs" / "math.md").read_text("utf-8").partition("### Algorithms without a critic")[2]
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", page, flags=re.M)
-    assert [name for name, _, _ in rows] == ["GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE_PLUS_PLUS"]
+    shown = ["GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "RLOO", "REINFORCE_PLUS_PLUS"]
+    assert [name for name, _, _ in rows] == shown
     for name, base, cells in rows:
         switches: dict[str, Any] = tomllib.loads("\n".join(re.findall(r"`([^`]*)`", cells)))
         switches = {key: None if value == "none" else value for key, value in switches.items()}
-        made = {"trust_region": ClippedWeight if "max_weight" in cells else Clip, "reuse": Reuse}
+        region = next((kind for key, kind in REGIONS.items() if key in cells), Clip)
+        made = {"trust_region": region, "reuse": Reuse}
         switches |= {key: made[key](**switches[key]) for key in made if key in switches}
         assert set(switches) == set(switches_between(ALGORITHMS[base], ALGORITHMS[name])), name
         assert replace(ALGORITHMS[base], **switches) == ALGORITHMS[name], name

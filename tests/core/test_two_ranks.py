@@ -52,6 +52,8 @@ OBJECTIVES: dict[str, tuple[str, Objective]] = {
     "token-mean": ("row", ROWS),
     "steps, penalty": ("step", replace(ROWS, trust_region=Penalty(2.0))),
     "rows, penalty": ("row", replace(ROWS, trust_region=Penalty(2.0))),
+    "steps, penalty on some": ("step", replace(ROWS, trust_region=Penalty(2.0, fraction=0.3))),
+    "rows, penalty on some": ("row", replace(ROWS, trust_region=Penalty(2.0, fraction=0.3))),
     "sequence-mean": ("row", replace(ROWS, aggregation="sequence-mean")),
     "sequence-sum": ("row", replace(ROWS, aggregation="sequence-sum")),
     "constant": ("row", replace(ROWS, aggregation="constant", aggregation_length=8)),

@@ -73,6 +73,7 @@ MASKED: dict[str, Masked] = {
     "expert_load": Masked(
         lambda x, mask: F.expert_load(torch.stack((x, -x), -1).flatten(0, 1), 1, mask.flatten())[1],
     ),
+    "covariance_terms": Masked(lambda p, a, mask: F.covariance_terms(p, a, mask), 2),
     "sequence_ratio": Masked(lambda p, q, mask: F.sequence_ratio(p, q, mask), 2),
     "sampler_ratio": Masked(lambda p, q, mask: F.sampler_ratio(p, q, mask), 2),
     "sampler_ratio of responses": Masked(lambda p, q, mask: F.sampler_ratio(p, q, mask, sequence=True), 2),
@@ -218,6 +219,7 @@ PLAIN: dict[str, Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]]
 OTHER_LIBRARIES = {
     "clip_active": "bool out: test_surrogates.py",
     "ratio_outside": "bool out: test_surrogates.py",
+    "largest_share": "bool out: test_kl.py",
     "fisher_vector_product": "takes a graph: test_natural_gradient.py",
     "conjugate_gradient": "takes a function: test_natural_gradient.py",
     "line_search": "takes a function: test_natural_gradient.py",

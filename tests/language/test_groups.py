@@ -76,7 +76,7 @@ def world(files: dict[str, str], model: Path, function: str, algorithm: str = "G
 
 
 def test_an_algorithm_that_compares_responses_samples_several() -> None:
-    for name in ("GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "RLOO"):
+    for name in ("GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "RLOO"):
         assert recipe(name).sampling.samples == 8
         assert recipe(name, sampling={"samples": 3, "prompts": 4}).sampling.samples == 3
     for name in ("PPO_CLIP", "REINFORCE_PLUS_PLUS"):
@@ -84,7 +84,7 @@ def test_an_algorithm_that_compares_responses_samples_several() -> None:
 
 
 def test_the_kl_is_in_the_reward_only_with_leave_one_out_unless_the_recipe_sets_it() -> None:
-    for name in ("GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO"):
+    for name in ("GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV"):
         assert recipe(name).reference.beta == 0
     for name in ("RLOO", "REINFORCE_PLUS_PLUS", "PPO_CLIP"):
         assert recipe(name).reference.beta == 0.05
@@ -92,7 +92,7 @@ def test_the_kl_is_in_the_reward_only_with_leave_one_out_unless_the_recipe_sets_
 
 
 def test_objectives_are_the_values_themselves() -> None:
-    for name in ("GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE_PLUS_PLUS"):
+    for name in ("GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "RLOO", "REINFORCE_PLUS_PLUS"):
         assert recipe(name).objective == surefoot.ALGORITHMS[name]
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_work_is_rejected_in_one_line(changes: dict[str, Any], messa
     assert "\n" not in str(rejection.value)
 
 
-@pytest.mark.parametrize("algorithm", ["GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "RLOO"])
+@pytest.mark.parametrize("algorithm", ["GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "RLOO"])
 def test_control_has_no_groups(algorithm: str) -> None:
     with pytest.raises(SurefootError, match=r"objective\.baseline='.*': compares responses to the same prompt"):
         find_recipe("CartPole-v1", {"algorithm": algorithm})

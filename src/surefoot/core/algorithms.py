@@ -85,6 +85,9 @@ class Penalty:
     """β, or its first value if it is adapted"""
     target: float | None = None
     """the KL per batch that β adapts to, by halving or doubling after each batch; 0.01 is usual. none: fixed β"""
+    fraction: float = 1.0
+    """share of a batch's samples that the penalty applies to: those in which log π_old and Â are most correlated (KL-Cov, arXiv
+    2505.22617); 1: all, 0: none"""
 
     def __post_init__(self) -> None:
         field = "objective.trust_region"
@@ -92,6 +95,7 @@ class Penalty:
         if self.target is not None:
             _require(self.target > 0, f"{field}.target", self.target, 'must be positive; 0.01 is usual, "none" fixes β')
             _require(self.beta > 0, f"{field}.beta", self.beta, "0 stays 0 when halved or doubled; start from 1")
+        _require(0 <= self.fraction <= 1, f"{field}.fraction", self.fraction, "must lie in [0, 1]; 0.002 is usual, 1 is all")
 
 
 @dataclass(frozen=True)
@@ -334,6 +338,7 @@ DR_GRPO = replace(GRPO, scale_by_group=False, aggregation="constant", reference_
 DAPO = replace(GRPO, trust_region=Clip(0.2, clip_high=0.28), aggregation="token-mean", reference_coefficient=0.0)
 GSPO = replace(GRPO, ratio="sequence", trust_region=Clip(3e-4, clip_high=4e-4), reference_coefficient=0.0)
 CISPO = replace(GRPO, trust_region=ClippedWeight(5.0), aggregation="token-mean", reference_coefficient=0.0)
+KL_COV = replace(GRPO, trust_region=Penalty(beta=1.0, fraction=0.002), aggregation="token-mean", reference_coefficient=0.0)
 RLOO = replace(REINFORCE, baseline="leave_one_out", gamma=1.0, aggregation="sequence-sum")
 REINFORCE_PLUS_PLUS = replace(
     PPO_CLIP,
@@ -361,6 +366,7 @@ ALGORITHMS: dict[str, Objective] = {
     "DAPO": DAPO,
     "GSPO": GSPO,
     "CISPO": CISPO,
+    "KL_COV": KL_COV,
     "RLOO": RLOO,
     "REINFORCE_PLUS_PLUS": REINFORCE_PLUS_PLUS,
 }
@@ -402,5 +408,6 @@ def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str
     if isinstance(kept.get("trust_region"), Mapping):  # keys of another kind of trust region are for other algorithms
         theirs = {key for key in kept["trust_region"] if hasattr(region, key)}
         theirs -= {"target"} if getattr(region, "target", None) is None else set()  # a fixed β stays fixed
+        theirs -= {"fraction"} if getattr(region, "fraction", 1) == 1 else set()  # so does a penalty on all samples
         kept["trust_region"] = {key: value for key, value in kept["trust_region"].items() if key in theirs}
     return kept

@@ -95,6 +95,7 @@ class PenaltyTable(TypedDict, total=False):
 
     beta: float
     target: float | None
+    fraction: float
 
 
 class ConstraintTable(TypedDict, total=False):

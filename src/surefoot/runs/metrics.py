@@ -156,7 +156,8 @@ METRICS: dict[str, Metric] = {
         why_high="the policy moves far per batch: lower the learning rate or epochs, or set target_kl",
     ),
     "penalty_kl": Metric(
-        "the KL(π_old‖π_θ) that a penalty weighs, mean over the minibatches; exact where the distributions are known"
+        "the KL(π_old‖π_θ) that a penalty weighs, mean over the minibatches; exact where the distributions are known. KL_COV: "
+        "0 at the samples that its penalty does not apply to"
     ),
     "kl_after": Metric(
         "mean KL(π_old‖π_θ) over the whole batch when its updates are over; exact where the distributions are known. Only with "
