@@ -47,32 +47,40 @@ RESULTS, RUNS, PAGE = (
     HERE / "runs" / "verifier",
     HERE.parent / "docs" / "benchmarks" / "verifier.md",
 )
-GROUPS = ("RLOO", "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO")
+GROUPS = ("RLOO", "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "ONLINE_DPO")
 REUSED = {"reuse": {"epochs": 4, "minibatches": 2}}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO_REUSED": ("GRPO", {"objective": REUSED}),
-    "GRPO_MASKED": ("GRPO", {"objective": REUSED}),
+    "GRPO_MASKED": ("GRPO", {"objective": {**REUSED, "drop_above_kl": 0.05}}),
+    "KL_COV": ("KL_COV", {"objective": REUSED}),
+    "ONLINE_DPO": ("ONLINE_DPO", {"sampling": {"prompts": 128, "samples": 2}}),
 }
-"""an algorithm in groups, and its other settings: four passes over each batch, in which θ leaves θ_old"""
+"""an algorithm in groups, and its other settings. Four passes over each batch, in which θ leaves θ_old; two answers per pair"""
 OFFLINE = ("DPO", "KTO", "SIMPO", "ORPO")
 FAMILY = (
     *("PPO_CLIP", "GRPO", "REINFORCE_BASELINE", "A2C", "PPO_PENALTY", "RLOO", "DR_GRPO", "DAPO", "GSPO"),
     *("CISPO", "REINFORCE_PLUS_PLUS", *VARIANTS, *OFFLINE),
 )
 SECOND: dict[str, tuple[str, str, tuple[float, ...]]] = {
-    "GRPO_MASKED": ("objective", "drop_above_kl", (0.01, 0.1)),
+    "ONLINE_DPO": ("objective", "pair_beta", (0.5, 2.0)),
     "KTO": ("reference", "beta", (0.1, 2.0)),
     "SIMPO": ("reference", "beta", (2.0, 10.0)),
-    "ORPO": ("reference", "beta", (0.1, 1.0)),
 }
 """a second setting to choose: section, name, values"""
 OWN = {"A2C": {"objective": {"gae_lambda": 0.95, "value_coefficient": 0.5}}}
 """settings of an algorithm that differ from the preset's"""
-USUAL, SMALLER = (3e-4, 1e-3), (1e-4, 3e-4)
-"""learning rates to choose from; the smaller ones are for ``OFFLINE``"""
+RATES = {
+    **dict.fromkeys(("SIMPO", "ORPO"), (1e-4,)),
+    **dict.fromkeys(("DPO", "KTO"), (1e-4, 3e-4)),
+    **dict.fromkeys(VARIANTS, (3e-4,)),
+}
+"""learning rates to choose from, if not ``USUAL``; one where the smaller one was better for all others"""
+USUAL = (3e-4, 1e-3)
 TUNED_ON = 11
 TAUGHT: dict[str, dict[str, Any]] = {"sorting": {}, "addition": {"steps": 240_000, "data": {"batch": 32}}}
 """changes to ``task_sft`` for a task's start: addition needs ten passes in small batches, not one"""
+LAMBDA = 0.1
+"""ORPO's λ, as in its paper"""
 BETA = 2.0
 """DPO's β: with 0.1, samples on TUNED_ON's validation problems got worse than the start's, and with 0.5 they improved less"""
 SAMPLES, PAIRED = 8, 4
@@ -110,7 +118,7 @@ def cell(task: str, algorithm: str, seed: int, rate: float | None, second: float
     if algorithm in OFFLINE:
         rows = answers(folder, seed) if algorithm == "KTO" else pairs(folder, seed)
         changes |= {"data": {"train": str(rows), "max_length": 24}, "preference": {"loss": algorithm.lower()}}
-        changes |= {"steps": Sizes().problems, "reference": {"beta": BETA}}
+        changes |= {"steps": Sizes().problems, "reference": {"beta": LAMBDA if algorithm == "ORPO" else BETA}}
     else:
         base, own = VARIANTS.get(algorithm, (algorithm, OWN.get(algorithm, {})))
         changes |= {"data": {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")}}
@@ -129,7 +137,7 @@ def cell(task: str, algorithm: str, seed: int, rate: float | None, second: float
         "steps": metrics[-1]["steps"],
         "user_seconds": seconds,
         "validation": evaluated(run, data / "validation.jsonl", seed),
-        "start": evaluated(folder / "sft", data / "test.jsonl", seed),
+        "start": evaluated_start(folder, seed),
         "trained": evaluated(run, data / "test.jsonl", seed),
         "curve": [[row["steps"], row["reward"], row.get("held_out_reward")] for row in metrics if "reward" in row],
     }
@@ -194,6 +202,15 @@ def evaluated(run: Path, test: Path, seed: int) -> dict[str, float]:
     }
 
 
+def evaluated_start(folder: Path, seed: int) -> dict[str, float]:
+    """The start of a folder on its test problems, evaluated once."""
+    path = folder / "start.json"
+    if not path.exists():
+        write(path, evaluated(folder / "sft", folder / "data" / "test.jsonl", seed))
+    result: dict[str, float] = json.loads(path.read_text())
+    return result
+
+
 def made(task: str, algorithm: str, seed: int, rate: float | None, second: float | None) -> dict[str, Any]:
     """A cell's result, from its file or computed now."""
     chosen = () if seed != TUNED_ON else (rate, second)
@@ -214,9 +231,10 @@ def best_settings(task: str, algorithm: str) -> tuple[float | None, float | None
     if task != "sorting":
         return None, None
     _, name, values = SECOND.get(algorithm, ("", "", (None,)))
-    tried = [
-        made(task, algorithm, TUNED_ON, *setting) for setting in product(SMALLER if algorithm in OFFLINE else USUAL, values)
-    ]
+    settings = list(product(RATES.get(algorithm, USUAL), values))
+    if len(settings) == 1:
+        return settings[0]
+    tried = [made(task, algorithm, TUNED_ON, *setting) for setting in settings]
     best = max(tried, key=lambda result: result["validation"]["sampled"])
     return best["learning_rate"], best.get(name)
 

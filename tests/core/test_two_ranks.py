@@ -20,6 +20,7 @@ from surefoot import (
     A2C,
     GRPO,
     GSPO,
+    ONLINE_DPO,
     PPO_CLIP,
     PPO_PENALTY_ADAPTIVE,
     REINFORCE_BASELINE,
@@ -60,6 +61,7 @@ OBJECTIVES: dict[str, tuple[str, Objective]] = {
     "groups": ("row", replace(GRPO, reuse=Reuse(1, 1))),
     "sequence ratio": ("row", replace(GSPO, reuse=Reuse(1, 1))),
     "groups without themselves": ("row", RLOO),
+    "pairs": ("row", ONLINE_DPO),
 }
 EARLY = replace(A2C, reuse=Reuse(epochs=8, minibatches=1), normalise_advantages="batch", target_kl=0.0225)
 ADAPTIVE = replace(PPO_PENALTY_ADAPTIVE, reuse=Reuse(epochs=4, minibatches=1), normalise_advantages="batch")

@@ -57,6 +57,7 @@ MASKED: dict[str, Masked] = {
     "group_advantages": Masked(lambda r, mask: F.group_advantages(r, mask), least=2),
     "group_advantages unscaled": Masked(lambda r, mask: F.group_advantages(r, mask, scale=False)),
     "leave_one_out_advantages": Masked(lambda r, mask: F.leave_one_out_advantages(r, mask)),
+    "pair_advantages": Masked(lambda r, h, mask: F.pair_advantages(r, h, 0.5, mask), 2, still=(0,)),
     "masked_mean": Masked(F.masked_mean),
     "masked_var": Masked(F.masked_var),
     "masked_moments": Masked(_moments),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from surefoot.core.algorithms import Objective
+from surefoot.core.credit import preference_metrics
 from surefoot.core.distributed import all_max, all_sum, merge_across_ranks, world_size
 from surefoot.core.minibatches import global_count, rows_of, with_penalised
 from surefoot.core.objective import Batch, mean_old_kl
@@ -156,6 +157,8 @@ class Learner:
             metrics["learning_rate"] = first.settings.learning_rate * context.rate_scale
             if self.schedule == "adaptive":
                 metrics["learning_rate"] = first.learning_rate
+        if objective.baseline == "pair":
+            metrics |= preference_metrics(rollout, credit, objective)
         return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
     def _fits(self, batch: Batch) -> bool:

@@ -5,7 +5,7 @@ dtype and device follow the inputs; flags and masks may be bool or 0/1 of any dt
 """
 
 from surefoot.functional.critics import explained_variance, value_loss
-from surefoot.functional.groups import group_advantages, leave_one_out_advantages
+from surefoot.functional.groups import group_advantages, leave_one_out_advantages, pair_advantages
 from surefoot.functional.kl import (
     adapt_kl_penalty,
     adapt_learning_rate,
@@ -86,6 +86,7 @@ __all__ = [
     "n_step_advantages",
     "orpo_loss",
     "overlong_penalty",
+    "pair_advantages",
     "place_scores",
     "proportional_kl_control",
     "ratio_outside",

@@ -117,7 +117,8 @@ class ClippedWeightTable(TypedDict, total=False):
 class ObjectiveTable(TypedDict, total=False):
     """The fields of ``Objective``."""
 
-    baseline: Literal["mean", "group", "leave_one_out", "critic"] | None
+    baseline: Literal["mean", "group", "leave_one_out", "pair", "critic"] | None
+    pair_beta: float
     scale_by_group: bool
     gae_lambda: float
     reuse: ReuseTable | Reuse | None

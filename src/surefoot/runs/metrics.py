@@ -217,6 +217,14 @@ METRICS: dict[str, Metric] = {
         why_low="training scores actions differently from the rollout",
         why_high="training scores actions differently from the rollout",
     ),
+    "preference_loss": Metric(
+        "ONLINE_DPO: mean DPO loss of the pairs of the iteration, before its update; below 0.69 if the implicit rewards "
+        "rank new answers as the reward does"
+    ),
+    "preference_accuracy": Metric(
+        "ONLINE_DPO: share of the pairs whose better answer has the higher implicit reward, β·(log π − log π_ref), before the "
+        "update"
+    ),
     "reference_loss": Metric("mean KL to the reference as the loss sees it; only with reference_coefficient"),
     "router_loss": Metric(
         "load-balancing loss of a mixture of experts, before its weight: the experts per token where all get alike, more where "
