@@ -48,18 +48,15 @@ RESULTS, RUNS, PAGE = (
     HERE.parent / "docs" / "benchmarks" / "verifier.md",
 )
 GROUPS = ("RLOO", "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "ONLINE_DPO")
-REUSED = {"reuse": {"epochs": 4, "minibatches": 2}}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GRPO_REUSED": ("GRPO", {"objective": REUSED}),
-    "GRPO_MASKED": ("GRPO", {"objective": {**REUSED, "drop_above_kl": 0.05}}),
-    "KL_COV": ("KL_COV", {"objective": REUSED}),
+    "GRPO_MASKED": ("GRPO", {"objective": {"reuse": {"epochs": 2, "minibatches": 4}, "drop_above_kl": 0.05}}),
     "ONLINE_DPO": ("ONLINE_DPO", {"sampling": {"prompts": 128, "samples": 2}}),
 }
-"""an algorithm in groups, and its other settings. Four passes over each batch, in which θ leaves θ_old; two answers per pair"""
+"""an algorithm in groups, and its other settings: eight updates per batch, in which θ leaves θ_old; two answers per pair"""
 OFFLINE = ("DPO", "KTO", "SIMPO", "ORPO")
 FAMILY = (
     *("PPO_CLIP", "GRPO", "REINFORCE_BASELINE", "A2C", "PPO_PENALTY", "RLOO", "DR_GRPO", "DAPO", "GSPO"),
-    *("CISPO", "REINFORCE_PLUS_PLUS", *VARIANTS, *OFFLINE),
+    *("CISPO", "KL_COV", "REINFORCE_PLUS_PLUS", *VARIANTS, *OFFLINE, "PROCESS_REWARD"),
 )
 SECOND: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "ONLINE_DPO": ("objective", "pair_beta", (0.5, 2.0)),
@@ -72,7 +69,7 @@ OWN = {"A2C": {"objective": {"gae_lambda": 0.95, "value_coefficient": 0.5}}}
 RATES = {
     **dict.fromkeys(("SIMPO", "ORPO"), (1e-4,)),
     **dict.fromkeys(("DPO", "KTO"), (1e-4, 3e-4)),
-    **dict.fromkeys(VARIANTS, (3e-4,)),
+    **dict.fromkeys((*VARIANTS, "KL_COV", "PROCESS_REWARD"), (3e-4,)),
 }
 """learning rates to choose from, if not ``USUAL``; one where the smaller one was better for all others"""
 USUAL = (3e-4, 1e-3)
@@ -119,6 +116,10 @@ def cell(task: str, algorithm: str, seed: int, rate: float | None, second: float
         rows = answers(folder, seed) if algorithm == "KTO" else pairs(folder, seed)
         changes |= {"data": {"train": str(rows), "max_length": 24}, "preference": {"loss": algorithm.lower()}}
         changes |= {"steps": Sizes().problems, "reference": {"beta": LAMBDA if algorithm == "ORPO" else BETA}}
+    elif algorithm == "PROCESS_REWARD":
+        terms = [{"model": str(process_reward(folder, seed)), "per": "step", "separator": ""}]
+        changes |= {"algorithm": "PPO_CLIP", "reward": {"terms": terms, "missing_eos_value": -5.0}}
+        changes |= {"data": {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")}}
     else:
         base, own = VARIANTS.get(algorithm, (algorithm, OWN.get(algorithm, {})))
         changes |= {"data": {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")}}
@@ -161,6 +162,23 @@ def answers(folder: Path, seed: int) -> Path:
         labelled = zip(prompts, given, right, ended, strict=True)
         write_rows(path, [{"prompt": p, "completion": each, "label": x == 1} for p, each, x, whole in labelled if whole])
     return path
+
+
+def process_reward(folder: Path, seed: int) -> Path:
+    """The run of a reward model that learned from those answers which of their digits are right, from the same start."""
+    path, run = folder / "steps.jsonl", folder / "process_reward"
+    if not path.exists():
+        sorted_digits = {row["prompt"]: row["answer"] for row in selected(folder)}
+        rows = []
+        for row in (row.columns for row in read_rows(answers(folder, seed))):
+            digits, wanted = list(row["completion"]), sorted_digits[row["prompt"]]
+            labels = [digit == wanted[place : place + 1] for place, digit in enumerate(digits)]
+            rows += [{"prompt": row["prompt"], "completions": digits, "labels": labels}] if digits else []
+        write_rows(path, rows)
+    changes = {"model": str(folder / "sft"), "steps": Sizes().problems, "seed": seed, "optimizer": {"learning_rate": 1e-3}}
+    preference = {"loss": "steps", "separator": ""}
+    finished(run, "reward", {**changes, "data": {"train": str(path), "max_length": 24}, "preference": preference})
+    return run
 
 
 def pairs(folder: Path, seed: int) -> Path:

@@ -288,7 +288,8 @@ class DataSettingsTable(TypedDict, total=False):
 class RewardPreferenceSettingsTable(TypedDict, total=False):
     """The fields of ``RewardPreferenceSettings``."""
 
-    loss: Literal["bradley_terry", "binary"]
+    loss: Literal["bradley_terry", "binary", "steps"]
+    separator: str
 
 
 class DpoReferenceSettingsTable(TypedDict, total=False):

@@ -264,8 +264,8 @@ class RewardTerm(Section):
     """weight in the sum"""
     per: Literal["response", "token", "step"] | None = None
     """unit that gets a score; none: the function's attribute ``per``, else response"""
-    separator: Annotated[str, Field(min_length=1)] | None = None
-    """text that ends each step; none: the function returns the ends of its steps"""
+    separator: str | None = None
+    """text that ends each step; empty: every character is a step; none: the function returns the ends of its steps"""
     arguments: dict[str, Any] = Field({})
     """other keyword arguments of a function, such as { tolerance = 0.01 }; a server gets them with every request"""
     batch: Count = 64
@@ -438,9 +438,20 @@ class PreferenceSettings(Section):
 class RewardPreferenceSettings(Section):
     """The loss of a reward model."""
 
-    loss: Literal["bradley_terry", "binary"] = "bradley_terry"
+    loss: Literal["bradley_terry", "binary", "steps"] = "bradley_terry"
     """bradley_terry: pairs, of which the chosen answer is better with probability σ(difference of the scores); binary: single
-    answers, labelled good or bad, good with probability σ(score)"""
+    answers, labelled good or bad, good with probability σ(score); steps: the same for every step of an answer (process reward
+    models)"""
+    separator: str = "\n"
+    """steps: text between two steps; empty: every character is a step"""
+
+    @pydantic.model_validator(mode="after")
+    def _check_separator(self) -> "RewardPreferenceSettings":
+        if self.loss != "steps" and self.separator != "\n":
+            raise SurefootError(
+                f"preference.separator={self.separator!r}: is for preference.loss = 'steps', and it is {self.loss!r}; unset it"
+            )
+        return self
 
 
 class CriticSettings(Section):
@@ -600,6 +611,16 @@ class RewardRecipe(SupervisedRecipe):
     """rows on which the scores are normalised to mean 0 and standard deviation 1; none: the chosen or good answers of
     data.train"""
     preference: RewardPreferenceSettings = RewardPreferenceSettings()
+
+    @pydantic.model_validator(mode="after")
+    def _check_steps(self) -> "RewardRecipe":
+        """Scores of steps are standardised on steps, and written with all weights."""
+        unread = {"demonstrations": self.demonstrations, "adapter": self.adapter, "sharding": self.sharding}
+        for name, value in unread.items():
+            if self.preference.loss == "steps" and value is not None:
+                shown = f"={value!r}" if isinstance(value, str) else ""
+                raise SurefootError(f"{name}{shown}: is not for preference.loss = 'steps'; unset it")
+        return self
 
     @property
     def title(self) -> str:
