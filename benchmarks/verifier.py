@@ -173,7 +173,8 @@ def process_reward(folder: Path, seed: int) -> Path:
         for row in (row.columns for row in read_rows(answers(folder, seed))):
             digits, wanted = list(row["completion"]), sorted_digits[row["prompt"]]
             labels = [digit == wanted[place : place + 1] for place, digit in enumerate(digits)]
-            rows += [{"prompt": row["prompt"], "completions": digits, "labels": labels}] if digits else []
+            if digits and not any(digit.isspace() for digit in digits):  # white space is no step
+                rows.append({"prompt": row["prompt"], "completions": digits, "labels": labels})
         write_rows(path, rows)
     changes = {"model": str(folder / "sft"), "steps": Sizes().problems, "seed": seed, "optimizer": {"learning_rate": 1e-3}}
     preference = {"loss": "steps", "separator": ""}
