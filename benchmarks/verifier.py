@@ -47,16 +47,37 @@ RESULTS, RUNS, PAGE = (
     HERE / "runs" / "verifier",
     HERE.parent / "docs" / "benchmarks" / "verifier.md",
 )
-GROUPS = ("RLOO", "GRPO", "DR_GRPO", "DAPO", "GSPO")
-FAMILY = ("PPO_CLIP", "GRPO", "REINFORCE_BASELINE", "A2C", "PPO_PENALTY", "RLOO", "DR_GRPO", "DAPO", "GSPO", "DPO")
-RATES = {"DPO": (1e-4, 3e-4)}
-"""learning rates to choose from, if not ``USUAL``"""
+GROUPS = ("RLOO", "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "ONLINE_DPO")
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPO_MASKED": ("GRPO", {"objective": {"reuse": {"epochs": 2, "minibatches": 4}, "drop_above_kl": 0.05}}),
+    "ONLINE_DPO": ("ONLINE_DPO", {"sampling": {"prompts": 128, "samples": 2}}),
+}
+"""an algorithm in groups, and its other settings: eight updates per batch, in which θ leaves θ_old; two answers per pair"""
+OFFLINE = ("DPO", "KTO", "SIMPO", "ORPO")
+FAMILY = (
+    *("PPO_CLIP", "GRPO", "REINFORCE_BASELINE", "A2C", "PPO_PENALTY", "RLOO", "DR_GRPO", "DAPO", "GSPO"),
+    *("CISPO", "KL_COV", "REINFORCE_PLUS_PLUS", *VARIANTS, *OFFLINE, "PROCESS_REWARD"),
+)
+SECOND: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "ONLINE_DPO": ("objective", "pair_beta", (0.5, 2.0)),
+    "KTO": ("reference", "beta", (0.1, 2.0)),
+    "SIMPO": ("reference", "beta", (2.0, 10.0)),
+}
+"""a second setting to choose: section, name, values"""
 OWN = {"A2C": {"objective": {"gae_lambda": 0.95, "value_coefficient": 0.5}}}
 """settings of an algorithm that differ from the preset's"""
+RATES = {
+    **dict.fromkeys(("SIMPO", "ORPO"), (1e-4,)),
+    **dict.fromkeys(("DPO", "KTO"), (1e-4, 3e-4)),
+    **dict.fromkeys((*VARIANTS, "KL_COV", "PROCESS_REWARD"), (3e-4,)),
+}
+"""learning rates to choose from, if not ``USUAL``; one where the smaller one was better for all others"""
 USUAL = (3e-4, 1e-3)
 TUNED_ON = 11
 TAUGHT: dict[str, dict[str, Any]] = {"sorting": {}, "addition": {"steps": 240_000, "data": {"batch": 32}}}
 """changes to ``task_sft`` for a task's start: addition needs ten passes in small batches, not one"""
+LAMBDA = 0.1
+"""ORPO's λ, as in its paper"""
 BETA = 2.0
 """DPO's β: with 0.1, samples on TUNED_ON's validation problems got worse than the start's, and with 0.5 they improved less"""
 SAMPLES, PAIRED = 8, 4
@@ -84,51 +105,99 @@ def finished(run: Path, recipe: str, changes: dict[str, Any]) -> float | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_utime - started if whole else None
 
 
-def cell(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, Any]:
+def cell(task: str, algorithm: str, seed: int, rate: float | None, second: float | None) -> dict[str, Any]:
     """Train one cell and evaluate it and its start on problems that no stage was trained on."""
     folder = start(task, seed)
-    run, data = folder / f"{algorithm}-{rate}", folder / "data"
+    run, data = folder / "-".join(str(x) for x in (algorithm, rate, second) if x is not None), folder / "data"
     changes: dict[str, Any] = {"seed": seed, "model": str(folder / "sft")}
     if rate is not None:
         changes["optimizer"] = {"learning_rate": rate}
-    if algorithm == "DPO":
-        pairs(folder, seed)
-        changes |= {"data": {"train": str(folder / "pairs.jsonl"), "max_length": 24}}
-        seconds = finished(run, "dpo", {**changes, "steps": Sizes().problems, "reference": {"beta": BETA}})
-    else:
+    if algorithm in OFFLINE:
+        rows = answers(folder, seed) if algorithm == "KTO" else pairs(folder, seed)
+        changes |= {"data": {"train": str(rows), "max_length": 24}, "preference": {"loss": algorithm.lower()}}
+        changes |= {"steps": Sizes().problems, "reference": {"beta": LAMBDA if algorithm == "ORPO" else BETA}}
+    elif algorithm == "PROCESS_REWARD":
+        terms = [{"model": str(process_reward(folder, seed)), "per": "step", "separator": ""}]
+        changes |= {"algorithm": "PPO_CLIP", "reward": {"terms": terms, "missing_eos_value": -5.0}}
         changes |= {"data": {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")}}
-        changes |= in_groups(algorithm) if algorithm in GROUPS else {"algorithm": algorithm, **OWN.get(algorithm, {})}
-        seconds = finished(run, task, changes)
+    else:
+        base, own = VARIANTS.get(algorithm, (algorithm, OWN.get(algorithm, {})))
+        changes |= {"data": {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")}}
+        changes |= {**(in_groups(base) if base in GROUPS else {"algorithm": base}), **own}
+    if second is not None:
+        section, name, _ = SECOND[algorithm]
+        changes[section] = {**changes.get(section, {}), name: second}
+    seconds = finished(run, "dpo" if algorithm in OFFLINE else task, changes)
     metrics = read_metrics(run / "metrics.jsonl")
     return {
         "task": task,
         "algorithm": algorithm,
         "seed": seed,
         "learning_rate": rate,
+        **({} if second is None else {SECOND[algorithm][1]: second}),
         "steps": metrics[-1]["steps"],
         "user_seconds": seconds,
         "validation": evaluated(run, data / "validation.jsonl", seed),
-        "start": evaluated(folder / "sft", data / "test.jsonl", seed),
+        "start": evaluated_start(folder, seed),
         "trained": evaluated(run, data / "test.jsonl", seed),
         "curve": [[row["steps"], row["reward"], row.get("held_out_reward")] for row in metrics if "reward" in row],
     }
 
 
-def pairs(folder: Path, seed: int) -> None:
-    """Write a right and a wrong answer of the start per problem with both among ``PAIRED`` samples; 10,240 samples in total."""
-    if (folder / "pairs.jsonl").exists():
-        return
-    selected, count = folder / "selected.jsonl", Sizes().problems // PAIRED
-    write_rows(selected, [row.columns for row in read_rows(folder / "data" / "problems.jsonl")[:count]])
+def selected(folder: Path) -> list[dict[str, Any]]:
+    """The problems to which the start gives ``PAIRED`` answers each; 10,240 in total."""
+    return [row.columns for row in read_rows(folder / "data" / "problems.jsonl")[: Sizes().problems // PAIRED]]
+
+
+def answers(folder: Path, seed: int) -> Path:
+    """Write every one of those answers that ended, with its label."""
+    path, rows = folder / "answers.jsonl", selected(folder)
+    if not path.exists():
+        rows = [row for row in rows for _ in range(PAIRED)]
+        prompts = [row["prompt"] for row in rows]
+        model = load_language_model(str(folder / "sft"))
+        given, ended = model.generate_ended(prompts[::PAIRED], samples=PAIRED, max_tokens=8, seed=seed)
+        columns = {name: [row[name] for row in rows] for name in ("answer", "task")}
+        right = tasks.verify(prompts, given, **columns)
+        labelled = zip(prompts, given, right, ended, strict=True)
+        write_rows(path, [{"prompt": p, "completion": each, "label": x == 1} for p, each, x, whole in labelled if whole])
+    return path
+
+
+def process_reward(folder: Path, seed: int) -> Path:
+    """The run of a reward model that learned from those answers which of their digits are right, from the same start."""
+    path, run = folder / "steps.jsonl", folder / "process_reward"
+    if not path.exists():
+        sorted_digits = {row["prompt"]: row["answer"] for row in selected(folder)}
+        rows = []
+        for row in (row.columns for row in read_rows(answers(folder, seed))):
+            digits, wanted = list(row["completion"]), sorted_digits[row["prompt"]]
+            labels = [digit == wanted[place : place + 1] for place, digit in enumerate(digits)]
+            if digits and not any(digit.isspace() for digit in digits):  # white space is no step
+                rows.append({"prompt": row["prompt"], "completions": digits, "labels": labels})
+        write_rows(path, rows)
+    changes = {"model": str(folder / "sft"), "steps": Sizes().problems, "seed": seed, "optimizer": {"learning_rate": 1e-3}}
+    preference = {"loss": "steps", "separator": ""}
+    finished(run, "reward", {**changes, "data": {"train": str(path), "max_length": 24}, "preference": preference})
+    return run
+
+
+def pairs(folder: Path, seed: int) -> Path:
+    """Write a right and a wrong of those answers per problem that has both."""
+    path = folder / "pairs.jsonl"
+    if path.exists():
+        return path
+    write_rows(folder / "selected.jsonl", selected(folder))
     drawing = BestOfSettings(PAIRED, max_tokens=8, seed=seed)
     kept = best_of_n(
         load_language_model(str(folder / "sft")),
-        selected,
+        folder / "selected.jsonl",
         load_flag_reward(["surefoot.language.tasks:verify"]),
         drawing,
         worst=True,
     )
-    write_rows(folder / "pairs.jsonl", kept.rows)
+    write_rows(path, kept.rows)
+    return path
 
 
 @torch.no_grad()
@@ -152,24 +221,41 @@ def evaluated(run: Path, test: Path, seed: int) -> dict[str, float]:
     }
 
 
-def made(task: str, algorithm: str, seed: int, rate: float | None) -> dict[str, Any]:
+def evaluated_start(folder: Path, seed: int) -> dict[str, float]:
+    """The start of a folder on its test problems, evaluated once."""
+    path = folder / "start.json"
+    if not path.exists():
+        write(path, evaluated(folder / "sft", folder / "data" / "test.jsonl", seed))
+    result: dict[str, float] = json.loads(path.read_text())
+    return result
+
+
+def made(task: str, algorithm: str, seed: int, rate: float | None, second: float | None) -> dict[str, Any]:
     """A cell's result, from its file or computed now."""
-    name = f"{algorithm}-{seed}" if seed != TUNED_ON else f"{algorithm}-{seed}-{rate}"
+    chosen = () if seed != TUNED_ON else (rate, second)
+    name = "-".join(str(x) for x in (algorithm, seed, *chosen) if x is not None)
     path = RESULTS / task / f"{name}.json"
     if not path.exists():
-        started, result = time.monotonic(), cell(task, algorithm, seed, rate)
+        started, result = time.monotonic(), cell(task, algorithm, seed, rate, second)
         write(path, result)
         print(f"{task} {name}: greedy {result['trained']['greedy']:.3f} in {time.monotonic() - started:.0f} s", flush=True)
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 
 
-def best_rate(task: str, algorithm: str) -> float | None:
-    """The rate with more right samples on the validation problems of ``TUNED_ON``; None for addition, whose preset sets it."""
+def best_settings(task: str, algorithm: str) -> tuple[float | None, float | None]:
+    """The rate and the second setting with most right samples on the validation problems of ``TUNED_ON``; None for addition,
+    whose preset sets the rate.
+    """
     if task != "sorting":
-        return None
-    tried = [made(task, algorithm, TUNED_ON, rate) for rate in RATES.get(algorithm, USUAL)]
-    return float(max(tried, key=lambda result: result["validation"]["sampled"])["learning_rate"])
+        return None, None
+    _, name, values = SECOND.get(algorithm, ("", "", (None,)))
+    settings = list(product(RATES.get(algorithm, USUAL), values))
+    if len(settings) == 1:
+        return settings[0]
+    tried = [made(task, algorithm, TUNED_ON, *setting) for setting in settings]
+    best = max(tried, key=lambda result: result["validation"]["sampled"])
+    return best["learning_rate"], best.get(name)
 
 
 def demo(seed: int) -> None:
@@ -266,7 +352,7 @@ def main() -> None:
             demo(seed)
     elif args.verb == "train":
         for seed, algorithm in product(args.seeds, args.algorithms):
-            made(args.task, algorithm, seed, best_rate(args.task, algorithm))
+            made(args.task, algorithm, seed, *best_settings(args.task, algorithm))
     else:
         write_page()
 

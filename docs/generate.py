@@ -18,21 +18,22 @@ import runpy
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import griffe
 
 from surefoot.cli.main import COMMANDS, cli
 from surefoot.cli.options import BooleanOption
-from surefoot.core.algorithms import ALGORITHMS, Objective
+from surefoot.core.algorithms import ALGORITHMS, LADDER, Objective, Reuse, switches_between
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
 from surefoot.inspector.clip_table import clip_table_page
-from surefoot.recipes.reading import recipe_fields
+from surefoot.recipes.language import DpoRecipe, PreferenceSettings
+from surefoot.recipes.reading import make_recipe, recipe_fields
 from surefoot.runs.metrics import METRICS, SHOWN, TIMING, Metric
 from surefoot.runs.reading import History
 
@@ -341,6 +342,62 @@ def named_algorithms() -> str:
     return table(("algorithm", "switches"), [(code(name), settings(value)) for name, value in ALGORITHMS.items()])
 
 
+BASES = {
+    **dict.fromkeys(("GRPO", "REINFORCE_PLUS_PLUS"), "PPO_CLIP"),
+    **dict.fromkeys(("DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV"), "GRPO"),
+    **dict.fromkeys(("RLOO", "ONLINE_DPO"), "REINFORCE"),
+}
+"""the algorithm that each is described by its differences from"""
+
+
+def family(names: Iterable[str]) -> str:
+    """The switches in which each algorithm differs from another, as in a recipe."""
+
+    def value(x: Any) -> str:
+        if is_dataclass(x) and not isinstance(x, type):
+            set_here = {f.name: getattr(x, f.name) for f in fields(x)}
+            plain = {f.name: f.default for f in fields(x)}
+            first = next(iter(set_here))
+            chosen = {name: y for name, y in set_here.items() if name == first or y != plain[name] or isinstance(x, Reuse)}
+            return "{ " + ", ".join(f"{name} = {value(y)}" for name, y in chosen.items()) + " }"
+        return '"none"' if x is None else json.dumps(x)
+
+    def differences(name: str) -> str:
+        different = switches_between(ALGORITHMS[BASES[name]], ALGORITHMS[name])
+        return ", ".join(code(f"{switch} = {value(new)}") for switch, (_, new) in different.items())
+
+    return table(("algorithm", "based on", "with"), [(code(n), code(BASES[n]), differences(n)) for n in names])
+
+
+def preferences() -> str:
+    """What the losses on pairs and labelled answers read, and their defaults."""
+    rows = []
+    for loss in get_args(PreferenceSettings.model_fields["loss"].annotation):
+        made = make_recipe({"kind": "dpo", "model": "m", "data": {"train": "t"}, "preference": {"loss": loss}})
+        assert isinstance(made, DpoRecipe)
+        rows.append(
+            (
+                code(f'preference.loss = "{loss}"'),
+                "labelled answers" if loss == "kto" else "pairs",
+                "the reference" if made.has_reference else "nothing; log π per token",
+                code(shown(made.reference.beta)),
+            )
+        )
+    return table(('with `kind = "dpo"`', "rows", "log π is compared with", "`reference.beta`"), rows)
+
+
+def math_page() -> str:
+    """The page on the math, whose tables of the family are generated."""
+    text = (ROOT / "docs" / "math.md").read_text("utf-8")
+    names = [name for name, objective in ALGORITHMS.items() if objective.baseline != "critic" and objective not in LADDER]
+    for block, content in (("algorithms without a critic", family(names)), ("losses on preferences", preferences())):
+        begin, end = f"<!-- begin: {block}, from docs/generate.py -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        assert found, f"docs/math.md has no line {begin}"
+        text = f"{before}{begin}\n{content}\n\n{end}{rest.partition(end)[2]}"
+    return text
+
+
 def bounds(metric: Metric) -> str:
     if metric.low is not None and metric.high is not None:
         return f"{metric.low:g} to {metric.high:g}"
@@ -525,6 +582,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "clip-table.html": clip_table_page(),
         ROOT / "docs" / "how-ppo-works.html": runpy.run_path(str(ROOT / "docs" / "how_ppo_works.py"))["how_ppo_works_page"](),
+        ROOT / "docs" / "math.md": math_page(),
         ROOT / "docs" / "troubleshooting.md": troubleshooting_page(),
         ROOT / "src" / "surefoot" / "recipes" / "arguments.py": runpy.run_path(str(ROOT / "docs" / "arguments.py"))[
             "arguments_module"

@@ -132,6 +132,7 @@ def test_an_update_that_is_not_finite_is_not_taken() -> None:
         pytest.param({"network": {"hidden": [8], "shared_trunk": True}}, id="shared-trunk"),
         pytest.param({"optimizer": {"learning_rate": 1e-2, "critic_learning_rate": 3e-3}}, id="critic-apart"),
         pytest.param({"algorithm": "PPO_PENALTY_ADAPTIVE"}, id="penalty"),
+        pytest.param({"objective": TINY["objective"] | {"trust_region": {"beta": 3.0, "fraction": 0.2}}}, id="penalty-on-some"),
         pytest.param({"algorithm": "A2C", "objective": {}}, id="one-update"),
         pytest.param({"optimizer": {"learning_rate": 1e-1}, "objective": TINY["objective"] | {"target_kl": 0.01}}, id="stop"),
         pytest.param({"objective": TINY["objective"] | {"value_clip": 0.1, "entropy_coefficient": 0.01}}, id="more-terms"),

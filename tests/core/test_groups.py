@@ -26,20 +26,25 @@ from surefoot import (
     DR_GRPO,
     GRPO,
     GSPO,
+    KL_COV,
+    ONLINE_DPO,
     PPO_CLIP,
     REINFORCE_PLUS_PLUS,
     RLOO,
     Clip,
     ClippedWeight,
     Objective,
+    Penalty,
     Reuse,
     SurefootError,
 )
+from surefoot import functional as F
 from surefoot.core.algorithms import algorithm_named, switches_between
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout, map_tensors
+from surefoot.functional.masking import keep_only
 
 from .worlds import TinyPolicy, gradient, moved, random_rollout
 
@@ -48,6 +53,10 @@ SEEDS = [0, 1, 2]
 LONGEST = 9
 BOUND = 1.05
 """of CISPO's weight, which some ratios of these worlds are above"""
+BETA = 0.7
+"""of online DPO"""
+FRACTION = 0.3
+"""of the tokens, which KL-Cov's penalty applies to"""
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -201,6 +210,21 @@ def cispo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor
     return (weight * scaled(r, row) * new).sum() * len(responses) / sum(len(kept(r, other)) for other in responses)
 
 
+def kl_cov(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """Cui et al., equations 10 to 13: the ratio, less a KL at the tokens whose term of the covariance of log π and Â is among
+    the largest of all; over the tokens of all responses. Their π in equation 10 is π_old here, as it is before the first step.
+    """
+    assert r.old_log_probs is not None
+    tokens = [(other, t) for other in range(len(r.mask)) for t in kept(r, other)]
+    likely, worth = [float(r.old_log_probs[at]) for at in tokens], [scaled(r, other) for other, _ in tokens]
+    terms = [(x - mean(likely)) * (a - mean(worth)) for x, a in zip(likely, worth, strict=True)]
+    chosen = sorted(range(len(tokens)), key=lambda i: -terms[i])[: int(FRACTION * len(tokens))]
+    penalised = torch.tensor([tokens.index((row, t)) in chosen for t in kept(r, row)])
+    rho = (new - old).exp()
+    gain = rho * scaled(r, row) - penalised * 3.0 * (rho - 1 - (new - old))
+    return gain.sum() * len({other for other, _ in tokens}) / len(tokens)
+
+
 def reinforce_plus_plus(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     """REINFORCE++: the sum of the rewards still to come, less the batch's mean, by its standard deviation."""
     to_come = {
@@ -214,6 +238,21 @@ def reinforce_plus_plus(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Ten
     return sum(clipped(rho[t], a, 0.2, 0.2) for t, a in enumerate(advantages)) * responses / len(of_all)  # type: ignore[return-value]
 
 
+def online_dpo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """Online DPO: log σ(β(h_c − h_r)) of the best against the worst answer to each prompt, differentiated by hand, with the
+    weight σ(−β(h_c − h_r)) of θ_old, which is not θ here.
+    """
+    assert r.old_log_probs is not None
+    assert r.ref_log_probs is not None
+    ranked = sorted(mates(r, row), key=lambda other: earned(r, other))
+    rejected, chosen = ranked[0], ranked[-1]
+    if row not in (rejected, chosen) or earned(r, rejected) == earned(r, chosen):
+        return 0 * new.sum()
+    h = {other: float((r.old_log_probs - r.ref_log_probs)[other, kept(r, other)].sum()) for other in (rejected, chosen)}
+    weight = len(ranked) * BETA / (1 + math.exp(BETA * (h[chosen] - h[rejected])))
+    return new.sum() * (weight if row == chosen else -weight)
+
+
 def rloo(r: Rollout, row: int, new: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     """RLOO: the response is one action, and log π of it a sum."""
     return new.sum() * against_others(r, row)
@@ -225,7 +264,9 @@ PAPERS = {
     "DAPO": (DAPO, dapo),
     "GSPO": (GSPO, gspo),
     "CISPO": (replace(CISPO, trust_region=ClippedWeight(BOUND)), cispo),
+    "KL_COV": (replace(KL_COV, trust_region=Penalty(3.0, fraction=FRACTION)), kl_cov),
     "RLOO": (RLOO, rloo),
+    "ONLINE_DPO": (replace(ONLINE_DPO, pair_beta=BETA), online_dpo),
     "REINFORCE_PLUS_PLUS": (REINFORCE_PLUS_PLUS, reinforce_plus_plus),
 }
 
@@ -235,6 +276,7 @@ PAPERS = {
 def test_the_gradient_is_that_of_the_papers_formula_written_out(name: str, seed: int) -> None:
     objective, formula = PAPERS[name]
     policy, r = world(seed)
+    r = replace(r, old_distribution=None)  # as on text
     assert r.old_log_probs is not None
     assert r.ref_log_probs is not None
     rows = [row for row in range(8) if kept(r, row)]
@@ -375,6 +417,58 @@ def test_a_clipped_response_is_silent_as_a_whole() -> None:
     assert results["token"] > 0
 
 
+# ---- pairs (online DPO) -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_at_the_sampling_policy_the_gradient_of_pairs_is_that_of_the_dpo_loss(seed: int) -> None:
+    """The loss of ``dpo_loss``, differentiated by autograd; prompts weigh by their number of responses."""
+    policy, r = world(seed)
+    with torch.no_grad():
+        r = replace(r, old_log_probs=policy(r.inputs, r.actions).log_probs)
+    assert r.ref_log_probs is not None
+    assert r.group is not None
+    new, ref = (keep_only(x, r.mask).sum(-1) for x in (policy(r.inputs, r.actions).log_probs, r.ref_log_probs))
+    total, count, right = torch.zeros(()), 0, []
+    for prompt in set(r.group.tolist()):
+        rows = sorted(mates(r, r.group.tolist().index(prompt)), key=lambda row: earned(r, row))
+        count += len(rows)
+        if len(rows) > 1:
+            pair = (new[rows[-1]], new[rows[0]], ref[rows[-1]], ref[rows[0]])
+            total = total + len(rows) * F.dpo_loss(*pair, beta=BETA)
+            margin = float((pair[0] - pair[1] - pair[2] + pair[3]).detach())
+            right.append((math.log1p(math.exp(-BETA * margin)), margin > 0))
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total / count, list(policy.parameters()))])
+    objective = replace(ONLINE_DPO, pair_beta=BETA)
+    same(gradient(policy, r, objective), expected)
+    same(gradient(policy, r, objective, micro_batch=3), expected)
+    trained = copy.deepcopy(policy)
+    metrics = Learner(trained, objective, AdamSettings(1e-3)).update(r, assign_credit(r, objective), LearnerState.seeded(0, 1))
+    assert metrics["preference_loss"] == pytest.approx(mean(loss for loss, _ in right))
+    assert metrics["preference_accuracy"] == pytest.approx(mean(ranked for _, ranked in right))
+
+
+def test_prompts_whose_answers_earn_the_same_teach_nothing_and_only_the_best_and_the_worst_answer_do() -> None:
+    rewards, ratios = torch.tensor([[1.0, 0.0, 2.0], [1.0, 1.0, 1.0]]), torch.zeros(2, 3)
+    assert F.pair_advantages(rewards, ratios, 0.2).tolist() == [pytest.approx([0, -0.3, 0.3]), [0, 0, 0]]
+    assert F.pair_advantages(rewards, ratios, 0.2, torch.tensor([[1, 1, 0], [1, 0, 0]])).tolist()[0] == pytest.approx(
+        [0.2, -0.2, 0]
+    )
+
+
+def test_a_pair_that_the_policy_ranks_right_by_far_weighs_little() -> None:
+    weights = [
+        float(F.pair_advantages(torch.tensor([[1.0, 0.0]]), torch.tensor([[h, -h]]), 1.0)[0, 0]) for h in (-5.0, 0.0, 5.0)
+    ]
+    assert weights == pytest.approx([2 / (1 + math.exp(-10)), 1, 2 / (1 + math.exp(10))])
+
+
+def test_without_a_reference_pairs_are_an_error_of_one_line() -> None:
+    _, r = world(1)
+    with pytest.raises(SurefootError, match=r"objective.baseline='pair': compares with a reference"):
+        assign_credit(replace(r, ref_log_probs=None), ONLINE_DPO)
+
+
 # ---- clipped weights, and responses that are left out ----------------------------------------------------------------
 
 
@@ -433,6 +527,10 @@ def test_bad_responses_that_moved_away_are_left_out_and_still_count_in_the_mean(
         (GRPO, {"drop_above_kl": 0.0}, "objective.drop_above_kl=0.0: must be positive"),
         (GRPO, {"importance_cap": 0.5}, "objective.importance_cap=0.5: must be at least 1"),
         (GRPO, {"importance_mode": "token_mask"}, "objective.importance_mode='token_mask': needs objective.importance_cap"),
+        (GRPO, {"pair_beta": 0.5}, "objective.pair_beta=0.5: needs objective.baseline"),
+        (ONLINE_DPO, {"pair_beta": 0.0}, "objective.pair_beta=0.0: must be positive"),
+        (ONLINE_DPO, {"reuse": Reuse(2, 1)}, "objective.reuse='2 epochs': is for other baselines"),
+        (ONLINE_DPO, {"normalise_advantages": "batch"}, "objective.normalise_advantages='batch': would change the weights"),
         (GRPO, {"gae_lambda": 0.95}, "objective.gae_lambda=0.95: needs a critic"),
         (GRPO, {"value_clip": 0.2}, "objective.value_clip=0.2: needs a critic"),
     ],
@@ -442,14 +540,19 @@ def test_switches_that_do_not_go_together_are_rejected(base: Objective, changes:
         replace(base, **changes)
 
 
+REGIONS = {"max_weight": ClippedWeight, "fraction": Penalty}
+
+
 def test_the_page_on_the_math_shows_each_as_the_diff_that_it_is() -> None:
     page = (Path(__file__).parents[2] / "docs" / "math.md").read_text("utf-8").partition("### Algorithms without a critic")[2]
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", page, flags=re.M)
-    assert [name for name, _, _ in rows] == ["GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "RLOO", "REINFORCE_PLUS_PLUS"]
+    shown = ["GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "RLOO", "ONLINE_DPO", "REINFORCE_PLUS_PLUS"]
+    assert [name for name, _, _ in rows] == shown
     for name, base, cells in rows:
         switches: dict[str, Any] = tomllib.loads("\n".join(re.findall(r"`([^`]*)`", cells)))
         switches = {key: None if value == "none" else value for key, value in switches.items()}
-        made = {"trust_region": ClippedWeight if "max_weight" in cells else Clip, "reuse": Reuse}
+        region = next((kind for key, kind in REGIONS.items() if key in cells), Clip)
+        made = {"trust_region": region, "reuse": Reuse}
         switches |= {key: made[key](**switches[key]) for key in made if key in switches}
         assert set(switches) == set(switches_between(ALGORITHMS[base], ALGORITHMS[name])), name
         assert replace(ALGORITHMS[base], **switches) == ALGORITHMS[name], name

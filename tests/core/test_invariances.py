@@ -42,6 +42,7 @@ OBJECTIVES = {
     "normalised over the batch": replace(EVERYTHING, normalise_advantages="batch"),
     "mean baseline": Objective(baseline="mean", entropy_coefficient=0.05),
     "penalty": replace(EVERYTHING, trust_region=Penalty(3.0)),
+    "penalty on some": replace(EVERYTHING, trust_region=Penalty(3.0, fraction=0.3)),
     "reference by ratio_k3": replace(EVERYTHING, reference_estimator="ratio_k3"),
 }
 ONLY_ROWS = {

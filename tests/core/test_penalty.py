@@ -15,9 +15,11 @@ from surefoot import PPO_PENALTY, PPO_PENALTY_ADAPTIVE, PPO_UNCLIPPED, Objective
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import BETA_RANGE, Learner
 from surefoot.core.loop import run_loop
+from surefoot.core.minibatches import rows_of, with_penalised
 from surefoot.core.objective import Batch, old_kl
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import Evaluation, LearnerState, Metrics, Rollout, map_tensors
+from surefoot.core.traces import Recorder
 
 from .worlds import TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout
 
@@ -113,6 +115,55 @@ def test_where_nothing_is_kept_the_old_distribution_may_be_nan() -> None:
     nan = map_tensors(lambda x: torch.where(rollout.mask.unsqueeze(-1), x, torch.nan), rollout.old_distribution)
     expected = gradient(policy, rollout, priced(2.0))
     same(gradient(policy, replace(rollout, old_distribution=nan), priced(2.0)), expected)
+
+
+# ---- a penalty on some samples (KL-Cov) ---------------------------------------------------------------------------------
+
+
+def on_share(fraction: float, beta: float = 2.5, **changes: Any) -> Objective:
+    return replace(PPO_PENALTY, trust_region=Penalty(beta, fraction=fraction), **changes)
+
+
+@pytest.mark.parametrize("unit", ["step", "row"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "sampled"])
+def test_a_penalty_on_all_samples_is_the_penalty_and_one_on_none_is_no_penalty_to_the_last_bit(unit: str, exact: bool) -> None:
+    policy, rollout = elsewhere(1, unit)
+    rollout = rollout if exact else sampled(rollout)
+    assert torch.equal(gradient(policy, rollout, on_share(1.0)), gradient(policy, rollout, priced(2.5)))
+    assert torch.equal(gradient(policy, rollout, on_share(0.0)), gradient(policy, rollout, PPO_UNCLIPPED))
+    some = gradient(policy, rollout, on_share(0.3))
+    for limit in (priced(2.5), PPO_UNCLIPPED):
+        assert (some - gradient(policy, rollout, limit)).abs().max() > 1e-4
+
+
+def test_the_samples_are_chosen_once_over_the_whole_batch_and_before_a_normalisation() -> None:
+    """Three epochs of minibatches, in another order each, penalise the same samples."""
+    policy = TinyPolicy(5, exact=False)
+    objective = on_share(0.2, reuse=Reuse(3, 4), normalise_advantages="minibatch")
+    learner = Learner(policy, objective, AdamSettings(0.02))
+    learner.recorder = Recorder(every=1, rows=6)
+    rollout, state = random_rollout(policy, 3, rows=6), LearnerState.seeded(0, 1000)
+    credit = assign_credit(rollout, objective)
+    batch = with_penalised(rows_of(rollout, credit), 0.2)
+    assert batch.penalised is not None
+    assert int(batch.penalised.sum()) == int(0.2 * int(rollout.mask.sum()))
+    learner.update(rollout, credit, state)
+    trace = learner.recorder.take(state)
+    assert trace is not None
+    chosen = torch.zeros_like(rollout.mask)
+    chosen[rollout.mask] = batch.penalised
+    for row in trace.rows:
+        assert row.visits.penalty_kl is not None
+        steps = slice(row.start, row.start + len(row.mask))
+        for visit in row.visits.penalty_kl[1:]:  # θ has moved
+            assert torch.equal(visit > 0, chosen[row.row, steps])
+
+
+def test_beta_adapts_to_the_kl_of_all_samples_also_where_it_weighs_some() -> None:
+    objective = replace(ADAPTIVE, trust_region=Penalty(1.0, target=0.01, fraction=0.1))
+    metrics, moves, _ = run(objective, 0.025, 4)
+    assert [of["kl_after"] for of in metrics] == pytest.approx(moves)
+    assert all(of["penalty_kl"] < of["kl_after"] for of in metrics)  # type: ignore[operator]
 
 
 # ---- β ------------------------------------------------------------------------------------------------------------------
@@ -296,7 +347,13 @@ def test_the_penalties_are_one_switch_away_from_the_unclipped() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"beta": -1.0}, "beta=-1.0"), ({"target": 0.0}, "target=0.0"), ({"beta": 0.0, "target": 0.01}, "beta=0.0")],
+    [
+        ({"beta": -1.0}, "beta=-1.0"),
+        ({"target": 0.0}, "target=0.0"),
+        ({"beta": 0.0, "target": 0.01}, "beta=0.0"),
+        ({"fraction": 1.5}, "fraction=1.5: must lie in"),
+        ({"fraction": -0.1}, "fraction=-0.1: must lie in"),
+    ],
 )
 def test_a_penalty_that_means_nothing_is_rejected(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(SurefootError, match=message):

@@ -14,6 +14,8 @@ from surefoot import (
     CISPO,
     GRPO,
     GSPO,
+    KL_COV,
+    ONLINE_DPO,
     PPO_CLIP,
     PPO_PENALTY,
     PPO_UNCLIPPED,
@@ -25,6 +27,7 @@ from surefoot import (
     ClippedWeight,
     NotFiniteError,
     Objective,
+    Penalty,
     Reuse,
 )
 from surefoot.core.credit import assign_credit
@@ -70,7 +73,9 @@ IN_GROUPS = {
     "grpo": (replace(GRPO, reuse=REUSE), {"unclipped", "clipped"}),
     "gspo": (replace(GSPO, reuse=REUSE), {"unclipped", "clipped"}),
     "rloo": (RLOO, {"log_prob"}),
+    "online dpo": (ONLINE_DPO, {"log_prob"}),
     "cispo": (replace(CISPO, reuse=REUSE, trust_region=ClippedWeight(1.05)), {"weighted"}),
+    "kl-cov": (replace(KL_COV, reuse=REUSE, trust_region=Penalty(2.0, fraction=0.3)), {"unclipped"}),
     "left out": (replace(GRPO, reuse=REUSE, drop_above_kl=0.01), {"unclipped", "clipped", "left_out"}),
 }
 

@@ -20,6 +20,7 @@ from surefoot import (
     A2C,
     GRPO,
     GSPO,
+    ONLINE_DPO,
     PPO_CLIP,
     PPO_PENALTY_ADAPTIVE,
     REINFORCE_BASELINE,
@@ -52,12 +53,15 @@ OBJECTIVES: dict[str, tuple[str, Objective]] = {
     "token-mean": ("row", ROWS),
     "steps, penalty": ("step", replace(ROWS, trust_region=Penalty(2.0))),
     "rows, penalty": ("row", replace(ROWS, trust_region=Penalty(2.0))),
+    "steps, penalty on some": ("step", replace(ROWS, trust_region=Penalty(2.0, fraction=0.3))),
+    "rows, penalty on some": ("row", replace(ROWS, trust_region=Penalty(2.0, fraction=0.3))),
     "sequence-mean": ("row", replace(ROWS, aggregation="sequence-mean")),
     "sequence-sum": ("row", replace(ROWS, aggregation="sequence-sum")),
     "constant": ("row", replace(ROWS, aggregation="constant", aggregation_length=8)),
     "groups": ("row", replace(GRPO, reuse=Reuse(1, 1))),
     "sequence ratio": ("row", replace(GSPO, reuse=Reuse(1, 1))),
     "groups without themselves": ("row", RLOO),
+    "pairs": ("row", ONLINE_DPO),
 }
 EARLY = replace(A2C, reuse=Reuse(epochs=8, minibatches=1), normalise_advantages="batch", target_kl=0.0225)
 ADAPTIVE = replace(PPO_PENALTY_ADAPTIVE, reuse=Reuse(epochs=4, minibatches=1), normalise_advantages="batch")

@@ -263,3 +263,39 @@ def test_an_adapted_learning_rate_moves_by_half_towards_the_target_kl_within_its
         assert adapted == rate
     else:
         assert adapted == min(1.5 * rate, 1e-2)
+
+
+# ---- the samples that a penalty is limited to (KL-Cov) ------------------------------------------------------------------
+
+
+def test_kl_cov_by_hand() -> None:
+    """Two answers of two tokens: "a b", right, Â = 1, with π = ½ and ¼; "a c", wrong, Â = −1, with π = ½ and ⅛.
+
+    In units of log 2, log π is −1, −2, −1, −3 with mean −7/4, and Â has mean 0. Equation 10 gives ¾, −¼, −¾, 5/4: the unlikely
+    wrong token first, then the likely right one. k = ½ of N = 4 tokens chooses these two.
+    """
+    log_probs = torch.tensor([[1 / 2, 1 / 4], [1 / 2, 1 / 8]], dtype=DOUBLE).log()
+    advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=DOUBLE)
+    terms = F.covariance_terms(log_probs, advantages)
+    torch.testing.assert_close(terms / math.log(2), torch.tensor([[0.75, -0.25], [-0.75, 1.25]], dtype=DOUBLE))
+    assert F.largest_share(terms, 0.5).tolist() == [[True, False], [False, True]]
+    assert F.largest_share(terms, 0.25).tolist() == [[False, False], [False, True]]
+
+
+@given(seeds, st.floats(0.1, 10), st.floats(-3, 3))
+def test_the_mean_term_is_the_covariance_and_scaled_or_shifted_advantages_leave_their_order(
+    seed: int, scale: float, shift: float
+) -> None:
+    x, a = random(3 * seed, 2, 12)
+    terms = F.covariance_terms(x, a)
+    assert float(terms.mean()) == pytest.approx(float(torch.cov(torch.stack((x, a)), correction=0)[0, 1]), rel=1e-9)
+    assert torch.equal(F.covariance_terms(x, scale * a + shift).argsort(), terms.argsort())
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 100))
+def test_the_largest_share_is_what_counting_gives_and_equal_entries_stay_together(values: list[int], percent: int) -> None:
+    most = percent * len(values) // 100
+    expected = [sum(other >= x for other in values) <= most for x in values]
+    assert F.largest_share(torch.tensor(values, dtype=DOUBLE), percent / 100).tolist() == expected
+    assert F.largest_share(torch.tensor(values, dtype=DOUBLE), 1.0).all()
+    assert not F.largest_share(torch.tensor(values, dtype=DOUBLE), 0.0).any()

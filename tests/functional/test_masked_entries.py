@@ -57,6 +57,7 @@ MASKED: dict[str, Masked] = {
     "group_advantages": Masked(lambda r, mask: F.group_advantages(r, mask), least=2),
     "group_advantages unscaled": Masked(lambda r, mask: F.group_advantages(r, mask, scale=False)),
     "leave_one_out_advantages": Masked(lambda r, mask: F.leave_one_out_advantages(r, mask)),
+    "pair_advantages": Masked(lambda r, h, mask: F.pair_advantages(r, h, 0.5, mask), 2, still=(0,)),
     "masked_mean": Masked(F.masked_mean),
     "masked_var": Masked(F.masked_var),
     "masked_moments": Masked(_moments),
@@ -73,6 +74,7 @@ MASKED: dict[str, Masked] = {
     "expert_load": Masked(
         lambda x, mask: F.expert_load(torch.stack((x, -x), -1).flatten(0, 1), 1, mask.flatten())[1],
     ),
+    "covariance_terms": Masked(lambda p, a, mask: F.covariance_terms(p, a, mask), 2),
     "sequence_ratio": Masked(lambda p, q, mask: F.sequence_ratio(p, q, mask), 2),
     "sampler_ratio": Masked(lambda p, q, mask: F.sampler_ratio(p, q, mask), 2),
     "sampler_ratio of responses": Masked(lambda p, q, mask: F.sampler_ratio(p, q, mask, sequence=True), 2),
@@ -218,6 +220,7 @@ PLAIN: dict[str, Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]]
 OTHER_LIBRARIES = {
     "clip_active": "bool out: test_surrogates.py",
     "ratio_outside": "bool out: test_surrogates.py",
+    "largest_share": "bool out: test_kl.py",
     "fisher_vector_product": "takes a graph: test_natural_gradient.py",
     "conjugate_gradient": "takes a function: test_natural_gradient.py",
     "line_search": "takes a function: test_natural_gradient.py",

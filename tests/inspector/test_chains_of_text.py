@@ -182,6 +182,7 @@ def test_messages_of_others_are_shown_and_skipped_and_the_chain_continues_after_
     [
         ({"max_weight": 1.01}, "weighted", "J = min(ρ, 1.01) Â log π"),
         ({"clip": 0.2}, "left_out", "J = 0: the response is left out"),
+        ({"beta": 2.0, "fraction": 0.3}, "unclipped", "J = ρÂ"),
     ],
 )
 def test_the_chain_of_a_clipped_weight_and_of_a_response_that_is_left_out_adds_up(
@@ -191,7 +192,7 @@ def test_the_chain_of_a_clipped_weight_and_of_a_response_that_is_left_out_adds_u
         tmp_path,
         language_model(tmp_path / "start", {"2": 0.45, "3": 0.45, "": 0.1}),
         [{"prompt": f"{i:04b}=".replace("0", "2")} for i in range(16)],
-        algorithm="CISPO" if "max_weight" in region else "GRPO",
+        algorithm="CISPO" if "max_weight" in region else "KL_COV" if "beta" in region else "GRPO",
         sampling={"prompts": 3, "samples": 4, "max_tokens": 6},
         reward={"terms": [{"function": "surefoot.language.tasks.successors:steps"}], "missing_eos": "none"},
         objective={"trust_region": region, "reuse": {"epochs": 3, "minibatches": 1}, "drop_above_kl": 0.001},
@@ -199,7 +200,7 @@ def test_the_chain_of_a_clipped_weight_and_of_a_response_that_is_left_out_adds_u
     opened(page, run, inspector)
     shown = page.evaluate("location.hash").split("/")[2]  # the most clipped one
     trace = read_trace(run / "traces" / f"{shown}.safetensors")
-    every_row_adds_up(page, trace, of_visit=3)
+    every_row_adds_up(page, trace, of_visit=4 if "beta" in region else 3)
     which = torch.tensor(BRANCHES.index(branch))
     index, visit, t = next(
         (index, *place) for index, row in enumerate(trace.rows) for place in (row.visits.branch == which).nonzero().tolist()
@@ -207,6 +208,20 @@ def test_the_chain_of_a_clipped_weight_and_of_a_response_that_is_left_out_adds_u
     choose(page, trace, index, t)
     page.locator("#visit").fill(str(visit))
     assert text in page.inner_text('#chain [data-term="objective"]')
+    if "beta" not in region:
+        return
+    kl = trace.rows[index].visits.penalty_kl
+    assert kl is not None
+    for applies in (True, False):
+        index, t = next(
+            (index, int(at))
+            for index, row in enumerate(trace.rows)
+            for at in ((row.visits.penalty_kl[2] > 0) == applies).nonzero()  # type: ignore[index]
+        )
+        choose(page, trace, index, t)
+        page.locator("#visit").fill("2")
+        shown = page.inner_text('#chain [data-term="penalty"]')
+        assert ("β · (exp(x) − 1 − x) = 2 · " if applies else "0: the KL penalty does not apply") in shown
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])

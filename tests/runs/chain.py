@@ -47,7 +47,7 @@ def check_credit(trace: Trace, row: TracedRow, kept: list[int]) -> None:
             later_return = r[t] + trace.gamma * later_return
             assert returns[t] == close(later_return)
             assert trace.baseline is not None or a[t] == returns[t]
-    if trace.baseline in ("group", "leave_one_out"):
+    if trace.baseline in ("group", "leave_one_out", "pair"):
         assert len({a[t] for t in kept}) == 1, "every token of a response is worth the same"
     if trace.baseline == "mean":
         assert {round(returns[t] - a[t], 4) for t in kept} == {round(returns[kept[0]] - a[kept[0]], 4)}

@@ -135,7 +135,7 @@ def keys_of_language(folder):
     api.start(find_recipe("dpo", {**shared, "data": kto, "preference": {"loss": "kto"}}), folder / "kto")
     written |= {key for row in read_metrics(folder / "kto" / "metrics.jsonl") for key in row}
     groups = {**shared, "steps": 16, "sampling": {"prompts": 2, "samples": 2, "max_tokens": 4}, "reward": {"terms": terms}}
-    for algorithm, switches in (("DAPO", {}), ("CISPO", {"drop_above_kl": 0.1})):
+    for algorithm, switches in (("DAPO", {}), ("CISPO", {"drop_above_kl": 0.1}), ("ONLINE_DPO", {"reuse": None})):
         objective = {"reuse": {"minibatches": 1}, **switches}
         api.start(find_recipe("language", {**groups, "algorithm": algorithm, "objective": objective}), folder / algorithm)
         written |= {key for row in read_metrics(folder / algorithm / "metrics.jsonl") for key in row}

@@ -85,6 +85,9 @@ class Penalty:
     """β, or its first value if it is adapted"""
     target: float | None = None
     """the KL per batch that β adapts to, by halving or doubling after each batch; 0.01 is usual. none: fixed β"""
+    fraction: float = 1.0
+    """share of a batch's samples that the penalty applies to: those in which log π_old and Â are most correlated (KL-Cov, arXiv
+    2505.22617); 1: all, 0: none"""
 
     def __post_init__(self) -> None:
         field = "objective.trust_region"
@@ -92,6 +95,7 @@ class Penalty:
         if self.target is not None:
             _require(self.target > 0, f"{field}.target", self.target, 'must be positive; 0.01 is usual, "none" fixes β')
             _require(self.beta > 0, f"{field}.beta", self.beta, "0 stays 0 when halved or doubled; start from 1")
+        _require(0 <= self.fraction <= 1, f"{field}.fraction", self.fraction, "must lie in [0, 1]; 0.002 is usual, 1 is all")
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,12 @@ class Objective:
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
-    baseline: Literal["mean", "group", "leave_one_out", "critic"] | None = None
+    baseline: Literal["mean", "group", "leave_one_out", "pair", "critic"] | None = None
     """what is subtracted from the return: nothing, the batch's mean return, the mean return of the responses to the same prompt
-    (with the response itself, or without it), or a learned V(s)"""
+    (with the response itself, or without it), or a learned V(s). pair: the return ranks the responses to a prompt, and the best
+    and the worst get the weights of DPO's gradient"""
+    pair_beta: float = 0.1
+    """β of baseline = "pair": the implicit reward of a response is β·(log π_θ − log π_ref)"""
     scale_by_group: bool = False
     """divide by the standard deviation of the group's returns; with baseline = "group" alone"""
     gae_lambda: float = 1.0
@@ -238,6 +245,7 @@ class Objective:
             _require(self.reuse is not None, "objective.trust_region", name, why)
         if self.target_kl is not None:
             _require(self.reuse is not None, "objective.target_kl", self.target_kl, "needs objective.reuse")
+        self._check_pairs()
         if self.scale_by_group:
             _require(self.baseline == "group", "objective.scale_by_group", True, 'needs objective.baseline = "group"')
         if self.importance_cap is not None:
@@ -253,6 +261,20 @@ class Objective:
         if self.drop_above_kl is not None:
             alone = "needs the same advantage at all tokens of a response; set objective.baseline to group or leave_one_out"
             _require(self.compares_in_groups, "objective.drop_above_kl", self.drop_above_kl, alone)
+
+    def _check_pairs(self) -> None:
+        """DPO's weight of a pair is that of the present policy, and belongs to nothing else."""
+        need = "must be positive; 0.1 is usual"
+        _require(self.pair_beta > 0, "objective.pair_beta", self.pair_beta, need)
+        if self.baseline != "pair":
+            default = type(self).pair_beta
+            _require(self.pair_beta == default, "objective.pair_beta", self.pair_beta, 'needs objective.baseline = "pair"')
+            return
+        once = 'is for other baselines: with "pair" each batch has one update; unset it'
+        name = self.reuse and f"{self.reuse.epochs} epochs"
+        _require(self.reuse is None, "objective.reuse", name, once)
+        scaled = "would change the weights of DPO's gradient; unset it"
+        _require(self.normalise_advantages is None, "objective.normalise_advantages", self.normalise_advantages, scaled)
 
     def require_complete(self) -> None:
         """Raise SurefootError if ``aggregation_length`` is needed and not set."""
@@ -272,8 +294,13 @@ class Objective:
 
     @property
     def compares_in_groups(self) -> bool:
-        """Whether the baseline is the mean of the responses to the same prompt."""
-        return self.baseline in ("group", "leave_one_out")
+        """Whether advantages come from a comparison of the responses to the same prompt."""
+        return self.baseline in ("group", "leave_one_out", "pair")
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """Whether the loss or the advantages need the reference's log-probabilities."""
+        return bool(self.reference_coefficient) or self.baseline == "pair"
 
     @property
     def clip(self) -> Clip | None:
@@ -300,7 +327,8 @@ class Objective:
         """Whether an update needs log π_old apart from the log π of its first pass, in which θ is θ_old."""
         one_update = self.reuse is None or (self.reuse.epochs, self.reuse.minibatches) == (1, 1)
         corrected = self.importance_cap is not None
-        return not one_update or corrected or self.penalty is not None or self.constraint is not None
+        of_terms = self.penalty is not None or self.constraint is not None or self.baseline == "pair"
+        return not one_update or corrected or of_terms
 
     @property
     def leaves_old_policy(self) -> bool:
@@ -334,7 +362,9 @@ DR_GRPO = replace(GRPO, scale_by_group=False, aggregation="constant", reference_
 DAPO = replace(GRPO, trust_region=Clip(0.2, clip_high=0.28), aggregation="token-mean", reference_coefficient=0.0)
 GSPO = replace(GRPO, ratio="sequence", trust_region=Clip(3e-4, clip_high=4e-4), reference_coefficient=0.0)
 CISPO = replace(GRPO, trust_region=ClippedWeight(5.0), aggregation="token-mean", reference_coefficient=0.0)
+KL_COV = replace(GRPO, trust_region=Penalty(beta=1.0, fraction=0.002), aggregation="token-mean", reference_coefficient=0.0)
 RLOO = replace(REINFORCE, baseline="leave_one_out", gamma=1.0, aggregation="sequence-sum")
+ONLINE_DPO = replace(REINFORCE, baseline="pair", gamma=1.0, aggregation="sequence-sum")
 REINFORCE_PLUS_PLUS = replace(
     PPO_CLIP,
     baseline=None,
@@ -361,7 +391,9 @@ ALGORITHMS: dict[str, Objective] = {
     "DAPO": DAPO,
     "GSPO": GSPO,
     "CISPO": CISPO,
+    "KL_COV": KL_COV,
     "RLOO": RLOO,
+    "ONLINE_DPO": ONLINE_DPO,
     "REINFORCE_PLUS_PLUS": REINFORCE_PLUS_PLUS,
 }
 
@@ -390,6 +422,7 @@ def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str
     critic, reuse, region = base.baseline == "critic", base.reuse is not None, base.trust_region
     on = {
         "gae_lambda": base.gae_lambda != 1,
+        "pair_beta": base.baseline == "pair",
         "value_lambda": critic,
         "value_clip": critic,
         "reuse": reuse,
@@ -402,5 +435,6 @@ def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str
     if isinstance(kept.get("trust_region"), Mapping):  # keys of another kind of trust region are for other algorithms
         theirs = {key for key in kept["trust_region"] if hasattr(region, key)}
         theirs -= {"target"} if getattr(region, "target", None) is None else set()  # a fixed β stays fixed
+        theirs -= {"fraction"} if getattr(region, "fraction", 1) == 1 else set()  # so does a penalty on all samples
         kept["trust_region"] = {key: value for key, value in kept["trust_region"].items() if key in theirs}
     return kept

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from surefoot.core.algorithms import Objective
+from surefoot.core.credit import preference_metrics
 from surefoot.core.distributed import all_max, all_sum, merge_across_ranks, world_size
-from surefoot.core.minibatches import global_count, rows_of
+from surefoot.core.minibatches import global_count, rows_of, with_penalised
 from surefoot.core.objective import Batch, mean_old_kl
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters, parameter_groups
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
@@ -135,6 +137,8 @@ class Learner:
         context = self._context(rollout, credit, state)
         batch = rows_of(rollout, credit, numbered=context.recording is not None)
         assert batch.old_log_probs is not None or not objective.reads_old_log_probs, "reusing a batch needs its old_log_probs"
+        if objective.penalty is not None and objective.penalty.fraction < 1:
+            batch = with_penalised(batch, objective.penalty.fraction)
         if objective.normalise_advantages == "batch":
             batch = context.normalised(batch)
         steps = UpdateMetrics()
@@ -146,13 +150,15 @@ class Learner:
             passes = (objective.reuse.epochs, objective.reuse.minibatches) if objective.reuse else (1, 1)
             epochs, stopped = self._passes(stepper, batch, passes, context, steps, rollout)
         if objective.penalty is not None:
-            steps.outcome = self._adapt_penalty(batch, context)
+            steps.outcome = self._adapt_penalty(replace(batch, penalised=None), context)
         metrics: Metrics = steps.summary() | {"epochs": float(epochs), "stopped_early": float(stopped)}
         if self.steppable:
             first = next(iter(self.steppable.values()))  # the policy's if it has one
             metrics["learning_rate"] = first.settings.learning_rate * context.rate_scale
             if self.schedule == "adaptive":
                 metrics["learning_rate"] = first.learning_rate
+        if objective.baseline == "pair":
+            metrics |= preference_metrics(rollout, credit, objective)
         return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
     def _fits(self, batch: Batch) -> bool:

@@ -1,18 +1,18 @@
 """Rows of a rollout with their credit, in random order, minibatches and micro-batches."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import all_sum, merge_across_ranks, world_size
+from surefoot.core.distributed import all_sum, exchange, in_float64, merge_across_ranks, rank, world_size
 from surefoot.core.objective import Batch
 from surefoot.core.rollout import Credit, Rollout, map_tensors
 from surefoot.errors import SurefootError
-from surefoot.functional import Moments, masked_moments, whiten
+from surefoot.functional import Moments, covariance_terms, largest_share, masked_moments, whiten
 
 
 def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
@@ -155,3 +155,20 @@ def own_count(batch: Batch, aggregation: str) -> Tensor:
     """This rank's part of ``global_count``.   []"""
     kept = torch.ones_like(batch.advantages) if batch.mask is None else batch.mask.to(batch.advantages.dtype)
     return kept.sum() if aggregation == "token-mean" else (kept.sum(-1) > 0).sum().to(kept.dtype)
+
+
+def with_penalised(batch: Batch, fraction: float) -> Batch:
+    """The batch with ``penalised``: of the kept entries on all ranks, the share ``fraction`` with the largest terms of the
+    covariance of log π_old and advantage.
+
+    A normalisation of the advantages would scale all terms alike, so these are the advantages before it.
+    """
+    assert batch.old_log_probs is not None, "a KL penalty needs a rollout with old_log_probs"
+    kept = torch.ones_like(batch.advantages, dtype=torch.bool) if batch.mask is None else batch.mask.bool()
+    mine = torch.stack([in_float64(batch.old_log_probs[kept]), in_float64(batch.advantages[kept])]).cpu()
+    everyone = exchange(mine)
+    chosen = largest_share(covariance_terms(*torch.cat(everyone, -1)), fraction)
+    start = sum(x.shape[-1] for x in everyone[: rank()])
+    of_rank = chosen[start : start + mine.shape[-1]]
+    penalised = torch.zeros_like(kept).masked_scatter(kept, of_rank.to(kept.device))
+    return replace(batch, penalised=penalised)

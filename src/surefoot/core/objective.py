@@ -51,6 +51,8 @@ class Batch:
     ref_log_probs: Tensor | None = None
     behaviour_log_probs: Tensor | None = None
     """None if the sampler's policy is θ_old"""
+    penalised: Tensor | None = None
+    """True at the samples that a KL penalty applies to; None if it applies to all"""
     flat_index: Tensor | None = None
     """b·T + t of each entry in its rollout [B, T]; None if no trace is recorded"""
 
@@ -144,9 +146,10 @@ def _old_distribution(evaluation: Evaluation, batch: Batch) -> Any:
 
 
 def mean_old_kl(evaluation: Evaluation, batch: Batch, objective: Objective, denominator: Tensor | float) -> Tensor:
-    """``old_kl`` aggregated as the loss is: the KL of a penalty or a constraint.   []"""
+    """``old_kl`` of the penalised samples, aggregated as the loss is: the KL of a penalty or a constraint.   []"""
     mode, length = objective.aggregation, objective.aggregation_length
-    return aggregate(old_kl(evaluation, batch), batch.mask, mode, denominator, length)
+    kl = keep_only(old_kl(evaluation, batch), batch.penalised)
+    return aggregate(kl, batch.mask, mode, denominator, length)
 
 
 def loss(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import world_size
-from surefoot.core.objective import Batch, clip_bounds, left_out, ratio_of, sampler_weights, surrogate
+from surefoot.core.objective import Batch, clip_bounds, left_out, old_kl, ratio_of, sampler_weights, surrogate
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Rollout
 from surefoot.functional import Moments, clip_active, td_residual
 from surefoot.functional.masking import keep_only
@@ -54,6 +54,8 @@ class Visits:
     """V at that time; None without a critic"""
     weights: Tensor | None = None
     """what the surrogate is multiplied by, to correct for the sampler; None without ``importance_cap``"""
+    penalty_kl: Tensor | None = None
+    """KL(π_old‖π_θ) that ``Trace.beta`` weighs, 0 where the penalty does not apply; None without a penalty"""
 
     @property
     def gradient_flows(self) -> Tensor:
@@ -223,6 +225,8 @@ class Recording:
             values["values"] = evaluation.values[hit]
         if (weights := sampler_weights(part, self.objective)) is not None:
             values["weights"] = weights[hit]
+        if self.objective.penalty is not None:
+            values["penalty_kl"] = keep_only(old_kl(evaluation, part), part.penalised)[hit]
         visit = int(self.visited[at[0]])  # every row is read once a pass, so those of a minibatch are in the same one
         for name, x in values.items():
             passes = self.records.setdefault(name, [])

@@ -5,15 +5,17 @@ dtype and device follow the inputs; flags and masks may be bool or 0/1 of any dt
 """
 
 from surefoot.functional.critics import explained_variance, value_loss
-from surefoot.functional.groups import group_advantages, leave_one_out_advantages
+from surefoot.functional.groups import group_advantages, leave_one_out_advantages, pair_advantages
 from surefoot.functional.kl import (
     adapt_kl_penalty,
     adapt_learning_rate,
     categorical_kl,
+    covariance_terms,
     gaussian_kl,
     kl_k1,
     kl_k2,
     kl_k3,
+    largest_share,
     proportional_kl_control,
 )
 from surefoot.functional.likelihood import chunked_likelihood, token_entropy, token_log_probs
@@ -56,6 +58,7 @@ __all__ = [
     "clip_active",
     "clipped_surrogate",
     "conjugate_gradient",
+    "covariance_terms",
     "discounted_returns",
     "dpo_loss",
     "expert_load",
@@ -72,6 +75,7 @@ __all__ = [
     "kl_k3",
     "kl_shaped_rewards",
     "kto_loss",
+    "largest_share",
     "leave_one_out_advantages",
     "line_search",
     "load_balance",
@@ -82,6 +86,7 @@ __all__ = [
     "n_step_advantages",
     "orpo_loss",
     "overlong_penalty",
+    "pair_advantages",
     "place_scores",
     "proportional_kl_control",
     "ratio_outside",

@@ -1,4 +1,4 @@
-"""Baselines from a group of answers to one prompt: what GRPO and RLOO use in place of a critic."""
+"""Advantages from a group of answers to one prompt: what GRPO, RLOO and online DPO use in place of a critic."""
 
 import torch
 from torch import Tensor
@@ -43,3 +43,27 @@ def leave_one_out_advantages(rewards: Tensor, mask: Tensor | None = None) -> Ten
     kept = keep_only(rewards, keep)
     others = (kept.sum(-1, keepdim=True) - kept) / (count - 1).clamp(min=1)
     return torch.where(keep & (count > 1), kept - others, torch.zeros_like(kept))
+
+
+def pair_advantages(rewards: Tensor, log_ratios: Tensor, beta: float, mask: Tensor | None = None) -> Tensor:
+    """nβσ(−β(h_c − h_r)) at the best of n samples, minus that at the worst, 0 at the others.   [prompts, samples]
+
+    log_ratios  h = log π − log π_ref of whole responses
+    mask        True where a sample counts. A group without two different rewards gets 0
+
+    With these advantages, the gradient of the mean of Â log π over all samples is minus that of the mean ``dpo_loss`` of the
+    best against the worst over all prompts. Guo et al. 2024 (online DPO, arXiv 2402.04792), with the gradient of Rafailov et
+    al. 2023 (arXiv 2305.18290), section 4.
+
+    >>> pair_advantages(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), torch.tensor([[-1.0, 2.0], [0.5, 0.0]]), beta=0.5)
+    tensor([[-0.1824,  0.1824],
+            [ 0.0000,  0.0000]])
+    """
+    keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
+    kept, ratios = keep_only(rewards, keep), keep_only(log_ratios, keep)
+    best, worst = (kept.masked_fill(~keep, bound) for bound in (-torch.inf, torch.inf))
+    chosen, rejected = best.argmax(-1, keepdim=True), worst.argmin(-1, keepdim=True)
+    differ = best.gather(-1, chosen) > worst.gather(-1, rejected)
+    wrong = torch.sigmoid(-beta * (ratios.gather(-1, chosen) - ratios.gather(-1, rejected)))
+    weight = torch.where(differ, keep.sum(-1, keepdim=True).to(wrong.dtype) * beta * wrong, torch.zeros_like(wrong))
+    return torch.zeros_like(ratios).scatter_add(-1, chosen, weight).scatter_add(-1, rejected, -weight)

@@ -1,9 +1,13 @@
-"""Kullback-Leibler divergence: estimates from samples, exact values from parameters, and two rules that adapt its weight."""
+"""Kullback-Leibler divergence: estimates from samples, exact values from parameters, two rules that adapt its weight, and the
+choice of the samples that it is limited to.
+"""
 
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from surefoot.functional.masking import keep_only, masked_mean
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -57,6 +61,32 @@ def gaussian_kl(mean_p: Tensor, log_std_p: Tensor, mean_q: Tensor, log_std_q: Te
     ratio = (2 * (log_std_p - log_std_q)).exp()
     distance = ((mean_p - mean_q) * (-log_std_q).exp()).square()
     return (log_std_q - log_std_p + (ratio + distance - 1) / 2).sum(-1)
+
+
+def covariance_terms(log_probs: Tensor, advantages: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(log π − mean log π)(Â − mean Â) of each sample; their mean is the covariance. 0 where not kept.   [...]
+
+    Samples with large terms are those that make the policy less random: likely actions with a high advantage.
+    Cui et al. 2025 (arXiv 2505.22617), equation 10.
+
+    >>> covariance_terms(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([1.0, 0.0, -1.0]))
+    tensor([1., 0., 1.])
+    """
+    centred = [keep_only(x, mask) - masked_mean(x, mask) for x in (log_probs, advantages)]
+    return keep_only(centred[0] * centred[1], mask)
+
+
+def largest_share(x: Tensor, fraction: float) -> Tensor:
+    """True at the entries whose rank is at most ``fraction`` · their number.   [...] bool
+
+    The rank of an entry is the number of entries that are at least as large, so equal entries are chosen together or not at
+    all, and their order does not matter. Cui et al. 2025 (KL-Cov, arXiv 2505.22617), equation 12.
+
+    >>> largest_share(torch.tensor([3.0, 1.0, 2.0, 2.0]), fraction=0.5)
+    tensor([ True, False, False, False])
+    """
+    rank = x.numel() - torch.searchsorted(x.flatten().sort().values, x.contiguous())
+    return rank <= int(fraction * x.numel() + 1e-6)  # 0.29 · 100 is 28.999999999999996
 
 
 def adapt_kl_penalty(beta: Number, kl: Number, target: float) -> Number:

@@ -39,7 +39,10 @@ PER_STEP = (
     "ref_log_probs",
     "behaviour_log_probs",
 )
-PER_VISIT = ("updates", "log_probs", "ratio", "advantages", "mean", "variance", "surrogate", "branch", "values", "weights")
+PER_VISIT = (
+    *("updates", "log_probs", "ratio", "advantages", "mean", "variance", "surrogate", "branch", "values", "weights"),
+    "penalty_kl",
+)
 NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 CRITERIA = ("clipped", "ratio", "best", "worst", "truncated")
 
@@ -131,6 +134,7 @@ class Traces:
             "clip",
             "clip_high",
             "dual_clip",
+            "beta",
             "ratio",
             "max_weight",
             "importance_cap",

@@ -101,6 +101,7 @@ class PenaltyTable(TypedDict, total=False):
 
     beta: float
     target: float | None
+    fraction: float
 
 
 class ConstraintTable(TypedDict, total=False):
@@ -122,7 +123,8 @@ class ClippedWeightTable(TypedDict, total=False):
 class ObjectiveTable(TypedDict, total=False):
     """The fields of ``Objective``."""
 
-    baseline: Literal["mean", "group", "leave_one_out", "critic"] | None
+    baseline: Literal["mean", "group", "leave_one_out", "pair", "critic"] | None
+    pair_beta: float
     scale_by_group: bool
     gae_lambda: float
     reuse: ReuseTable | Reuse | None
@@ -292,7 +294,8 @@ class DataSettingsTable(TypedDict, total=False):
 class RewardPreferenceSettingsTable(TypedDict, total=False):
     """The fields of ``RewardPreferenceSettings``."""
 
-    loss: Literal["bradley_terry", "binary"]
+    loss: Literal["bradley_terry", "binary", "steps"]
+    separator: str
 
 
 class DpoReferenceSettingsTable(TypedDict, total=False):

@@ -155,8 +155,8 @@ class SamplingSettings(Section):
     old_log_probs: Literal["auto", "trainer", "sampler", "update"] = "auto"
     """log π_old of the ratios. trainer: computed again by the trained model, in a pass of its own; sampler: kept from sampling;
     update: those of the only update on each batch, where ρ is 1, without a pass of their own. auto: update if each batch has
-    one update, nothing else reads log π_old (no critic, no KL in the reward, no KL penalty) and the sampler's arithmetic is the
-    trainer's (float32; packed or model), else trainer"""
+    one update, nothing else reads log π_old (no critic, pairs, KL in the reward or KL penalty) and the sampler's arithmetic is
+    the trainer's (float32; packed or model), else trainer"""
     engine: Literal["auto", "packed", "model", "continuous", "vllm"] = "auto"
     """what samples. packed: packed weights, for small models of known families; model: the model's own forward pass;
     continuous: continuous batching of transformers; vllm: a vLLM server. auto: vllm with a [server], else packed where it
@@ -264,8 +264,8 @@ class RewardTerm(Section):
     """weight in the sum"""
     per: Literal["response", "token", "step"] | None = None
     """unit that gets a score; none: the function's attribute ``per``, else response"""
-    separator: Annotated[str, Field(min_length=1)] | None = None
-    """text that ends each step; none: the function returns the ends of its steps"""
+    separator: str | None = None
+    """text that ends each step; empty: every character is a step; none: the function returns the ends of its steps"""
     arguments: dict[str, Any] = Field({})
     """other keyword arguments of a function, such as { tolerance = 0.01 }; a server gets them with every request"""
     batch: Count = 64
@@ -371,7 +371,7 @@ class ReferenceSettings(Section):
     """β, at the first iteration if it is adapted; 0: no penalty"""
     measure: bool = False
     """measure the KL at β = 0 too, which takes a frozen copy of the model and a pass per batch. Otherwise a run at β = 0 has no
-    reference, unless reference.model or objective.reference_coefficient is set"""
+    reference, unless reference.model or objective.reference_coefficient is set, or objective.baseline = "pair\""""
     target: float | None = Field(None, gt=0)
     """KL per response, in nats, that β is adapted to (Ziegler et al. 2019); none: β is fixed"""
     horizon: Size = 10_000
@@ -438,9 +438,20 @@ class PreferenceSettings(Section):
 class RewardPreferenceSettings(Section):
     """The loss of a reward model."""
 
-    loss: Literal["bradley_terry", "binary"] = "bradley_terry"
+    loss: Literal["bradley_terry", "binary", "steps"] = "bradley_terry"
     """bradley_terry: pairs, of which the chosen answer is better with probability σ(difference of the scores); binary: single
-    answers, labelled good or bad, good with probability σ(score)"""
+    answers, labelled good or bad, good with probability σ(score); steps: the same for every step of an answer (process reward
+    models)"""
+    separator: str = "\n"
+    """steps: text between two steps; empty: every character is a step"""
+
+    @pydantic.model_validator(mode="after")
+    def _check_separator(self) -> "RewardPreferenceSettings":
+        if self.loss != "steps" and self.separator != "\n":
+            raise SurefootError(
+                f"preference.separator={self.separator!r}: is for preference.loss = 'steps', and it is {self.loss!r}; unset it"
+            )
+        return self
 
 
 class CriticSettings(Section):
@@ -616,6 +627,16 @@ class RewardRecipe(SupervisedRecipe):
     data.train"""
     preference: RewardPreferenceSettings = RewardPreferenceSettings()
 
+    @pydantic.model_validator(mode="after")
+    def _check_steps(self) -> "RewardRecipe":
+        """Scores of steps are standardised on steps, and written with all weights."""
+        unread = {"demonstrations": self.demonstrations, "adapter": self.adapter, "sharding": self.sharding}
+        for name, value in unread.items():
+            if self.preference.loss == "steps" and value is not None:
+                shown = f"={value!r}" if isinstance(value, str) else ""
+                raise SurefootError(f"{name}{shown}: is not for preference.loss = 'steps'; unset it")
+        return self
+
     @property
     def title(self) -> str:
         """The run in a few words."""
@@ -683,8 +704,8 @@ ALGORITHM_SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "DAPO": {"sampling": {"rounds": 10}, "reward": {"overlong": 0.2, "missing_eos": None}},
 }
 """settings outside the objective that belong to a named algorithm"""
-GROUP_SIZE = 8
-"""default responses to each prompt, if they are compared in groups"""
+GROUP_SIZES = {"group": 8, "leave_one_out": 8, "pair": 2}
+"""default responses to each prompt, if they are compared, by ``objective.baseline``"""
 
 
 class LanguageRecipe(ModelRecipe):
@@ -723,16 +744,17 @@ class LanguageRecipe(ModelRecipe):
         """Defaults that depend on the algorithm.
 
         Groups get several responses to each prompt. A "group" baseline gets no KL in the reward, because it has it in the loss
-        or not at all. Aggregation "constant" gets the longest response. Named algorithms get their ``ALGORITHM_SECTIONS``.
+        or not at all; nor does "pair", since the KL is in DPO's weights. Aggregation "constant" gets the longest response.
+        Named algorithms get their ``ALGORITHM_SECTIONS``.
         """
         if table.keys() >= SAVED_FIELDS and isinstance(table.get("reference"), Mapping):
             table = {**table, "reference": saved_reference(table["reference"])}
         table = super().with_defaults(table)
         objective = table["objective"]
         defaults: dict[str, Any] = dict(ALGORITHM_SECTIONS.get(table["algorithm"], {}))
-        if objective.get("baseline") in ("group", "leave_one_out"):
-            defaults["sampling"] = {"samples": GROUP_SIZE, **defaults.get("sampling", {})}
-        if objective.get("baseline") == "group":
+        if (baseline := objective.get("baseline")) in GROUP_SIZES:
+            defaults["sampling"] = {"samples": GROUP_SIZES[baseline], **defaults.get("sampling", {})}
+        if baseline in ("group", "pair"):
             defaults["reference"] = {"beta": 0.0}
         for name, settings in defaults.items():
             section = table.get(name, {})
@@ -758,7 +780,7 @@ class LanguageRecipe(ModelRecipe):
         once = reuse is None or (isinstance(reuse, Mapping) and dict(reuse) == {"epochs": 1, "minibatches": 1})
         penalty = isinstance(region, Mapping) and "beta" in region
         beta = reference.get("beta", ReferenceSettings().beta) if isinstance(reference, Mapping) else None
-        unread = once and not penalty and objective.get("baseline") != "critic" and beta == 0
+        unread = once and not penalty and objective.get("baseline") not in ("critic", "pair") and beta == 0
         exact = table.get("precision", "float32") == "float32" and sampling.get("engine", "auto") in ("auto", "packed", "model")
         unread &= exact and "server" not in table and objective.get("importance_cap") is None
         return {**sampling, "old_log_probs": "update" if unread else "trainer"}
@@ -777,7 +799,7 @@ class LanguageRecipe(ModelRecipe):
     def has_reference(self) -> bool:
         """Whether anything reads the reference: a KL in the reward or in the loss, or the metrics."""
         settings = self.reference
-        return bool(settings.beta or settings.measure or settings.model or self.objective.reference_coefficient)
+        return bool(settings.beta or settings.measure or settings.model or self.objective.compares_with_reference)
 
     @property
     def mixed_batch(self) -> int:
@@ -923,6 +945,7 @@ class LanguageRecipe(ModelRecipe):
         objective, beta = self.objective, self.reference.beta
         readers = {
             "objective.trust_region is a KL penalty": objective.penalty is not None,
+            "objective.baseline='pair' compares it with the reference's": objective.baseline == "pair",
             "objective.importance_cap is set": objective.importance_cap is not None,
             "objective.reuse makes several updates per batch": objective.reads_old_log_probs,
             "the critic's values come from the same pass": objective.baseline == "critic",

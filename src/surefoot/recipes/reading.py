@@ -432,9 +432,10 @@ def _fitting_name(name: str, table: Mapping[str, Any]) -> str:
     return fitting[0] if fitting else name
 
 
-def _kind(region: Any) -> tuple[list[str], bool]:
-    """The kind of a trust region's table, and whether its coefficient adapts."""
-    return trust_regions_of(region), isinstance(region, Mapping) and region.get("target") is not None
+def _kind(region: Any) -> tuple[list[str], bool, bool]:
+    """The kind of a trust region's table, whether its coefficient adapts, and whether it applies to some samples only."""
+    table = region if isinstance(region, Mapping) else {}
+    return trust_regions_of(region), table.get("target") is not None, table.get("fraction", 1) != 1
 
 
 def _check_trust_region(wanted: str, changes: Mapping[str, Any]) -> None:

@@ -156,7 +156,8 @@ METRICS: dict[str, Metric] = {
         why_high="the policy moves far per batch: lower the learning rate or epochs, or set target_kl",
     ),
     "penalty_kl": Metric(
-        "the KL(π_old‖π_θ) that a penalty weighs, mean over the minibatches; exact where the distributions are known"
+        "the KL(π_old‖π_θ) that a penalty weighs, mean over the minibatches; exact where the distributions are known. KL_COV: "
+        "0 at the samples that its penalty does not apply to"
     ),
     "kl_after": Metric(
         "mean KL(π_old‖π_θ) over the whole batch when its updates are over; exact where the distributions are known. Only with "
@@ -215,6 +216,14 @@ METRICS: dict[str, Metric] = {
         high=1.0001,
         why_low="training scores actions differently from the rollout",
         why_high="training scores actions differently from the rollout",
+    ),
+    "preference_loss": Metric(
+        "ONLINE_DPO: mean DPO loss of the pairs of the iteration, before its update; below 0.69 if the implicit rewards "
+        "rank new answers as the reward does"
+    ),
+    "preference_accuracy": Metric(
+        "ONLINE_DPO: share of the pairs whose better answer has the higher implicit reward, β·(log π − log π_ref), before the "
+        "update"
     ),
     "reference_loss": Metric("mean KL to the reference as the loss sees it; only with reference_coefficient"),
     "router_loss": Metric(

@@ -65,6 +65,7 @@ export function credit(trace, row, t, valueLambda = "none") {
 
 export function visit(trace, row, t, k) {
   const lines = surrogate(trace, row, t, k);
+  if (lines.length && row.visits.penalty_kl) lines.push(penalty(trace, row, t, k));
   if (!lines.length || !row.visits.weights) return lines;
   const [w, old, sampler] = [row.visits.weights[k][t], row.old_log_probs[t], row.behaviour_log_probs[t]];
   if (trace.importance_mode.startsWith("sequence")) lines.push({ name: "weight", text: "w of J, from π_old / π_b of the whole response", value: w, recorded: null, ok: true });
@@ -75,6 +76,15 @@ export function visit(trace, row, t, k) {
       ratio > trace.importance_cap ? above : ratio, w, old, sampler));
   }
   return lines;
+}
+
+// On text the KL follows from the log-probabilities; in control it is that of the whole distributions, which a trace has not.
+function penalty(trace, row, t, k) {
+  const kl = row.visits.penalty_kl[k][t];
+  if (kl === 0 && row.visits.log_probs[k][t] !== row.old_log_probs[t]) return { name: "penalty", text: "0: the KL penalty does not apply to this sample", value: 0, recorded: null, ok: true };
+  if (!row.tokens) return { name: "penalty", text: `β · KL(π_old‖π_θ) = ${short(trace.beta)} · ${n(kl)}`, value: trace.beta * kl, recorded: null, ok: true };
+  const x = row.visits.log_probs[k][t] - row.old_log_probs[t];
+  return line("penalty", `β · (exp(x) − 1 − x) = ${short(trace.beta)} · ${n(kl)} with x = log π − log π_old = ${fine(x)}`, trace.beta * (Math.expm1(x) - x), trace.beta * kl, 1);
 }
 
 function surrogate(trace, row, t, k) {

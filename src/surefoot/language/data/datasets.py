@@ -2,10 +2,10 @@
 
 Demonstrations are ``{"messages"}``, ``{"prompt", "completion"}`` or ``{"text"}``. Pairs are ``{"prompt", "chosen",
 "rejected"}``, or ``{"chosen", "rejected"}`` with the prompt as their common beginning. Labelled answers are ``{"prompt",
-"completion", "label"}``. Each column is text, or messages with a
-role and a content; ``tools`` and ``chat_template_kwargs`` are passed to the chat template. Answers may repeat the messages of
-their prompt, or its text as the user's message. ``surefoot.language.data.shapes`` converts other shapes. Rows that are too long
-and pairs of equal answers are dropped and counted. Any other error is one line with file and line.
+"completion", "label"}``, answers in steps ``{"prompt", "completions", "labels"}`` with two lists. Each column is text, or
+messages with a role and a content; ``tools`` and ``chat_template_kwargs`` are passed to the chat template. Answers may repeat
+the messages of their prompt, or its text as the user's message. ``surefoot.language.data.shapes`` converts other shapes. Rows
+that are too long and pairs of equal answers are dropped and counted. Any other error is one line with file and line.
 
 Rows are read one at a time. Those of a large source are tokenised by several processes, into a cache on disk. Training begins
 after the last row: rows are shuffled over all that are kept, and how many are kept is known only then.
@@ -35,11 +35,12 @@ from surefoot.language.data.rows import (
     text_or_messages,
 )
 from surefoot.language.data.rows import Row as Row
-from surefoot.language.data.shapes import as_demonstration, as_pair, as_prompt, label_of, paired, unpaired
+from surefoot.language.data.shapes import as_demonstration, as_pair, as_prompt, label_of, paired, steps_of, unpaired
 from surefoot.language.data.sources import Source
 from surefoot.language.data.sources import open_rows as open_rows
 from surefoot.language.data.sources import read_rows as read_rows
 from surefoot.language.data.tokens import Dialogue, Messages, Tokens, options_of
+from surefoot.language.rewards.scores import split_steps, step_tokens
 
 VERSION = 1
 """of what rows become; caches of another version are not read"""
@@ -97,6 +98,24 @@ class Labelled(Demonstrations):
 
     good: Sequence[bool] = ()
     """the labels, row by row"""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Tokenised answers in steps, each step labelled as good or bad."""
+
+    ids: Sequence[list[int]]
+    ends: Sequence[list[int]]
+    """the index of the last token of each step"""
+    good: Sequence[list[bool]]
+    dropped: int
+    """number of rows dropped as too long"""
+    unused: tuple[str, ...] = ()
+    """columns that are not used"""
+    notes: tuple[str, ...] = ()
+    """lines about control tokens in the rows"""
+    facts: Facts = field(default_factory=Facts)
+    """what was computed from all rows before"""
 
 
 @dataclass(frozen=True)
@@ -208,6 +227,22 @@ def labelled(
     return Labelled(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control), facts, good)
 
 
+def stepped(
+    rows: Iterable[Row],
+    tokens: Tokens,
+    max_length: int,
+    limit_text: str = "",
+    control: ControlPolicy = "split",
+    separator: str = "\n",
+) -> Stepped:
+    """Tokenise answers in steps, joined by ``separator``, of at most ``max_length`` ids with their prompt.
+
+    Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
+    """
+    made, tally, facts = _tokenised("steps", rows, tokens, max_length, limit_text, control, separator)
+    return Stepped(made["ids"], made["ends"], made["good"], tally.dropped, tuple(tally.unused), tally.notes(control), facts)
+
+
 def prompts(
     rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str = "", control: ControlPolicy = "split"
 ) -> Prompts:
@@ -291,6 +326,16 @@ def _make_labelled(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int]:
     return (ids, trained, [label]), len(ids)
 
 
+def _make_steps(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int]:
+    steps, good = steps_of(row, work.separator)
+    work.look(row, ("prompt", "completions", "labels"))
+    before = work.tokens.encode_prompt(_dialogue(row, text_or_messages(row, "prompt"), work.tokens))
+    text = work.separator.join(steps)
+    after = work.tokens.encode_completion(text)
+    ends = step_tokens(work.tokens.decode, after, [step.end for step in split_steps(text, work.separator)])
+    return ([*before, *after], [len(before) + end for end in ends], good), len(before) + len(after)
+
+
 def _make_prompt(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int]:
     row = as_prompt(row, work.chat)
     columns = _prompt_columns(row)
@@ -315,6 +360,7 @@ FIELDS = {
         "rejected_trained": "flags",
     },
     "labelled": {"ids": "ids", "trained": "flags", "good": "flags"},
+    "steps": {"ids": "ids", "ends": "ids", "good": "flags"},
     "prompts": {"ids": "ids", "row": "json"},
 }
 """the fields of each kind of row, and what they contain (``cache.TYPES``)"""
@@ -322,6 +368,7 @@ MAKERS: dict[str, Callable[["_RowMaker", Row], Made]] = {
     "demonstrations": _make_demonstration,
     "pairs": _make_pair,
     "labelled": _make_labelled,
+    "steps": _make_steps,
     "prompts": _make_prompt,
 }
 
@@ -485,11 +532,12 @@ class Tally:
 class _RowMaker:
     """Makes fields of rows, and keeps a tally of what it noticed. It can be sent to another process.
 
-    kind  what the rows become
+    kind       what the rows become
+    separator  of steps
     """
 
-    def __init__(self, kind: str, tokens: Tokens, max_length: int, control: ControlPolicy) -> None:
-        self.kind, self.max_length, self.control = kind, max_length, control
+    def __init__(self, kind: str, tokens: Tokens, max_length: int, control: ControlPolicy, separator: str = "") -> None:
+        self.kind, self.max_length, self.control, self.separator = kind, max_length, control, separator
         self.tokens = tokens if tokens.split == (control != "keep") else Tokens.like(tokens, split=control != "keep")
         self.chat = bool(tokens.tokenizer.chat_template)
         self.tally = Tally()
@@ -532,23 +580,37 @@ class _RowMaker:
 
 
 def _tokenised(
-    kind: str, rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str, control: ControlPolicy
+    kind: str,
+    rows: Iterable[Row],
+    tokens: Tokens,
+    max_length: int,
+    limit_text: str,
+    control: ControlPolicy,
+    separator: str = "",
 ) -> tuple[Mapping[str, Sequence[Any]], Tally, Facts]:
     """The fields of all rows that are kept, in memory or, for a large source, in the cache; a tally of all rows; and facts."""
-    return _Preparation(kind, rows, tokens, max_length, limit_text, control).run()
+    return _Preparation(kind, rows, tokens, max_length, limit_text, control, separator).run()
 
 
 class _Preparation:
     """Tokenises the rows of a source: those of a large one in several processes, with the same result.
 
-    kind  what the rows become
+    kind       what the rows become
+    separator  of steps
     """
 
     def __init__(
-        self, kind: str, rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str, control: ControlPolicy
+        self,
+        kind: str,
+        rows: Iterable[Row],
+        tokens: Tokens,
+        max_length: int,
+        limit_text: str,
+        control: ControlPolicy,
+        separator: str = "",
     ) -> None:
         self.kind, self.rows, self.max_length, self.limit_text, self.control = kind, rows, max_length, limit_text, control
-        self.maker = _RowMaker(kind, tokens, max_length, control)
+        self.maker = _RowMaker(kind, tokens, max_length, control, separator)
         self.tally = Tally()
 
     def run(self) -> tuple[Mapping[str, Sequence[Any]], Tally, Facts]:
@@ -576,7 +638,8 @@ class _Preparation:
         fingerprint = self.maker.tokens.fingerprint()
         if fingerprint is None:
             return None
-        return [VERSION, self.kind, source.content, sorted(source.columns.items()), fingerprint, self.max_length, self.control]
+        parts = [VERSION, self.kind, source.content, sorted(source.columns.items()), fingerprint, self.max_length, self.control]
+        return [*parts, self.maker.separator] if self.kind == "steps" else parts
 
     def _add_rows(self, fields: Fields, processes: int) -> None:
         tally, left_over = self.tally, list[int]()

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.language.data.cache import lengths_of
-from surefoot.language.data.datasets import ControlPolicy, demonstrations, labelled, pairs, prompts
+from surefoot.language.data.datasets import ControlPolicy, demonstrations, labelled, pairs, prompts, stepped
 from surefoot.language.data.shapes import is_labelled, paired, shape_of
 from surefoot.language.data.sources import Source, open_rows
 from surefoot.language.data.tokens import Tokens
@@ -104,6 +104,8 @@ def _sequences(
         return shown, Summary(
             "pairs", len(both.chosen), len(both.chosen) + both.dropped + both.equal, lengths, trained, left_out
         )
+    if {"completions", "labels"} <= names:
+        return _stepped_sequences(rows, tokens, limit, count, control)
     if _is_prompt(names):
         kept = prompts(rows, tokens, limit, control=control)
         shown = [TokenSequence(ids, [False] * len(ids), f"{i + 1}") for i, ids in enumerate(kept.ids[:count])]
@@ -137,6 +139,27 @@ def _labelled_sequences(
     }
     trained = sum(map(sum, made.trained))
     return shown, Summary("labelled answers", kept, kept + made.dropped, lengths_of(made.ids), trained, left_out)
+
+
+def _stepped_sequences(
+    rows: Source, tokens: Tokens, limit: int, count: int, control: ControlPolicy
+) -> tuple[list[TokenSequence], Summary]:
+    """The first answers in steps, whose last tokens count as trained, and a summary of all."""
+    made = stepped(rows, tokens, limit, control=control)
+    scored = [[place in ends for place in range(len(ids))] for ids, ends in zip(made.ids, map(set, made.ends), strict=True)]
+    shown = [
+        TokenSequence(ids, trained, f"{i + 1} {' '.join('good' if x else 'bad' for x in good)}")
+        for i, (ids, trained, good) in enumerate(zip(made.ids[:count], scored[:count], made.good[:count], strict=True))
+    ]
+    steps, good_ones = sum(map(len, made.good)), sum(map(sum, made.good))
+    left_out = {
+        "labels": f"{good_ones:,} good and {steps - good_ones:,} bad steps, for preference.loss = 'steps'",
+        "dropped": _too_long(made.dropped, limit),
+        **_noted(made.notes),
+        **_unused(made.unused),
+    }
+    kept = len(made.ids)
+    return shown, Summary("answers in steps", kept, kept + made.dropped, lengths_of(made.ids), steps, left_out)
 
 
 def _is_prompt(names: set[str]) -> bool:

@@ -150,6 +150,38 @@ def unpaired(rows: Iterable[Row], chat: bool) -> Iterator[Row]:
             yield Row({**others, "completion": pair.columns[name], "label": label}, row.where, row.file)
 
 
+def steps_of(row: Row, separator: str) -> tuple[list[str], list[bool]]:
+    """The steps of an answer and whether each is good: ``completions`` and ``labels``, as in TRL's stepwise supervision.
+
+    Raises SurefootError unless they are lists of the same length, and joining and splitting the steps gives the same steps.
+    """
+    require_columns(row, ("prompt", "completions", "labels"), "an answer in steps has prompt, completions and labels")
+    steps, labels = (
+        json_list(value) if isinstance(value, str) else value for value in (row.columns["completions"], row.columns["labels"])
+    )
+    for name, value in (("completions", steps), ("labels", labels)):
+        if not isinstance(value, list) or not value:
+            raise SurefootError(f"column {name!r} is {'an empty list' if value == [] else json_type(value)}; it must be a list")
+    if len(steps) != len(labels):
+        raise SurefootError(f"column 'labels' has {len(labels)} labels for {len(steps)} completions; label every step")
+    good = [_label(str(value) if isinstance(value, int) else value) for value in labels]
+    for index, (step, label) in enumerate(zip(steps, good, strict=True), start=1):
+        if not isinstance(step, str) or not step.strip():
+            raise SurefootError(
+                f"column 'completions', step {index} is {'empty' if step == '' else f'{step!r:.40}'}; it must be text"
+            )
+        if label is None:
+            raise SurefootError(f"column 'labels', step {index} is {labels[index - 1]!r:.40}; it must be true or false")
+        if not separator and len(step) != 1:
+            raise SurefootError(f"column 'completions', step {index} is {step!r:.40}; without a separator it is one character")
+    if separator and separator.join(steps).split(separator) != steps:
+        raise SurefootError(
+            f"column 'completions' has steps that contain {separator!r}, by which runs split answers into steps; set another "
+            "preference.separator"
+        )
+    return steps, [bool(label) for label in good]
+
+
 def label_of(row: Row) -> bool:
     """Whether the answer of a row is good, by its column ``label``. Raises SurefootError if that is not true or false."""
     require_columns(row, ("label",), "a labelled answer has prompt, completion and label")

@@ -236,7 +236,7 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
             common |= {"labelled": recipe.preference.loss == "kto", "compared": recipe.has_reference}
             return Workload(kind="dpo", **common, reference=None if name is None else config(name))
         if isinstance(recipe, RewardRecipe):
-            return Workload(kind="reward", **common, labelled=recipe.preference.loss == "binary")
+            return Workload(kind="reward", **common, labelled=recipe.preference.loss != "bradley_terry")
         return Workload(kind="sft", **common)
     named = recipe.reference.model
     reference = policy if named is None and recipe.adapter is None else None if named is None else config(named)

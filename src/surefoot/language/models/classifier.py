@@ -167,6 +167,96 @@ def _reads_last_token(model: "PreTrainedModel", trunk: Any, head: nn.Linear) -> 
     return not finite or (logits_close(short, hidden[:, :4]) and logits_close(head(hidden[:, -1]), theirs))
 
 
+# ---- one score per token -----------------------------------------------------------------------------------------------
+
+STEP_LABELS = ("bad", "good")
+"""labels of steps that are written, as in TRL's process reward models: label 1 is the right step"""
+
+
+def is_token_classifier(config: "PreTrainedConfig") -> bool:
+    """Whether AutoModelForTokenClassification loads the model with every weight, by its configuration."""
+    return any(name.endswith("ForTokenClassification") for name in config.architectures or [])
+
+
+@torch.no_grad()
+def read_token_classifier(
+    name: str, label: str | None, trust_remote_code: bool, as_stored: bool
+) -> "tuple[PreTrainedModel, nn.Linear, PreTrainedTokenizerBase, PreTrainedConfig]":
+    """Trunk, head, tokenizer and configuration of a process reward model: the head's output is the log-odds of the good label.
+
+    label  the good one of two; None: the second, as TRL writes it
+
+    Raises SurefootError for more than two labels, an unknown label, and a model whose scores depend on later tokens.
+    """
+    from transformers import AutoModelForTokenClassification
+
+    config = read_config(name, trust_remote_code)
+    labels = [str(text) for _, text in sorted((config.id2label or {}).items())]
+    if len(labels) > 2:
+        raise SurefootError(f"model={name!r}: has {len(labels)} labels ({_listed(labels)}); a process reward model has two")
+    row = len(labels) - 1 if label is None else label_row(name, config, label)
+    model = read_weights(AutoModelForTokenClassification, name, config, trust_remote_code, as_stored)
+    trunk: Any = model.base_model
+    heads = [child for child in model.children() if child is not trunk and any(True for _ in child.parameters())]
+    if len(heads) != 1 or not isinstance(heads[0], nn.Linear) or not _reads_each_token(model, trunk, heads[0]):
+        raise SurefootError(
+            f"model={name!r}: {type(model).__name__} does not score each token from those before it; use a process reward "
+            "model with a linear layer on a causal decoder"
+        )
+    weight = heads[0].weight
+    bias = torch.zeros(len(weight)) if heads[0].bias is None else heads[0].bias
+    sign = torch.zeros(len(weight), dtype=weight.dtype)
+    sign[row] += 1
+    if len(labels) == 2:
+        sign[1 - row] -= 1
+    head = nn.Linear(weight.shape[1], 1, device="meta").to_empty(device="cpu")
+    head.weight.copy_(sign @ weight)
+    head.bias.copy_(sign @ bias)
+    tokenizer = read_tokenizer(name, trust_remote_code)
+    check_vocabulary(name, model, tokenizer)
+    return trunk, head, tokenizer, config
+
+
+def _reads_each_token(model: "PreTrainedModel", trunk: Any, head: nn.Linear) -> bool:
+    """Whether the logits are the head's output at every token, and no hidden state depends on later tokens, by a test."""
+    table = model.get_input_embeddings().weight
+    assert isinstance(table, Tensor)
+    ids = torch.arange(16, device=table.device).mul(7).remainder(table.shape[0]).view(2, 8)
+    with quiet_transformers():
+        hidden, short = (trunk(input_ids=x).last_hidden_state for x in (ids, ids[:, :4]))
+        theirs = model(input_ids=ids).logits
+    return logits_close(short, hidden[:, :4]) and logits_close(head(hidden), theirs)
+
+
+@torch.no_grad()
+def make_token_classifier(trunk: "PreTrainedModel", head: nn.Linear, pad_id: int) -> "PreTrainedModel | None":
+    """A trunk and a head as the token classifier of the trunk's family, with the logits 0 and the head's output for
+    ``STEP_LABELS``; None if ``transformers`` has none. The trunk is shared, not copied.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as KNOWN
+
+    if type(trunk.config) not in KNOWN:
+        return None
+    config = copy.deepcopy(trunk.config)
+    config.num_labels, config.id2label = 2, dict(enumerate(STEP_LABELS))
+    config.label2id = {label: number for number, label in enumerate(STEP_LABELS)}
+    config.get_text_config().pad_token_id = pad_id
+    no_dropout(config)
+    with torch.device("meta"), quiet_transformers():
+        make: Any = KNOWN[type(config)]
+        model: PreTrainedModel = make(config)
+    heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+    if type(model.base_model) is not type(trunk) or len(heads) != 1:
+        return None
+    whole = nn.Linear(head.in_features, 2, device="meta").to_empty(device="cpu")
+    whole.weight.copy_(torch.cat([torch.zeros_like(head.weight), head.weight]))
+    whole.bias.copy_(torch.cat([torch.zeros_like(head.bias), head.bias]))
+    setattr(model, model.base_model_prefix, trunk)
+    setattr(model, heads[0], whole.requires_grad_(False))
+    model.eval()
+    return model if _reads_each_token(model, trunk, whole) else None
+
+
 # ---- writing ------------------------------------------------------------------------------------------------------------
 
 

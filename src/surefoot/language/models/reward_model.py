@@ -27,11 +27,14 @@ from surefoot.language.models.classifier import (
     Classifier,
     TextClassifier,
     head_record,
+    is_token_classifier,
     make_classifier,
+    make_token_classifier,
     padding_tokenizer,
     read_classifier,
     read_head_record,
     read_scale,
+    read_token_classifier,
     saved_head,
 )
 from surefoot.language.models.loading import (
@@ -69,6 +72,8 @@ class RewardModel(nn.Module):
     std: Tensor
     recipe: ModelRecipe | None = None
     """the recipe that it was trained by; None for a model from elsewhere"""
+    of_steps: bool = False
+    """whether it was trained on labels of steps, and is written as a token classifier"""
 
     def __init__(
         self,
@@ -138,7 +143,10 @@ class RewardModel(nn.Module):
         """
         assert self.tokenizer is not None, "a reward model is saved with its tokenizer"
         tokenizer, pad_id, pads = padding_tokenizer(self.tokenizer)
-        classifier = make_classifier(self.backbone, self.scaled_weight, pad_id)
+        if self.of_steps:
+            classifier = make_token_classifier(self.backbone, self.head, pad_id)
+        else:
+            classifier = make_classifier(self.backbone, self.scaled_weight, pad_id)
         with new_model_folder(Path(folder)) as temporary:
             if classifier is None:
                 write_weights(self.backbone, temporary)
@@ -149,7 +157,7 @@ class RewardModel(nn.Module):
             setattr(classifier.config, SCALE, {**scale, "head": head_record(self.head)})
             write_weights(classifier, temporary)
             tokenizer.save_pretrained(temporary)
-        if pads:
+        if pads or self.of_steps:
             return []
         return [
             f"{folder}: the tokenizer has no special token besides EOS to pad with; outside Surefoot, score one text at a "
@@ -200,6 +208,8 @@ def load_reward_model(
         raise SurefootError("model='pocket': is not a reward model; train one with kind = 'reward'")
     name = str(Path(name).expanduser()) if is_folder(name) else name
     if not (Path(name) / HEAD).is_file():
+        if is_token_classifier(read_config(name, trust_remote_code)):
+            return _from_token_classifier(name, label, trust_remote_code, as_stored)
         return _from_classifier(read_classifier(name, label, trust_remote_code, as_stored))
     if label is not None:
         raise SurefootError(f"model={name!r}: has no label {label!r}, but one score; unset label")
@@ -229,6 +239,17 @@ def _from_classifier(classifier: Classifier) -> RewardModel | TextClassifier:
             model.head.load_state_dict({"weight": trained[0], "bias": trained[1]})
             model.mean.fill_(scale["mean"])
             model.std.fill_(scale["std"])
+    return model.eval()
+
+
+def _from_token_classifier(name: str, label: str | None, trust_remote_code: bool, as_stored: bool) -> RewardModel:
+    """A process reward model, with the mean and std of its steps if it was written here."""
+    trunk, head, tokenizer, config = read_token_classifier(name, label, trust_remote_code, as_stored)
+    model = RewardModel(trunk, head, tokenizer)
+    model.of_steps = True
+    if (scale := read_scale(config)) is not None:
+        model.mean.fill_(scale["mean"])
+        model.std.fill_(scale["std"])
     return model.eval()
 
 

@@ -1,9 +1,7 @@
 """Scores of a reward model: one for the whole text, or one for every step."""
 
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from surefoot.language.rewards.scores import (
     TokenTexts,
     dense_scores,
     split_steps,
-    token_texts,
+    step_tokens,
 )
 
 BATCH_TOKENS = 16_384
@@ -74,7 +72,7 @@ class ModelReward:
         read: Callable[[str], RewardModel | None] | None = None,
         as_stored: bool = False,
     ) -> None:
-        assert per == "response" or (per == "step" and separator), "terms are checked before"
+        assert per == "response" or (per == "step" and separator is not None), "terms are checked before"
         self.per: Per = per
         self.separator = separator
         self.weight, self.batch_tokens, self.name, self.field = weight, batch_tokens, name, field
@@ -142,10 +140,9 @@ class ModelReward:
             everywhere = (self.model.prefix_scores(ids, mask) - self.model.mean) / self.model.std
             for at, row in zip(everywhere.float().cpu(), chosen, strict=True):
                 before, after = rows[row]
-                written = list(accumulate(map(len, token_texts(self.tokens.decode, after))))
-                for step in split_steps(responses[row], self.separator):
-                    place = min(bisect_left(written, step.end), len(after) - 1)  # an unknown character may be decoded as fewer
-                    marks[row].append((step.end, float(at[len(before) + place])))
+                ends = [step.end for step in split_steps(responses[row], self.separator)]
+                places = step_tokens(self.tokens.decode, after, ends)
+                marks[row] = [(end, float(at[len(before) + place])) for end, place in zip(ends, places, strict=True)]
         return marks
 
     def _ids(self, prompt: Prompt, response: str) -> tuple[list[int], list[int]]:

@@ -154,13 +154,21 @@ class Step:
 
 
 def split_steps(response: str, separator: str) -> list[Step]:
-    """The steps between separators; the last one may have no separator after it. White space alone is no step."""
+    """The steps between separators; the last one may have no separator after it. White space alone is no step. With an empty
+    separator, every other character is one.
+    """
     steps, end = [], 0
-    for text in response.split(separator):
+    for text in response.split(separator) if separator else response:
         end = min(end + len(text) + len(separator), len(response))
         if text.strip():
             steps.append(Step(text, end))
     return steps
+
+
+def step_tokens(decode: Callable[[Sequence[int]], str], ids: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """For each end of a step, in characters, the index of the token that writes its last character."""
+    written = list(accumulate(map(len, token_texts(decode, ids))))
+    return [min(bisect_left(written, end), len(ids) - 1) for end in ends]  # an unknown character may be decoded as fewer
 
 
 def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:

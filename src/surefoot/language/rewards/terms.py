@@ -92,7 +92,9 @@ class FunctionReward:
         self.per: Per = getattr(self.function, "per", "response") if per is None else per
         if self.per not in get_args(Per):
             raise self._error(f"its attribute per is {self.per!r}; set one of {', '.join(get_args(Per))}")
-        self.separator = separator or getattr(self.function, "separator", None) if self.per == "step" else None
+        self.separator = (
+            (getattr(self.function, "separator", None) if separator is None else separator) if self.per == "step" else None
+        )
         try:
             self.signature = signature_of(self.function)
         except ValueError as error:
@@ -175,7 +177,7 @@ class FunctionReward:
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise SurefootError if a column has a reserved name, or the function requires an argument that does not exist."""
-        extra = ["tokens"] if self.per == "token" else ["steps"] if self.separator else []
+        extra = ["tokens"] if self.per == "token" else ["steps"] if self.separator is not None else []
         reserved = {*self.signature.reserved, *extra}
         if taken := [name for name in columns if name in reserved]:
             raise self._error(f"the rows have a column {taken[0]!r}, which is the name of another argument; rename the column")

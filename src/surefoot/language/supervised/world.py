@@ -39,7 +39,7 @@ from surefoot.language.models.loading import context_length
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.models.sharding import shard_role, sharding_of
-from surefoot.language.supervised.demonstrations import Rows, demonstration_rows, row_log_probs
+from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
 from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
 from surefoot.language.supervised.preferences import (
     DpoPolicy,
@@ -49,6 +49,7 @@ from surefoot.language.supervised.preferences import (
     trained_tokens,
 )
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
+from surefoot.language.supervised.steps import StepPolicy, step_rows
 from surefoot.recipes.language import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from surefoot.recipes.reading import to_table
 
@@ -144,10 +145,12 @@ class SupervisedWorld:
         self.result: LanguageModel | RewardModel
         self.policy: LanguagePolicy | PairPolicy | DpoPolicy | KtoPolicy
         bf16 = recipe.precision == "bfloat16"
-        if self.preference:
+        if isinstance(recipe, RewardRecipe):
             self.result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
             self.result.recipe = recipe
-            self.policy = PairPolicy(self.result, bf16, recipe.gradient_checkpointing)
+            of_steps = recipe.preference.loss == "steps"
+            self.result.of_steps = of_steps
+            self.policy = (StepPolicy if of_steps else PairPolicy)(self.result, bf16, recipe.gradient_checkpointing)
         else:
             self.result = LanguageModel(model, self.tokens, recipe)
             self.policy = LanguagePolicy(
@@ -206,6 +209,8 @@ class SupervisedWorld:
         """The texts on which a reward model's scores get mean 0 and standard deviation 1."""
         assert isinstance(self.recipe, RewardRecipe)
         settings = self.recipe.data
+        if self.recipe.preference.loss == "steps":
+            return ()  # the steps themselves, of data.train
         if self.recipe.demonstrations is None and self.recipe.preference.loss == "binary":
             texts = good_answers(settings.train, self.tokens, self.token_limits[0], settings)
             if len(texts) < 2:
@@ -229,6 +234,8 @@ class SupervisedWorld:
         read: Callable[..., Rows] = demonstration_rows
         if isinstance(recipe, RewardRecipe):
             read = scored_rows if recipe.preference.loss == "binary" else pair_rows
+            if recipe.preference.loss == "steps":
+                read = partial(step_rows, separator=recipe.preference.separator)
         elif isinstance(recipe, DpoRecipe):
             read = dpo_rows
             if recipe.preference.loss == "kto":
@@ -307,8 +314,8 @@ class SupervisedWorld:
         assert likelihood is not None, "rows without a trained token are an error"
         metrics = {"held_out_loss": -likelihood}
         if self.preference:
-            right = sum(int((log_probs > -math.log(2.0)).sum()) for log_probs, _ in evaluated)
-            metrics["held_out_accuracy"] = right / sum(len(mask) for _, mask in evaluated)
+            right = sum(int((log_probs > -math.log(2.0))[mask].sum()) for log_probs, mask in evaluated)
+            metrics["held_out_accuracy"] = right / sum(int(mask.sum()) for _, mask in evaluated)
         return EvaluationReport(likelihood, metrics)  # for pairs too: it is finer than the accuracy
 
     def samples(self) -> list[dict[str, Any]]:
@@ -332,7 +339,11 @@ class SupervisedWorld:
 
     @torch.no_grad()
     def _raw_scores(self, model: RewardModel) -> Tensor:
-        """Scores of the texts that they are standardised on."""
+        """Scores of the texts, or of the steps, that they are standardised on."""
+        if isinstance(self.policy, StepPolicy):
+            rows, device = self.collector.rows, next(model.parameters()).device
+            parts_of = batches(rows.tensors, rows.count, self.recipe.data.batch, str(device))
+            return torch.cat([self.policy.scores(inputs)[mask].float() for inputs, _, mask in parts_of])
         texts, batch = self.standardised_on, self.recipe.data.batch
         parts = (right_padded(texts[start : start + batch], self.tokens.pad_id) for start in range(0, len(texts), batch))
         device = next(model.parameters()).device
