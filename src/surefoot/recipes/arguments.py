@@ -437,6 +437,7 @@ class ControlArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled"]
     objective: ObjectiveTable | Objective
     optimizer: OptimizerSettingsTable | OptimizerSettings
@@ -459,6 +460,7 @@ class SftArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
@@ -469,7 +471,7 @@ class SftArguments(TypedDict, total=False):
     tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
@@ -486,6 +488,7 @@ class RewardArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
@@ -496,7 +499,7 @@ class RewardArguments(TypedDict, total=False):
     tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
@@ -515,6 +518,7 @@ class DpoArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
@@ -525,7 +529,7 @@ class DpoArguments(TypedDict, total=False):
     tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
@@ -544,6 +548,7 @@ class LanguageArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
@@ -554,7 +559,7 @@ class LanguageArguments(TypedDict, total=False):
     tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
@@ -580,6 +585,7 @@ class Arguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled"]
     objective: ObjectiveTable | Objective
     optimizer: OptimizerSettingsTable | OptimizerSettings | LanguageOptimizerTable | LanguageOptimizer
@@ -602,7 +608,7 @@ class Arguments(TypedDict, total=False):
     normalise: NormaliseSettingsTable | NormaliseSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool

@@ -483,8 +483,10 @@ class ModelRecipe(Recipe):
     """folder or hub id of a transformers model, a run, or \"pocket\", the small built-in model"""
     trust_remote_code: bool = False
     """run a model's own code from the hub"""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: compute in autocast; weights stay float32"""
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"] = "float32"
+    """of all models, in sampling, scoring and learning. bfloat16: matrix products in autocast, weights stay float32;
+    bfloat16-weights: weights are bfloat16 too, and the optimizer keeps float32 copies of those that are trained. Adapters and
+    heads of critics and reward models are float32 in any case"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     sharding: Literal["full", "hybrid"] | None = None
@@ -501,6 +503,16 @@ class ModelRecipe(Recipe):
     """train adapters (LoRA) and keep the model's weights frozen; none: train all weights"""
     optimizer: LanguageOptimizer = LanguageOptimizer()
     evaluation: LanguageEvaluation = LanguageEvaluation()
+
+    @property
+    def autocast(self) -> bool:
+        """Whether passes multiply in bfloat16 with weights in float32."""
+        return self.precision == "bfloat16"
+
+    @property
+    def low_weights(self) -> bool:
+        """Whether weights are bfloat16; those that are trained have float32 copies."""
+        return self.precision == "bfloat16-weights"
 
     @classmethod
     def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -831,6 +843,11 @@ class LanguageRecipe(ModelRecipe):
         if self.samples_on_server and self.sharding is not None:
             raise SurefootError(
                 f"sampling.engine='vllm': needs whole models, and sharding={self.sharding!r}; unset [server] and the engine"
+            )
+        if sampling.engine == "packed" and self.low_weights:
+            raise SurefootError(
+                f"sampling.engine='packed': computes in float32, and precision={self.precision!r} has weights in bfloat16; set "
+                "engine = 'auto'"
             )
         token = None if self.server is None else self.server.token_from
         if token is not None and (error := token_error(token)):

@@ -221,7 +221,8 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
     common: dict[str, Any] = {
         "policy": policy,
         "objective": recipe.objective,
-        "bf16": recipe.precision == "bfloat16",
+        "bf16": recipe.autocast,
+        "low_weights": recipe.low_weights,
         "checkpointing": recipe.gradient_checkpointing,
         "micro_batch": settings.micro_batch,
         "micro_batch_tokens": settings.micro_batch_tokens,

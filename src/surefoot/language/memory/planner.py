@@ -145,7 +145,9 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if workload.adapter is None:
         yield "adapters of one base, rank 16", with_adapters(workload, AdapterSettings())
     if not workload.bf16:
-        yield "bfloat16 passes", replace(workload, bf16=True)
+        yield "bfloat16 passes", replace(workload, bf16=True, low_weights=False)
+    if not workload.low_weights:
+        yield "bfloat16 weights", replace(workload, bf16=False, low_weights=True)
     if not workload.checkpointing:
         yield "gradient checkpointing", replace(workload, checkpointing=True)
     tokens = workload.width * workload.sides
@@ -238,7 +240,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "setup": {
             "kind": s.kind,
             "critic": s.value,
-            "precision": "bfloat16" if s.bf16 else "float32",
+            "precision": "bfloat16-weights" if s.low_weights else "bfloat16" if s.bf16 else "float32",
             "gradient_checkpointing": s.checkpointing,
             "adapter_rank": None if s.adapter is None else s.adapter.rank,
             "responses": s.responses,
