@@ -475,7 +475,7 @@ class SftArguments(TypedDict, total=False):
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
@@ -503,7 +503,7 @@ class RewardArguments(TypedDict, total=False):
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
@@ -533,7 +533,7 @@ class DpoArguments(TypedDict, total=False):
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
@@ -563,7 +563,7 @@ class LanguageArguments(TypedDict, total=False):
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | PromptSettingsTable | PromptSettings
@@ -612,7 +612,7 @@ class Arguments(TypedDict, total=False):
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings

@@ -21,6 +21,7 @@ gathered in each phase (``layout``).
 Not counted: Python and its libraries, temporary buffers of kernels, memory held by an allocator, and a GPU's context.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -127,6 +128,8 @@ class Workload:
     """the adapter trained on frozen weights that all roles share, except a separate ``reference``"""
     reward_adapters: "tuple[AdapterSettings, ...]" = ()
     """reward models that are adapters of the same base"""
+    idle: tuple[str, ...] = ()
+    """frozen roles that are in the memory of the CPU while they are not used"""
     layout: Layout = SINGLE
     """the ranks; rows, responses and prompts are those of all of them"""
 
@@ -321,9 +324,23 @@ def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> 
     return sizes
 
 
+def on_device_and_host(workload: Workload) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+    """The permanent bytes of a rank on the device, and those in the memory of the CPU instead."""
+    always = permanent(workload)
+    if workload.layout.offloaded:
+        return {}, always
+    host = {}
+    for role in workload.idle if workload.layout.gpu else ():
+        if parts := _frozen_roles(workload).get(role):
+            host[role] = {name: workload.layout.part(size) for name, size in parts.items()}
+            rest = {name: size - host[role].get(name, 0) for name, size in always[role].items()}
+            always[role] = rest  # heads, and adapters of a base that stays
+    return {role: parts for role, parts in always.items() if any(parts.values())}, host
+
+
 def permanent_bytes(workload: Workload) -> int:
     """The sum of the permanent bytes on the device."""
-    return 0 if workload.layout.offloaded else host_bytes(permanent(workload))
+    return host_bytes(on_device_and_host(workload)[0])
 
 
 def host_bytes(parts_of: dict[str, dict[str, int]]) -> int:
@@ -355,8 +372,7 @@ class _Estimator:
 
     def estimate(self) -> Estimate:
         s = self.workload
-        own = permanent(s)
-        always, host = ({}, own) if s.layout.offloaded else (own, {})
+        always, host = on_device_and_host(s)
         always["data"] = {"rollout": self.rollout}
         phases = {"learning": self.learning()}
         if s.kind == "language":
@@ -367,7 +383,7 @@ class _Estimator:
             phases["evaluating"] = self.evaluating()
         if s.kind == "dpo" and s.compared:
             phases["scoring by the reference"] = self.reference_scoring()
-        trained = sum(parts.get("gradients", 0) for parts in (host or always).values()) // GRADIENT
+        trained = sum(parts.get("gradients", 0) for parts in permanent(s).values()) // GRADIENT
         phases["saving"] = PhaseMemory({"copies": (WEIGHT + MOMENTS) * trained})
         return Estimate(always, phases, tuple(self.failed), host)
 
@@ -487,17 +503,24 @@ class _Estimator:
         if s.reference is not None and s.reference is not s.policy:
             other = s.reference
             peak = self.counted("scoring", lambda: passes.scoring(other, s.pass_options(value=False), read)).peak
-            needs.append(([_model_size(other)], peak))
+            needs.append(([_model_size(other)], peak + self.brought("reference")))
         texts = BatchShape(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
         rewards = [_model_size(config, head=False) for config in s.rewards]  # gathered all together
         for config in s.rewards:
             count = partial(passes.reward_scoring, config, texts, **self.low)
-            needs.append((rewards, self.counted("scoring", count).peak))
+            needs.append((rewards, self.counted("scoring", count).peak + self.brought("reward")))
         for adapter in s.reward_adapters:
             count = partial(passes.reward_scoring, s.policy, texts, adapter, **self.low)
-            needs.append(([*rewards, *self.trained_models[:1]], self.counted("scoring", count).peak))
+            peak = self.counted("scoring", count).peak + self.brought("reward")
+            needs.append(([*rewards, *self.trained_models[:1]], peak))
         phases = [PhaseMemory({**self.whole(*models), "passes": peak, **held}) for models, peak in needs]
         return max(phases, key=lambda phase: phase.total)
+
+    def brought(self, role: str) -> int:
+        """Bytes of a role's weights that are on the device only in its own passes; sharded ones are gathered in any case."""
+        s = self.workload
+        resting = {} if s.layout.sharded else on_device_and_host(s)[1]
+        return sum(resting.get(role, {}).values())
 
     def evaluating(self) -> PhaseMemory:
         s = self.workload
@@ -547,6 +570,9 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield 'precision = "bfloat16-weights"', lower
     elif not workload.low_weights and not workload.bf16:
         yield 'precision = "bfloat16"', replace(workload, bf16=True)
+    frozen = tuple(role for role in ("reference", "reward") if role in _frozen_roles(workload))
+    if frozen and not workload.idle and layout.gpu and not layout.sharded:
+        yield f"offload = {json.dumps(frozen)}", replace(workload, idle=frozen)
     if workload.value == "own":
         started = "" if workload.critic is None else ' and critic.start = "none"'
         yield f"critic.own_model = false{started}", replace(workload, value="head", critic=None)

@@ -250,7 +250,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
             "response_tokens": s.response,
             "ranks": s.layout.ranks,
             "sharding": s.layout.sharding,
-            "offload": s.layout.offload,
+            "offload": s.layout.offload or list(s.idle),
             "reshard_after_forward": s.layout.reshard,
         },
         "always": needed.always,
@@ -338,7 +338,8 @@ def _fit_row(card: int, ranks: int, fit: Fit | None) -> tuple[str, str, str]:
 
 
 def _role_table(needed: Estimate) -> Table:
-    title = "what always stays" + (" (weights, gradients and moments are in the memory of the CPU)" if needed.host else "")
+    resting = ", ".join(needed.host)
+    title = "what always stays" + (f" ({resting}: in the memory of the CPU)" if resting else "")
     table = Table(title=title, title_justify="left", box=None)
     for name in ("role", *PARTS, "together"):
         table.add_column(name, justify="left" if name == "role" else "right")

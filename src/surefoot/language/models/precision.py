@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from surefoot.core.rollout import Policy
+from surefoot.core.sharding.idle import rest_on_cpu
 from surefoot.core.sharding.master import to_bfloat16
 from surefoot.language.models.adapters import RoleTrunk
 from surefoot.language.models.policy import ValueHead
@@ -13,15 +14,21 @@ from surefoot.language.models.reward_model import RewardModel
 from surefoot.recipes.language import ModelRecipe
 
 
-def place(module: nn.Module, recipe: ModelRecipe) -> None:
-    """Move a whole policy, reference or reward model to the recipe's device, with weights in the recipe's precision."""
-    if not recipe.low_weights:
-        module.to(recipe.device)
-        return
-    to_bfloat16(module, recipe.device, exact_parts(module))
-    for part in module.modules():
-        if isinstance(part, Policy):
-            part.exact = False
+def place(module: nn.Module, recipe: ModelRecipe, idle: bool = False) -> None:
+    """Move a whole policy, reference or reward model to the recipe's device, with weights in the recipe's precision.
+
+    idle   it is frozen, and rests on the CPU while it is not used
+    """
+    device = "cpu" if idle else recipe.device
+    if recipe.low_weights:
+        to_bfloat16(module, device, exact_parts(module))
+        for part in module.modules():
+            if isinstance(part, Policy):
+                part.exact = False
+    else:
+        module.to(device)
+    if idle:
+        rest_on_cpu(module, recipe.device)
 
 
 def exact_parts(module: nn.Module) -> Iterator[Any]:

@@ -22,7 +22,7 @@ def sharding_of(recipe: ModelRecipe) -> Sharding | None:
         recipe.device,
         bf16=recipe.precision != "float32",
         reshard=recipe.reshard_after_forward,
-        offload=recipe.offload,
+        offload=recipe.offload is True,
     )
 
 

@@ -52,7 +52,7 @@ from surefoot.language.sampling.choose_engine import make_engine
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.recipes.callables import GOLD, Functions, find_function
-from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.language import LanguageRecipe, Role
 from surefoot.recipes.reading import to_table
 
 BEST_KL_FACTOR = 1.5
@@ -124,14 +124,16 @@ class LanguageWorld:
             _ = self.frozen  # hashes of whole weights, as they are stored
         if self.sharding is None and self.recipe.low_weights:
             place(self.policy, self.recipe)
-        models: list[torch.nn.Module] = [part.model for part in parts_of(self.reward) if isinstance(part, ModelReward)]
+        rewards = [part.model for part in parts_of(self.reward) if isinstance(part, ModelReward)]
+        models: list[tuple[Role, torch.nn.Module]] = [("reward", model) for model in rewards]
         if self.reference is not None and self.reference.base is None:
-            models.append(self.reference.policy)
-        for model in models:
+            models.append(("reference", self.reference.policy))
+        for role, model in models:
+            idle = role in self.recipe.idle_roles and not shares_base(model)
             if self.sharding is None:
-                place(model, self.recipe)
+                place(model, self.recipe, idle)
             elif not shares_base(model):
-                shard_role(model, self.sharding, frozen=True)
+                shard_role(model, replace(self.sharding, offload=idle or self.sharding.offload), frozen=True)
 
     def _load_rewards(self, context: int | None) -> None:
         """Make the environments and load the reward and gold, which the prompts are then checked against."""
