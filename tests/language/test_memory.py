@@ -160,12 +160,16 @@ CASES: dict[str, dict[str, Any]] = {
     "a value model": {"critic": {"own_model": True}},
     "checkpointed, one row at a time": {"gradient_checkpointing": True, "optimizer": {"micro_batch_tokens": 40}},
     "bfloat16": {"precision": "bfloat16"},
+    "bfloat16 weights": {"precision": "bfloat16-weights", "critic": {"own_model": True}},
+    "bfloat16 weights under adapters": {"precision": "bfloat16-weights", "critic": {"own_model": True}, "adapter": {"rank": 8}},
+    "a reward model in bfloat16": {"precision": "bfloat16", "reward": "scores"},
     "tied embeddings, grouped queries, samples of a group": {"family": "qwen2", "sampling": {"prompts": 4, "samples": 4}},
     "another family, no critic": {"family": "gpt2", "algorithm": "REINFORCE_BASELINE", "objective": {"reuse": None}},
     "a reward model": {"reward": "scores"},
     "adapters of one base": {"critic": {"own_model": True}, "adapter": {"rank": 8}},
 }
 SELDOM = ("a value model", "bfloat16", "tied embeddings, grouped queries, samples of a group", "another family, no critic")
+SELDOM += ("bfloat16 weights under adapters", "a reward model in bfloat16")
 
 
 def measured_peaks(table: dict[str, Any]) -> dict[str, int]:

@@ -83,6 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minibatches": ("language", {"objective": {"reuse": {"epochs": 1, "minibatches": 2}}}),
     "sft of bfloat16": ("sft", {"model": "low"}),
     "ppo of bfloat16": ("language", {"model": "low", "reward": "low reward", "critic": {"start": "low reward"}}),
+    "idle": ("language", {"offload": ["reference", "reward"]}),
     "penalty": ("language", {"algorithm": "PPO_PENALTY_ADAPTIVE"}),
 }
 ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -381,7 +382,10 @@ def test_in_bfloat16_weights_stay_float32_and_the_loss_is_near(kind: str, folder
     ("changes", "message"),
     [
         ({"sharding": "some"}, r"sharding='some': input should be 'full' or 'hybrid'"),
-        ({"sharding": "none", "offload": True}, r"offload: is for sharded models; set sharding = 'full', or leave it out"),
+        (
+            {"sharding": "none", "offload": True},
+            r"offload=true: is for sharded models; set sharding = 'full', or name frozen models, such as \['reference'\]",
+        ),
         ({"engine": "compiled"}, r"engine='compiled': is for control"),
     ],
 )

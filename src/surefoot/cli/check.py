@@ -94,7 +94,13 @@ def workload_options(each: str, precision: str, sharding: str) -> Callable[[Call
         click.option(
             "--rewards", type=IntRange(0, MAX_COUNT), default=1, show_default=True, help="Reward models of the same size."
         ),
-        click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default=precision, show_default=True),
+        click.option(
+            "--precision",
+            type=click.Choice(["float32", "bfloat16", "bfloat16-weights"]),
+            default=precision,
+            show_default=True,
+            help="As precision in a recipe.",
+        ),
         click.option("--gradient-checkpointing", is_flag=True, help="As gradient_checkpointing in a recipe."),
         click.option("--micro-batch", type=COUNT, metavar="ROWS", help="As optimizer.micro_batch in a recipe."),
         click.option("--micro-batch-tokens", type=COUNT, metavar="TOKENS", help="As optimizer.micro_batch_tokens in a recipe."),
@@ -234,7 +240,7 @@ def machine_of(
     if named:
         flag = next(iter(named)).replace("_", "-")
         raise SurefootError(f"--{flag} {next(iter(named.values())):g}: --measure measures it; leave one of them out")
-    if workload.bf16:
+    if workload.bf16 or workload.low_weights:
         raise SurefootError("--precision bfloat16: --measure measures matrices in float32; add --precision float32")
     model = transformer_of(config)
     read = min(4096, workload.micro(workload.rows).rows * workload.width)
@@ -293,6 +299,7 @@ def memory_workload(
         policy=config,
         objective=PPO_CLIP if kind == "language" else REINFORCE,
         bf16=precision == "bfloat16",
+        low_weights=precision == "bfloat16-weights",
         checkpointing=gradient_checkpointing,
         rows=batch,
         responses=responses,

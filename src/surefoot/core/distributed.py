@@ -218,11 +218,22 @@ def rank_generator(generator: torch.Generator) -> torch.Generator:
     return torch.Generator().manual_seed(derived_seed(drawn, "rank", rank()))
 
 
+MASTER = "master"
+"""the attribute of a parameter in bfloat16 with its values in float32 (``core/sharding/master.py``)"""
+
+
+def stored(parameter: Tensor) -> Tensor:
+    """The values of a parameter that are trained and saved: its master weights if it has some, else itself."""
+    master: Tensor = getattr(parameter, MASTER, parameter)
+    return master
+
+
 def broadcast_weights(module: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0; sharded parameters stay, since every rank has its own part."""
     if world_size() > 1:
+        masters = [stored(parameter) for parameter in module.parameters() if stored(parameter) is not parameter]
         with one_line_errors(), torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
+            for tensor in (*module.parameters(), *module.buffers(), *masters):
                 if not hasattr(tensor, "to_local"):
                     dist.broadcast(tensor.data, src=0)
 
@@ -234,7 +245,7 @@ def check_same_weights(module: nn.Module) -> None:
     """
     if world_size() == 1:
         return
-    parameters = list(module.parameters())
+    parameters = [stored(parameter) for parameter in module.parameters()]
     bits = torch.stack([_bits(p) for p in parameters]).tolist() if parameters else []  # one wait for the device
     mine = {str(index): (_place(p), sum_) for index, (p, sum_) in enumerate(zip(parameters, bits, strict=True))}
     everyone = exchange(mine)

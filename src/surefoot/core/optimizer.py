@@ -1,7 +1,7 @@
 """Adam, AdamW or RMSprop on parameters that lie in one flat buffer.
 
 Parameters and gradients are views of two flat tensors. Zeroing, summing over ranks, the norm, clipping and the step are then
-one call each, however many tensors a network has.
+one call each, however many tensors a network has. Of parameters in bfloat16, the views are their master weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,9 @@ from torch.optim.adam import adam as fused_adam
 from torch.optim.rmsprop import rmsprop
 
 from surefoot.core.algorithms import Objective
+from surefoot.core.distributed import MASTER, stored
 from surefoot.core.rollout import Policy
+from surefoot.core.sharding.master import add_gradients_to, round_master
 from surefoot.errors import SurefootError
 
 BETAS = (0.9, 0.999)
@@ -56,16 +58,22 @@ def parameter_groups(policy: Policy, objective: Objective, critic_rate: bool) ->
 def flatten_parameters(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
     """Move parameters into one tensor of values and one of gradients, of which they become views.   -> [n], [n]
 
-    The parameters must share dtype and device.
+    The parameters must share dtype and device. Of one with master weights, these become the view, and its gradients are added
+    to the other tensor.
     """
-    values = torch.cat([p.detach().reshape(-1) for p in parameters])
+    values = torch.cat([stored(p).detach().reshape(-1) for p in parameters])
     gradients = torch.zeros_like(values)
-    start = 0
+    sums, start = {}, 0
     for parameter in parameters:
         end = start + parameter.numel()
-        parameter.data = values[start:end].view_as(parameter)
-        parameter.grad = gradients[start:end].view_as(parameter)
+        value, gradient = (flat[start:end].view_as(parameter) for flat in (values, gradients))
+        if stored(parameter) is parameter:
+            parameter.data, parameter.grad = value, gradient
+        else:
+            setattr(parameter, MASTER, value)
+            sums[parameter] = gradient
         start = end
+    add_gradients_to(sums)
     return values, gradients
 
 
@@ -104,6 +112,8 @@ class FlatOptimizer(FlatParameters):
         """of the last step"""
         self.state: dict[str, Tensor] = {}
         """step count and moments; empty before the first step"""
+        self.rounded = [p for p in self.parameters if stored(p) is not p]
+        """parameters with master weights"""
 
     @torch.no_grad()
     def step(self, norm: float, scale: float = 1.0) -> None:
@@ -113,7 +123,7 @@ class FlatOptimizer(FlatParameters):
             self.gradients.mul_(limit / (norm + 1e-6))
         self.learning_rate = self.settings.learning_rate * scale
         if self.settings.weight_decay:
-            matrices: list[Tensor] = [p for p in self.parameters if p.dim() > 1]  # norms and biases are vectors
+            matrices: list[Tensor] = [stored(p) for p in self.parameters if p.dim() > 1]  # norms and biases are vectors
             torch._foreach_mul_(matrices, 1 - self.learning_rate * self.settings.weight_decay)
         options: dict[str, Any] = {"lr": self.learning_rate, "eps": self.settings.epsilon}
         options |= {"weight_decay": 0.0, "maximize": False}
@@ -128,6 +138,8 @@ class FlatOptimizer(FlatParameters):
             first, second = ([moment] for moment in moments)
             options |= {"beta1": BETAS[0], "beta2": BETAS[1], "amsgrad": False, "fused": True}
             fused_adam([self.values], [self.gradients], first, second, [], [step], **options)
+        if self.rounded:
+            round_master(self.rounded)
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Adam's number of steps [], and running means of gradient and squared gradient [n]; zeros before the first step."""

@@ -234,7 +234,7 @@ def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         return None
     furthest = int(off.argmax())
     here = ratio.part(furthest, furthest + 1)
-    rounded = getattr(recipe, "precision", "float32") == "bfloat16" and off.max() < 0.1
+    rounded = getattr(recipe, "precision", "float32") != "float32" and off.max() < 0.1
     return Finding(
         "wrong_start",
         "note" if rounded else "serious",

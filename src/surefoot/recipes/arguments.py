@@ -446,6 +446,7 @@ class ControlArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: OptimizerSettingsTable | OptimizerSettings
@@ -468,6 +469,7 @@ class SftArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
@@ -478,11 +480,11 @@ class SftArguments(TypedDict, total=False):
     tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
@@ -495,6 +497,7 @@ class RewardArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
@@ -505,11 +508,11 @@ class RewardArguments(TypedDict, total=False):
     tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
@@ -524,6 +527,7 @@ class DpoArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
@@ -534,11 +538,11 @@ class DpoArguments(TypedDict, total=False):
     tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
@@ -553,6 +557,7 @@ class LanguageArguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: LanguageOptimizerTable | LanguageOptimizer
@@ -563,11 +568,11 @@ class LanguageArguments(TypedDict, total=False):
     tracking: TrackingSettingsTable | TrackingSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: str | Iterable[Mapping[str, Any]] | PromptSettingsTable | PromptSettings
@@ -589,6 +594,7 @@ class Arguments(TypedDict, total=False):
     seed: int
     device: str
     threads: int
+    tf32: bool
     engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: OptimizerSettingsTable | OptimizerSettings | LanguageOptimizerTable | LanguageOptimizer
@@ -611,11 +617,11 @@ class Arguments(TypedDict, total=False):
     normalise: NormaliseSettingsTable | NormaliseSettings
     model: str
     trust_remote_code: bool
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool
+    offload: bool | Sequence[Literal["reference", "reward"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings

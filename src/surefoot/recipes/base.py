@@ -152,6 +152,8 @@ class Recipe(Section):
     """device of the network: cpu, mps, cuda, cuda:1 …"""
     threads: Cores = 1
     """torch threads; 1 is fastest for small networks. Results are exact for a fixed number"""
+    tf32: bool = False
+    """let NVIDIA GPUs multiply float32 matrices in TF32, with 10 bits of mantissa: faster; no effect elsewhere"""
     engine: Literal["eager", "compiled", "auto"] = "eager"
     """compiled: compile updates and acting, in up to a minute; they run faster then. Needs a C++ compiler. auto: compiled if
     the run is long enough to win that time back"""

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import pydantic
 from pydantic import Field
@@ -488,6 +488,9 @@ SAVED_FIELDS = {"seed", "device", "threads", "precision", "gradient_checkpointin
 SMALLEST_UNTRAINED_RATE = 5e-5
 """the learning rate below which random weights learn slowly; presets for pretrained models have 1e-6 to 1e-5"""
 
+Role = Literal["reference", "reward"]
+"""a frozen model of an online run"""
+
 
 class ModelRecipe(Recipe):
     """The fields of every kind that trains a language model."""
@@ -498,8 +501,10 @@ class ModelRecipe(Recipe):
     """folder or hub id of a transformers model, a run, or \"pocket\", the small built-in model"""
     trust_remote_code: bool = False
     """run a model's own code from the hub"""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: compute in autocast; weights stay float32"""
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"] = "float32"
+    """of all models, in sampling, scoring and learning. bfloat16: matrix products in autocast, weights stay float32;
+    bfloat16-weights: weights are bfloat16 too, and the optimizer keeps float32 copies of those that are trained. Adapters and
+    heads of critics and reward models are float32 in any case"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     sharding: Literal["full", "hybrid"] | None = None
@@ -508,14 +513,42 @@ class ModelRecipe(Recipe):
     reshard_after_forward: bool = True
     """with sharding: drop a layer's gathered weights after its forward pass; false: keep them until its backward pass, which is
     faster and takes more memory"""
-    offload: bool = False
-    """with sharding: keep the parts, their gradients and moments in the memory of the CPU"""
+    offload: bool | tuple[Role, ...] = False
+    """what is in the memory of the CPU. true: with sharding, the parts of all models, their gradients and moments; a list, such
+    as ["reference", "reward"]: these models of an online run while they are not used, with and without sharding. No effect on
+    a CPU"""
     check_memory: bool = True
     """reject a run that needs more memory than there is; false: try it anyway"""
     adapter: AdapterSettings | None = None
     """train adapters (LoRA) and keep the model's weights frozen; none: train all weights"""
     optimizer: LanguageOptimizer = LanguageOptimizer()
     evaluation: LanguageEvaluation = LanguageEvaluation()
+
+    @property
+    def autocast(self) -> bool:
+        """Whether passes multiply in bfloat16 with weights in float32."""
+        return self.precision == "bfloat16"
+
+    @property
+    def low_weights(self) -> bool:
+        """Whether weights are bfloat16; those that are trained have float32 copies."""
+        return self.precision == "bfloat16-weights"
+
+    @pydantic.field_validator("offload", mode="before")
+    @classmethod
+    def _check_offload(cls, offload: Any) -> Any:
+        """One message for a list, which pydantic would compare with true and false as well."""
+        unknown = [role for role in offload if role not in get_args(Role)] if isinstance(offload, (list, tuple)) else []
+        if unknown:
+            raise SurefootError(
+                f"offload={list(offload)}: {unknown[0]!r} is no frozen model; name 'reference', 'reward' or both"
+            )
+        return offload
+
+    @property
+    def idle_roles(self) -> tuple[Role, ...]:
+        """The roles that are in the memory of the CPU while they are not used."""
+        return () if isinstance(self.offload, bool) else self.offload
 
     @classmethod
     def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -531,9 +564,17 @@ class ModelRecipe(Recipe):
         if self.engine == "compiled":
             raise SurefootError("engine='compiled': is for control; set engine = 'eager'")
         if self.sharding is None:
-            for name, value in (("offload", self.offload), ("reshard_after_forward", not self.reshard_after_forward)):
-                if value:
-                    raise SurefootError(f"{name}: is for sharded models; set sharding = 'full', or leave it out")
+            if self.offload is True:
+                raise SurefootError(
+                    "offload=true: is for sharded models; set sharding = 'full', or name frozen models, such as ['reference']"
+                )
+            if not self.reshard_after_forward:
+                raise SurefootError("reshard_after_forward: is for sharded models; set sharding = 'full', or leave it out")
+        if self.idle_roles and self.kind != "language":
+            raise SurefootError(
+                f"offload={list(self.idle_roles)}: names frozen models of online runs, and kind = {self.kind!r} holds none "
+                "while it trains; leave it out"
+            )
         if self.objective.kl_estimator == "exact":
             raise SurefootError("objective.kl_estimator='exact': is for control; text has only samples of the KL, set k3")
         if self.objective.constraint is not None:
@@ -828,6 +869,7 @@ class LanguageRecipe(ModelRecipe):
         self._check_rows()
         self._check_reward()
         self._check_reference()
+        self._check_idle_roles()
         self._check_old_log_probs()
         self._check_critic()
         return self
@@ -868,6 +910,11 @@ class LanguageRecipe(ModelRecipe):
         if self.samples_on_server and self.sharding is not None:
             raise SurefootError(
                 f"sampling.engine='vllm': needs whole models, and sharding={self.sharding!r}; unset [server] and the engine"
+            )
+        if sampling.engine == "packed" and self.low_weights:
+            raise SurefootError(
+                f"sampling.engine='packed': computes in float32, and precision={self.precision!r} has weights in bfloat16; set "
+                "engine = 'auto'"
             )
         token = None if self.server is None else self.server.token_from
         if token is not None and (error := token_error(token)):
@@ -937,6 +984,17 @@ class LanguageRecipe(ModelRecipe):
                 f"reference.horizon={reference.horizon}: β would change too much at once and could become negative; set at "
                 f"least the {self.responses} responses of an iteration"
             )
+
+    def _check_idle_roles(self) -> None:
+        """What is to rest on the CPU must be a model of its own."""
+        if "reference" in self.idle_roles and not self.has_reference:
+            raise SurefootError("offload: names the reference, and nothing reads one; leave it out")
+        if "reference" in self.idle_roles and self.adapter is not None and self.reference.model is None:
+            raise SurefootError(
+                "offload: names the reference, which is the base of the adapters, and that is always in use; leave it out"
+            )
+        if "reward" in self.idle_roles and all(term.model is None for term in self.reward.terms):
+            raise SurefootError("offload: names the reward, and no term of reward.terms is a model; leave it out")
 
     def _check_old_log_probs(self) -> None:
         """Without a pass for log π_old, nothing may read it before the update."""

@@ -4,12 +4,14 @@ import math
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+import torch
 
 from surefoot.core.distributed import (
     broadcast_weights,
@@ -263,7 +265,7 @@ class Session:
             with together():
                 self.publish(RunStart(self.state, run_folder))
             self._publish_opening()
-            with self.signals, announced(self.message):
+            with self.signals, announced(self.message), multiplying(self.recipe.tf32):
                 self._publish_initial_samples()
                 self._begin_profile()
                 if not self._finish_pending():
@@ -572,6 +574,20 @@ class Session:
             self.message(line)
         if self.world.exports_model:
             folder.finish(self.state.steps)
+
+
+@contextmanager
+def multiplying(tf32: bool) -> Iterator[None]:
+    """Let NVIDIA GPUs multiply float32 matrices in TF32, if ``tf32``; otherwise PyTorch's setting stays as it is."""
+    if not tf32:
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _commit(folder: Path, snapshot: Snapshot, metrics: MetricsFile | None, clean: Callable[[Path], None]) -> None:

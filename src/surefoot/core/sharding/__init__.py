@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.distributed import check_same_weights, exchanging, rank, world_size
+from surefoot.core.sharding.idle import idle_weights
 from surefoot.errors import SurefootError
 
 
@@ -139,11 +140,15 @@ def ranks_per_machine() -> int:
 def gathered(root: nn.Module, part: nn.Module | None = None) -> Iterator[None]:
     """Hold whole weights on every rank, in the dtype of the computation; passes without gradient then need no exchange.
 
-    root    a module that was passed to ``shard``; any other is left as it is
+    root    a module that was passed to ``shard``, or to ``rest_on_cpu``; any other is left as it is
     part    gather only this part of it, with what the root itself holds, such as embeddings
 
     Entering is an exchange: all ranks do it together.
     """
+    if (idle := idle_weights(root)) is not None:
+        with idle.present():
+            yield
+        return
     parts = _sharded_parts(root)
     if not parts:
         yield

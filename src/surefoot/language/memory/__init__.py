@@ -1,8 +1,9 @@
 """Estimate how much memory a run needs, part by part and phase by phase.
 
-**Permanent memory** is arithmetic. Weights are float32, 4 bytes per parameter (bfloat16 affects only the passes). A trained
-parameter also has a gradient (4) and Adam's two moments (8): 16 bytes, against 4 for a frozen one. With adapters there is one
-frozen copy of the weights for all roles, and only adapters and heads are trained.
+**Permanent memory** is arithmetic. Weights are float32, 4 bytes per parameter (autocast affects only the passes). A trained
+parameter also has a gradient (4) and Adam's two moments (8): 16 bytes, against 4 for a frozen one. With weights in bfloat16 it
+is 18 bytes (2, and 4 for the float32 copy) against 2. With adapters there is one frozen copy of the weights for all roles, and
+only adapters and heads are trained, in float32.
 
 **Memory of the phases** is counted by ``passes``. Phases come one after another, so the peak is the permanent memory plus the
 largest:
@@ -20,6 +21,7 @@ gathered in each phase (``layout``).
 Not counted: Python and its libraries, temporary buffers of kernels, memory held by an allocator, and a GPU's context.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -91,6 +93,9 @@ class Workload:
     compared: bool = True
     """in DPO, whether a reference scores the rows before training"""
     bf16: bool = False
+    """matrix products in autocast"""
+    low_weights: bool = False
+    """weights in bfloat16, and float32 copies of those that are trained"""
     checkpointing: bool = False
     temperature: float = 1.0
     rows: int = 16
@@ -123,6 +128,8 @@ class Workload:
     """the adapter trained on frozen weights that all roles share, except a separate ``reference``"""
     reward_adapters: "tuple[AdapterSettings, ...]" = ()
     """reward models that are adapters of the same base"""
+    idle: tuple[str, ...] = ()
+    """frozen roles that are in the memory of the CPU while they are not used"""
     layout: Layout = SINGLE
     """the ranks; rows, responses and prompts are those of all of them"""
 
@@ -138,8 +145,13 @@ class Workload:
 
     @property
     def low(self) -> bool:
-        """Whether passes use weights in bfloat16, as those of sharded models are gathered."""
-        return self.bf16 and self.layout.sharded
+        """Whether passes use weights in bfloat16; autocast gathers those of sharded models so."""
+        return self.low_weights or (self.bf16 and self.layout.sharded)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether weights in bfloat16 are held besides float32 ones; of sharded models the shards are float32."""
+        return self.low_weights and not self.layout.sharded
 
     def of_one_rank(self) -> "Workload":
         """The workload with the rows of the rank that has most of them."""
@@ -196,6 +208,7 @@ class Workload:
             self.adapter if value else None,
             role,
             self.low,
+            self.rounded,
         )
 
 
@@ -242,9 +255,16 @@ class Estimate:
         return self.permanent + self.phases[phase].total
 
 
-def trained_bytes(parameters: int) -> dict[str, int]:
-    """Bytes of trained parameters, by part."""
-    return {"weights": WEIGHT * parameters, "gradients": GRADIENT * parameters, "optimizer": MOMENTS * parameters}
+def trained_bytes(parameters: int, rounded: int = 0) -> dict[str, int]:
+    """Bytes of trained parameters, by part.
+
+    rounded   parameters in bfloat16, besides the others; the optimizer has their float32 weights
+    """
+    return {
+        "weights": WEIGHT * parameters + LOW_WEIGHT * rounded,
+        "gradients": GRADIENT * (parameters + rounded),
+        "optimizer": MOMENTS * parameters + (MOMENTS + WEIGHT) * rounded,
+    }
 
 
 def frozen_bytes(parameters: int, each: int = WEIGHT) -> dict[str, int]:
@@ -262,19 +282,23 @@ def _permanent_of_whole_models(workload: Workload) -> dict[str, dict[str, int]]:
     own = count_parameters(workload.policy)
     if workload.adapter is not None:
         return _permanent_with_adapters(workload, workload.adapter)
+
+    def trained(model: int, head: int = 0) -> dict[str, int]:
+        return trained_bytes(head, model) if workload.rounded else trained_bytes(model + head)
+
     if workload.kind == "reward":
-        return {"reward": trained_bytes(own.trunk + own.width + 1)}
-    sizes = {"policy": trained_bytes(own.total)}
+        return {"reward": trained(own.trunk, own.width + 1)}
+    sizes = {"policy": trained(own.total)}
     if workload.value == "head":
         sizes["value"] = trained_bytes(own.width + 1)
     elif workload.value == "own":
         critic = count_parameters(workload.critic or workload.policy)
-        sizes["value"] = trained_bytes(critic.trunk + critic.width + 1)
+        sizes["value"] = trained(critic.trunk, critic.width + 1)
     return sizes | _frozen_roles(workload)
 
 
 def _frozen_roles(workload: Workload) -> dict[str, dict[str, int]]:
-    """Bytes of the reference and of reward models, as far as they are models of their own; sharded with the passes' dtype."""
+    """Bytes of the reference and of reward models, as far as they are models of their own; in the passes' dtype."""
     each, sizes = LOW_WEIGHT if workload.low else WEIGHT, {}
     if workload.reference is not None and workload.kind != "dpo":
         sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total, each)
@@ -286,22 +310,37 @@ def _frozen_roles(workload: Workload) -> dict[str, dict[str, int]]:
 def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> dict[str, dict[str, int]]:
     """The same if all roles are adapters of one frozen base."""
     own, size = count_parameters(workload.policy), adapter_size(workload.policy, adapter)
-    head = own.width + 1
+    head, each = own.width + 1, LOW_WEIGHT if workload.rounded else WEIGHT
     if workload.kind == "reward":
-        return {"base": frozen_bytes(own.trunk), "reward": trained_bytes(size + head)}
-    sizes = {"base": frozen_bytes(own.total), "policy": trained_bytes(size)}
+        return {"base": frozen_bytes(own.trunk, each), "reward": trained_bytes(size + head)}
+    sizes = {"base": frozen_bytes(own.total, each), "policy": trained_bytes(size)}
     if workload.value != "none":
         sizes["value"] = trained_bytes(head + (size if workload.value == "own" else 0))
     sizes |= _frozen_roles(workload)
     adapters = sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
     if adapters:
-        sizes["reward"] = frozen_bytes(adapters + sizes.get("reward", frozen_bytes(0))["weights"] // WEIGHT)
+        others = sizes.get("reward", frozen_bytes(0))["weights"]
+        sizes["reward"] = {"weights": frozen_bytes(adapters)["weights"] + others}
     return sizes
+
+
+def on_device_and_host(workload: Workload) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+    """The permanent bytes of a rank on the device, and those in the memory of the CPU instead."""
+    always = permanent(workload)
+    if workload.layout.offloaded:
+        return {}, always
+    host = {}
+    for role in workload.idle if workload.layout.gpu else ():
+        if parts := _frozen_roles(workload).get(role):
+            host[role] = {name: workload.layout.part(size) for name, size in parts.items()}
+            rest = {name: size - host[role].get(name, 0) for name, size in always[role].items()}
+            always[role] = rest  # heads, and adapters of a base that stays
+    return {role: parts for role, parts in always.items() if any(parts.values())}, host
 
 
 def permanent_bytes(workload: Workload) -> int:
     """The sum of the permanent bytes on the device."""
-    return 0 if workload.layout.offloaded else host_bytes(permanent(workload))
+    return host_bytes(on_device_and_host(workload)[0])
 
 
 def host_bytes(parts_of: dict[str, dict[str, int]]) -> int:
@@ -327,13 +366,13 @@ class _Estimator:
         self.workload = workload.of_one_rank()
         self.each = LOW_WEIGHT if workload.low else WEIGHT
         """bytes of a gathered weight"""
-        self.low: dict[str, Any] = {"low": True} if workload.low else {}
+        switches = {"low": workload.low, "bf16": workload.bf16}
+        self.low: dict[str, Any] = {name: True for name, is_on in switches.items() if is_on}
         self.failed: list[str] = []
 
     def estimate(self) -> Estimate:
         s = self.workload
-        own = permanent(s)
-        always, host = ({}, own) if s.layout.offloaded else (own, {})
+        always, host = on_device_and_host(s)
         always["data"] = {"rollout": self.rollout}
         phases = {"learning": self.learning()}
         if s.kind == "language":
@@ -344,8 +383,8 @@ class _Estimator:
             phases["evaluating"] = self.evaluating()
         if s.kind == "dpo" and s.compared:
             phases["scoring by the reference"] = self.reference_scoring()
-        trained = [parts for parts in (host or always).values() if "optimizer" in parts]
-        phases["saving"] = PhaseMemory({"copies": sum(parts["weights"] + parts["optimizer"] for parts in trained)})
+        trained = sum(parts.get("gradients", 0) for parts in permanent(s).values()) // GRADIENT
+        phases["saving"] = PhaseMemory({"copies": (WEIGHT + MOMENTS) * trained})
         return Estimate(always, phases, tuple(self.failed), host)
 
     @cached_property
@@ -444,7 +483,8 @@ class _Estimator:
 
     def _drawing(self, prompts: int, samples: int) -> PhaseMemory:
         s = self.workload
-        rows = s.sampled or rows_that_fit(s.policy, s.prompt + s.max_tokens, WEIGHT, s.memory)
+        width = LOW_WEIGHT if s.bf16 or s.rounded else WEIGHT
+        rows = s.sampled or rows_that_fit(s.policy, s.prompt + s.max_tokens, width, s.memory)
         some, part = chunk_of(prompts, samples, rows)
         read = self.counted("sampling", lambda: passes.prompt_reading(s.policy, some, s.prompt, s.adapter, **self.low))
         shape = (some, part, s.prompt, s.max_tokens)
@@ -463,17 +503,24 @@ class _Estimator:
         if s.reference is not None and s.reference is not s.policy:
             other = s.reference
             peak = self.counted("scoring", lambda: passes.scoring(other, s.pass_options(value=False), read)).peak
-            needs.append(([_model_size(other)], peak))
+            needs.append(([_model_size(other)], peak + self.brought("reference")))
         texts = BatchShape(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
         rewards = [_model_size(config, head=False) for config in s.rewards]  # gathered all together
         for config in s.rewards:
             count = partial(passes.reward_scoring, config, texts, **self.low)
-            needs.append((rewards, self.counted("scoring", count).peak))
+            needs.append((rewards, self.counted("scoring", count).peak + self.brought("reward")))
         for adapter in s.reward_adapters:
             count = partial(passes.reward_scoring, s.policy, texts, adapter, **self.low)
-            needs.append(([*rewards, *self.trained_models[:1]], self.counted("scoring", count).peak))
+            peak = self.counted("scoring", count).peak + self.brought("reward")
+            needs.append(([*rewards, *self.trained_models[:1]], peak))
         phases = [PhaseMemory({**self.whole(*models), "passes": peak, **held}) for models, peak in needs]
         return max(phases, key=lambda phase: phase.total)
+
+    def brought(self, role: str) -> int:
+        """Bytes of a role's weights that are on the device only in its own passes; sharded ones are gathered in any case."""
+        s = self.workload
+        resting = {} if s.layout.sharded else on_device_and_host(s)[1]
+        return sum(resting.get(role, {}).values())
 
     def evaluating(self) -> PhaseMemory:
         s = self.workload
@@ -518,8 +565,14 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if learned.rows > workload.least_rows:
         tokens = workload.width * workload.sides
         yield f"optimizer.micro_batch_tokens = {tokens}", replace(workload, micro_batch_tokens=tokens)
-    if not workload.bf16:
+    lower = replace(workload, bf16=False, low_weights=True)
+    if not workload.low_weights and permanent_bytes(lower) < permanent_bytes(workload):
+        yield 'precision = "bfloat16-weights"', lower
+    elif not workload.low_weights and not workload.bf16:
         yield 'precision = "bfloat16"', replace(workload, bf16=True)
+    frozen = tuple(role for role in ("reference", "reward") if role in _frozen_roles(workload))
+    if frozen and not workload.idle and layout.gpu and not layout.sharded:
+        yield f"offload = {json.dumps(frozen)}", replace(workload, idle=frozen)
     if workload.value == "own":
         started = "" if workload.critic is None else ' and critic.start = "none"'
         yield f"critic.own_model = false{started}", replace(workload, value="head", critic=None)

@@ -7,6 +7,7 @@ short as possible, and counts may be off by 15 %, so no run that would fit is re
 Of several ranks each makes the same check, of one rank's memory against the least that a rank has.
 """
 
+import json
 import math
 import resource
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from surefoot.language.memory import (
     alternatives,
     estimate,
     host_bytes,
+    on_device_and_host,
     permanent,
     permanent_bytes,
     with_prompts,
@@ -63,8 +65,8 @@ class MemoryCheck:
         need = permanent_bytes(self.workload)
         if need > self.available:
             self._reject(self.workload, need, "for weights, gradients and Adam's moments alone", permanent_bytes)
-        if self.workload.layout.offloaded:
-            self._check_host(host_bytes(permanent(self.workload)), available_to_a_rank("cpu"))
+        if host := on_device_and_host(self.workload)[1]:
+            self._check_host(host_bytes(host), available_to_a_rank("cpu"))
 
     def check(
         self,
@@ -118,7 +120,7 @@ class MemoryCheck:
             "available"
         ]
         if whole.host:
-            lines.append(f"memory of the CPU: {readable(host_bytes(whole.host))}{self._each}, because of offload = true")
+            lines.append(f"memory of the CPU: {readable(host_bytes(whole.host))}{self._each}, because of offload")
         return lines
 
     @property
@@ -132,8 +134,9 @@ class MemoryCheck:
         """Raise SurefootError if the memory of the CPU can't hold what is offloaded to it."""
         if available is not None and need > available:
             raise SurefootError(
-                f"offload=true: keeps {readable(need)}{self._each} in the memory of the CPU, which has {readable(available)} "
-                "for each; set offload = false, use more ranks, or check_memory = false to try anyway"
+                f"offload={json.dumps(self.recipe.offload)}: keeps {readable(need)}{self._each} in the memory of the CPU, "
+                f"which has {readable(available)} for each; set offload = false, use more ranks, or check_memory = false to "
+                "try anyway"
             )
 
     def _reject(self, workload: Workload, need: int, what: str, measure: Measure) -> NoReturn:
@@ -221,7 +224,8 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
     common: dict[str, Any] = {
         "policy": policy,
         "objective": recipe.objective,
-        "bf16": recipe.precision == "bfloat16",
+        "bf16": recipe.autocast,
+        "low_weights": recipe.low_weights,
         "checkpointing": recipe.gradient_checkpointing,
         "micro_batch": settings.micro_batch,
         "micro_batch_tokens": settings.micro_batch_tokens,
@@ -253,6 +257,7 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         rewards=tuple(model for name in names if name not in adapters and _is_decoder(model := config(name))),
         reward_adapters=tuple(adapters[name] for name in names if name in adapters),
         temperature=recipe.sampling.temperature,
+        idle=recipe.idle_roles,
         rows=recipe.responses // (reuse.minibatches if reuse else 1),
         responses=recipe.responses,
         samples=recipe.sampling.samples,
@@ -272,7 +277,7 @@ def layout_of(recipe: ModelRecipe) -> Layout:
         sharding=recipe.sharding,
         per_machine=local_ranks(),
         reshard=recipe.reshard_after_forward,
-        offload=recipe.offload,
+        offload=recipe.offload is True,
         gpu=not recipe.device.startswith("cpu"),
     )
 

@@ -263,7 +263,9 @@ class PassOptions:
     value_role: bool = False
     """whether the critic is an adapter of the same base"""
     low: bool = False
-    """whether the weights themselves are in bfloat16, as those of sharded models are gathered"""
+    """whether the weights themselves are in bfloat16"""
+    rounded: bool = False
+    """whether their gradients are added to float32 ones, and dropped, as soon as they are complete"""
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,11 @@ def pair_learning(
 
 @cached_pass
 def reward_scoring(
-    config: "PreTrainedConfig", shape: BatchShape, adapter: "AdapterSettings | None" = None, low: bool = False
+    config: "PreTrainedConfig",
+    shape: BatchShape,
+    adapter: "AdapterSettings | None" = None,
+    low: bool = False,
+    bf16: bool = False,
 ) -> PassMemory:
     """A reward model's scores of texts, without gradient."""
 
@@ -325,7 +331,8 @@ def reward_scoring(
         with fake_tensors():
             model = trunk_model(few, low)
             _add_adapters(model, adapter)
-            with torch.no_grad(), _tracker(model) as tracker:
+            model.requires_grad_(False)  # autocast keeps the casts of trained weights alone
+            with torch.no_grad(), _tracker(model) as tracker, computing(model, False, bf16):
                 _read_masked(model, shape)
             return PassMemory(tracker.finish())
 
@@ -334,7 +341,12 @@ def reward_scoring(
 
 @cached_pass
 def prompt_reading(
-    config: "PreTrainedConfig", prompts: int, length: int, adapter: "AdapterSettings | None" = None, low: bool = False
+    config: "PreTrainedConfig",
+    prompts: int,
+    length: int,
+    adapter: "AdapterSettings | None" = None,
+    low: bool = False,
+    bf16: bool = False,
 ) -> PassMemory:
     """Read all prompts of a batch at once, and keep their keys and values."""
 
@@ -342,7 +354,7 @@ def prompt_reading(
         with fake_tensors():
             model = causal_model(few, low)
             _add_adapters(model, adapter)
-            with torch.no_grad(), _tracker(model) as tracker:
+            with torch.no_grad(), _tracker(model) as tracker, computing(model, False, bf16):
                 _read(model, prompts, length)
             return PassMemory(tracker.finish())
 
@@ -359,6 +371,7 @@ def decoding(
     temperature: float,
     adapter: "AdapterSettings | None" = None,
     low: bool = False,
+    bf16: bool = False,
 ) -> PassMemory:
     """The last token of all responses, if none has ended: caches, packed weights, and sampling from logits.
 
@@ -371,7 +384,7 @@ def decoding(
         with fake_tensors():
             model = causal_model(few, low)
             _add_adapters(model, adapter)
-            with torch.no_grad(), _tracker(model) as tracker:
+            with torch.no_grad(), _tracker(model) as tracker, computing(model, False, bf16):
                 weights = pack_model(model) if fast else None
                 kept = {"packed weights": tracker.live}
                 read, past = _read(model, prompts, length)
@@ -421,7 +434,7 @@ def _policy_pass(
         count = shape.rows * shape.decisions
         with (
             torch.set_grad_enabled(objective is not None),
-            _tracker(held, objective is not None, [model] if critic_config is None else [*held]) as tracker,
+            _tracker(held, objective is not None, [model] if critic_config is None else [*held], s.rounded) as tracker,
         ):
             batch = _batch(shape)
             rows, columns, steps = (torch.zeros(count, dtype=torch.long) for _ in range(3))
@@ -465,10 +478,12 @@ def _pair_pass(config: "PreTrainedConfig", objective: Objective, s: PassOptions,
         held = nn.ModuleList([model, head])
         if s.checkpointing:
             checkpoint_layers(model)
-        with _tracker(held, True) as tracker:
+        with _tracker(held, True, rounded=s.rounded) as tracker:
             batch, live = _batch(shape), tracker.live
             with computing(held, s.checkpointing, s.bf16):
-                scores = [head(_read_masked(model, shape)[:, -1]).squeeze(-1) for _ in range(sides)]
+                hidden = [_read_masked(model, shape)[:, -1] for _ in range(sides)]
+                with torch.autocast("cpu", enabled=False):
+                    scores = [head(each.to(head.weight.dtype)).squeeze(-1) for each in hidden]
             scores += [torch.zeros_like(scores[0])] * (2 - sides)
             both = torch.stack(scores, -1).float().log_softmax(-1)
             kept = {"policy": tracker.live - live}
@@ -544,20 +559,30 @@ def _fast_forward(decoder: Any, length: int) -> None:
 # ---- counting -----------------------------------------------------------------------------------------------------------
 
 
-def _tracker(module: nn.Module, gradients: bool = False, trunks: Sequence[nn.Module] | None = None) -> StorageTracker:
+def _tracker(
+    module: nn.Module, gradients: bool = False, trunks: Sequence[nn.Module] | None = None, rounded: bool = False
+) -> StorageTracker:
     """A tracker that excludes parameters, buffers and gradients, which are counted by arithmetic.
 
-    trunks  models whose layers are segments of their own; default: the module
+    trunks   models whose layers are segments of their own; default: the module
+    rounded  gradients in bfloat16 are not kept, and so counted
     """
     tracker = StorageTracker()
     tracker.exclude([*module.parameters(), *module.buffers()])
     if gradients:
         for parameter in (p for p in module.parameters() if p.requires_grad):
+            if rounded and parameter.dtype == torch.bfloat16:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+                continue
             parameter.grad = torch.empty_like(parameter)
             tracker.exclude([parameter.grad])
     for trunk in (module,) if trunks is None else trunks:
         _mark_layers(trunk, tracker)
     return tracker
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _mark_layers(model: nn.Module, tracker: StorageTracker) -> None:

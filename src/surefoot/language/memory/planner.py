@@ -145,7 +145,9 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if workload.adapter is None:
         yield "adapters of one base, rank 16", with_adapters(workload, AdapterSettings())
     if not workload.bf16:
-        yield "bfloat16 passes", replace(workload, bf16=True)
+        yield "bfloat16 passes", replace(workload, bf16=True, low_weights=False)
+    if not workload.low_weights:
+        yield "bfloat16 weights", replace(workload, bf16=False, low_weights=True)
     if not workload.checkpointing:
         yield "gradient checkpointing", replace(workload, checkpointing=True)
     tokens = workload.width * workload.sides
@@ -240,7 +242,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "setup": {
             "kind": s.kind,
             "critic": s.value,
-            "precision": "bfloat16" if s.bf16 else "float32",
+            "precision": "bfloat16-weights" if s.low_weights else "bfloat16" if s.bf16 else "float32",
             "gradient_checkpointing": s.checkpointing,
             "adapter_rank": None if s.adapter is None else s.adapter.rank,
             "responses": s.responses,
@@ -250,7 +252,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
             "response_tokens": s.response,
             "ranks": s.layout.ranks,
             "sharding": s.layout.sharding,
-            "offload": s.layout.offload,
+            "offload": s.layout.offload or list(s.idle),
             "reshard_after_forward": s.layout.reshard,
         },
         "always": needed.always,
@@ -338,7 +340,8 @@ def _fit_row(card: int, ranks: int, fit: Fit | None) -> tuple[str, str, str]:
 
 
 def _role_table(needed: Estimate) -> Table:
-    title = "what always stays" + (" (weights, gradients and moments are in the memory of the CPU)" if needed.host else "")
+    resting = ", ".join(needed.host)
+    title = "what always stays" + (f" ({resting}: in the memory of the CPU)" if resting else "")
     table = Table(title=title, title_justify="left", box=None)
     for name in ("role", *PARTS, "together"):
         table.add_column(name, justify="left" if name == "role" else "right")

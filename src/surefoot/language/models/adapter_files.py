@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from surefoot.core.sharding import fill, is_sharded, local_part, shard_of
+from surefoot.core.sharding.master import round_master, stored_weights
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
 from surefoot.language.data.rows import check_unchanged
@@ -20,7 +21,7 @@ from surefoot.language.models.loading import HEAD, is_folder, load_model, new_mo
 from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
 from surefoot.recipes.language import ModelRecipe
-from surefoot.runs.checkpoint import check_fits, check_shapes, load_weights, non_finite_numbers
+from surefoot.runs.checkpoint import check_fits, check_shapes, non_finite_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +60,7 @@ def trained_weights(policy: nn.Module) -> dict[str, Any]:
 def own_weights(policy: nn.Module) -> dict[str, Tensor]:
     """The tensors of ``trained_weights``, as they are in the policy."""
     if not has_adapters(policy):
-        return dict(policy.state_dict())
+        return stored_weights(policy)
     return {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
 
 
@@ -71,14 +72,12 @@ def load_trained(policy: nn.Module, weights: Mapping[str, Any], where: Path) -> 
     if is_sharded(policy):
         load_stored(own_weights(policy), weights, where)
         return
-    if not has_adapters(policy):
-        load_weights(policy, dict(weights), where)
-        return
-    own = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    own = own_weights(policy)
     check_fits(own, weights, where)
     with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(weights[name])
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+    round_master(policy.parameters())
 
 
 def load_stored(own: Mapping[str, Tensor], weights: Mapping[str, Any], where: Path) -> None:
@@ -107,11 +106,16 @@ def load_merged(
 
 
 def load_adapted(
-    parts: dict[str, Any], where: Path, trust_remote_code: bool = False, scratch: Path | None = None
+    parts: dict[str, Any],
+    where: Path,
+    trust_remote_code: bool = False,
+    scratch: Path | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> "tuple[PreTrainedModel, SharedBase, RewardModel | None]":
     """A checkpoint's base with its adapter, not merged: the model, the base, and the reward model if it is one.
 
     scratch   put the base's weights into a mapped file in this folder
+    dtype     of these weights
 
     Raises SurefootError if the base is missing or has changed.
     """
@@ -123,7 +127,7 @@ def load_adapted(
     field = f"{where}: base model={record['model']!r}"
     check_unchanged({field: record["print"]}, {field: weights_hash(model)})
     if scratch is not None:
-        map_weights(model, scratch)
+        map_weights(model, scratch, dtype=dtype)
     base = SharedBase(model, base_hash=record["print"])
     base.source = record["model"]
     base.add(POLICY, _settings(recipe))

@@ -224,6 +224,9 @@ class SharedBase:
                 delattr(self.trunk, leftover)
         for parameter in self.trunk.parameters():
             parameter.requires_grad_(parameter in trained)
+        for _, parameter in self.parameters(role):
+            if parameter.dtype in (torch.bfloat16, torch.float16):  # peft takes the dtype of the base
+                parameter.data = parameter.data.float()
         self.configs[role] = config
         self.layers = [module for module in self.trunk.modules() if isinstance(module, BaseTunerLayer)]
         self.switch(self.active)
@@ -367,7 +370,7 @@ def merged_state(model: nn.Module, role: str = POLICY) -> dict[str, Tensor] | No
     for name, layer in model.named_modules():
         if role in getattr(layer, "lora_A", ()):
             adapted = f"{base_name(name)}.{adapted_name(layer)}"
-            merged[adapted] = merged[adapted] + layer.get_delta_weight(role)
+            merged[adapted] = (merged[adapted] + layer.get_delta_weight(role)).to(merged[adapted].dtype)
     return merged
 
 

@@ -280,7 +280,8 @@ def make_classifier(trunk: "PreTrainedModel", weight: Tensor, pad_id: int) -> "P
     if type(model.base_model) is not type(trunk) or len(heads) != 1:
         return None
     head = nn.Linear(weight.shape[1], 1, bias=False, device="meta")
-    head.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    of_trunk = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
+    head.weight = nn.Parameter(weight.detach().to(of_trunk, copy=True), requires_grad=False)
     setattr(model, model.base_model_prefix, trunk)
     setattr(model, heads[0], head)
     model.eval()

@@ -20,7 +20,7 @@ from surefoot.language.models.adapters import SharedBase, merge
 from surefoot.language.models.loading import HEAD, context_length, is_classifier, load_model, read_config, save_model
 from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
-from surefoot.language.models.sharding import sharding_of
+from surefoot.language.models.sharding import keeps_stored
 from surefoot.language.sampling import generate
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe, ModelRecipe
@@ -169,12 +169,12 @@ def load_saved(folder: Path, trust_remote_code: bool = False) -> LanguageModel |
 
 
 def load_base(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
-    """Load the model that a recipe starts from, and its tokenizer; with sharding as it is stored."""
+    """Load the model that a recipe starts from, and its tokenizer; with sharding, or weights in bfloat16, as it is stored."""
     model, tokenizer = load_model(
         model_folder(recipe.model),
         seed=recipe.seed,
         trust_remote_code=recipe.trust_remote_code,
-        as_stored=sharding_of(recipe) is not None,
+        as_stored=keeps_stored(recipe),
     )
     return model, Tokens(tokenizer, model)
 
@@ -224,7 +224,7 @@ def _build_model(
     weights = {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
     device = nullcontext() if mapped is None else torch.device("meta")
     with torch.random.fork_rng(devices=[]), device:  # weights are drawn, then overwritten; buffers are computed and stay
-        model = auto.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if mapped is not None:
         mapped(model)
     if not reward:
@@ -299,9 +299,10 @@ def save_result(
 
 
 def result_of_shards(
-    live: LanguageModel | RewardModel, folder: Path, base: SharedBase | None, trust_remote_code: bool
+    live: LanguageModel | RewardModel, folder: Path, base: SharedBase | None, recipe: ModelRecipe
 ) -> tuple[LanguageModel | RewardModel, SharedBase | None, bool]:
-    """The result of a run whose models are sharded, on the CPU of this rank: from its best checkpoint, or its last one.
+    """The result of a run whose models are sharded, on the CPU of this rank: from its best checkpoint, or its last one. Its
+    dtype is that of the recipe's weights.
 
     Its weights lie in a mapped file, so they are never in this rank's own memory all at once.
 
@@ -313,6 +314,7 @@ def result_of_shards(
     best = latest_checkpoint(folder / "best")
     checkpoint = best or latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None, "a run saves a checkpoint at its end"
+    trusted, dtype = recipe.trust_remote_code, torch.bfloat16 if recipe.low_weights else torch.float32
     holder, tokenizer = (
         (live.backbone, live.tokenizer) if isinstance(live, RewardModel) else (live.model, live.tokens.tokenizer)
     )
@@ -320,15 +322,15 @@ def result_of_shards(
     if base is None:
         parts = load_checkpoint(checkpoint, in_files=("agent", "learner"))
         buffers = dict(holder.named_buffers())
-        result = _build_model(parts, checkpoint, trust_remote_code, lambda model: map_weights(model, folder, buffers))
+        result = _build_model(parts, checkpoint, trusted, lambda model: map_weights(model, folder, buffers, dtype))
     else:
         parts = load_checkpoint(checkpoint)
-        model, base, scores = load_adapted(parts, checkpoint, trust_remote_code, scratch=folder)
+        model, base, scores = load_adapted(parts, checkpoint, trusted, scratch=folder, dtype=dtype)
         result = LanguageModel(model, Tokens(tokenizer, model)) if scores is None else scores  # type: ignore[arg-type]
     if isinstance(result, RewardModel):
         result.tokenizer = tokenizer
-    recipe = make_recipe(parts["recipe"])
-    result.recipe = recipe if isinstance(recipe, ModelRecipe) else None
+    saved = make_recipe(parts["recipe"])
+    result.recipe = saved if isinstance(saved, ModelRecipe) else None
     return result, base, best is not None
 
 

@@ -97,12 +97,18 @@ class RewardModel(nn.Module):
         """
         if standardised:
             return (self.raw(ids, mask) - self.mean) / self.std
-        scores: Tensor = linear(self._last_hidden(ids, mask), self.scaled_weight).squeeze(-1)
+        weight = self.scaled_weight
+        scores: Tensor = linear(self._last_hidden(ids, mask).to(weight.dtype), weight).squeeze(-1)
         return scores
 
     def raw(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The head's output at the last real token.   [B, L], [B, L] -> [B]"""
-        scores: Tensor = self.head(self._last_hidden(ids, mask)).squeeze(-1)
+        return self._score(self._last_hidden(ids, mask))
+
+    def _score(self, hidden: Tensor) -> Tensor:
+        """The head's output, in the dtype of its weights; bfloat16 would round scores to three digits.   [..., d] -> [...]"""
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores: Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
         return scores
 
     @property
@@ -117,8 +123,7 @@ class RewardModel(nn.Module):
 
     def prefix_scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The head's output after every prefix, for use as a critic; undefined outside the mask.   [B, L], [B, L] -> [B, L]"""
-        scores: Tensor = self.head(self._hidden(ids, mask)).squeeze(-1)
-        return scores
+        return self._score(self._hidden(ids, mask))
 
     @torch.no_grad()
     def standardise(self, raw: Tensor) -> None:
@@ -235,7 +240,7 @@ def _from_classifier(classifier: Classifier) -> RewardModel | TextClassifier:
     if scale is not None:
         model.mean.fill_(scale["offset"])
         trained = read_head_record(classifier.model.config)
-        if trained is not None and torch.equal(trained[0] / torch.tensor(scale["std"]), model.head.weight.detach()):
+        if trained is not None and is_head(model.head.weight, trained[0] / torch.tensor(scale["std"])):
             model.head.load_state_dict({"weight": trained[0], "bias": trained[1]})
             model.mean.fill_(scale["mean"])
             model.std.fill_(scale["std"])
@@ -253,6 +258,11 @@ def _from_token_classifier(name: str, label: str | None, trust_remote_code: bool
     return model.eval()
 
 
+def is_head(written: Tensor, head: Tensor) -> bool:
+    """Whether the head in a folder is this one, perhaps rounded to bfloat16."""
+    return any(torch.equal(written.detach().float(), x.float()) for x in (head, head.to(torch.bfloat16)))
+
+
 def copy_standardisation(model: RewardModel, saved: Path) -> None:
     """Copy mean and std from a saved model or adapter, if it has the same head: a run computes them at its end."""
     if (saved / HEAD).is_file():
@@ -265,7 +275,7 @@ def copy_standardisation(model: RewardModel, saved: Path) -> None:
             if not is_classifier(config) or (scale := read_scale(config)) is None:
                 return
             mean, std = torch.tensor(scale["mean"]), torch.tensor(scale["std"])
-            same = torch.equal(saved_head(saved), model.head.weight.detach() / std)
+            same = is_head(saved_head(saved), model.head.weight.detach() / std)
     else:
         return
     if same:

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from surefoot.core.distributed import world_size
+from surefoot.core.rollout import Policy
 from surefoot.core.sharding import Sharding, gathered, shard
 from surefoot.language.models.adapters import RoleTrunk
 from surefoot.language.models.policy import ValueHead
@@ -19,10 +20,15 @@ def sharding_of(recipe: ModelRecipe) -> Sharding | None:
     return Sharding(
         recipe.sharding,
         recipe.device,
-        bf16=recipe.precision == "bfloat16",
+        bf16=recipe.precision != "float32",
         reshard=recipe.reshard_after_forward,
-        offload=recipe.offload,
+        offload=recipe.offload is True,
     )
+
+
+def keeps_stored(recipe: ModelRecipe) -> bool:
+    """Whether weights are read in the dtype of their files, and converted part by part later."""
+    return recipe.low_weights or sharding_of(recipe) is not None
 
 
 def shard_role(module: nn.Module, settings: Sharding, frozen: bool = False) -> None:
@@ -30,6 +36,8 @@ def shard_role(module: nn.Module, settings: Sharding, frozen: bool = False) -> N
 
     frozen   it is not trained, so bfloat16 shards suffice where the computation is in bfloat16
     """
+    for policy in (part for part in module.modules() if isinstance(part, Policy) and settings.bf16):
+        policy.exact = False
     heads = [part for part in module.modules() if isinstance(part, ValueHead)]
     shard(module, layers_of(module), settings, heads, frozen)
 

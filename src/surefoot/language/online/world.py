@@ -39,8 +39,9 @@ from surefoot.language.models.language_model import (
 )
 from surefoot.language.models.loading import context_length, load_model
 from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_micro_batches
+from surefoot.language.models.precision import place
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.models.sharding import shard_role, sharding_of, shares_base, whole
+from surefoot.language.models.sharding import keeps_stored, shard_role, sharding_of, shares_base, whole
 from surefoot.language.online.collect import LanguageCollector
 from surefoot.language.online.responses import Responses, ScoredResponses, concat_scored, final_rewards
 from surefoot.language.online.turns import Environments
@@ -51,7 +52,7 @@ from surefoot.language.sampling.choose_engine import make_engine
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.recipes.callables import GOLD, Functions, find_function
-from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.language import LanguageRecipe, Role
 from surefoot.recipes.reading import to_table
 
 BEST_KL_FACTOR = 1.5
@@ -101,7 +102,7 @@ class LanguageWorld:
             self.tokens.pad_id,
             recipe.sampling.temperature,
             checkpointing=recipe.gradient_checkpointing,
-            bf16=recipe.precision == "bfloat16",
+            bf16=recipe.autocast,
             balanced=recipe.objective.router_coefficient > 0,
         )
         self._place()
@@ -112,25 +113,27 @@ class LanguageWorld:
         self.auxiliary_loss = self._sft_loss()
 
     def _place(self) -> None:
-        """Move the policy to its device, then the reference; sharded models part by part."""
-        if self.sharding is None:
-            self.policy.to(self.recipe.device)
+        """Move the policy to its device, then the frozen models; sharded ones part by part."""
+        if self.sharding is not None:
+            shard_role(self.policy, self.sharding)
+        elif not self.recipe.low_weights:  # its copy, the reference, is then made on the device
+            place(self.policy, self.recipe)
+        with nullcontext() if self.sharding is None or self.base is None else gathered(self.policy):
             self.reference = self._reference()
-            if self.reference is not None:
-                self.reference.to(self.recipe.device)
-            return
-        shard_role(self.policy, self.sharding)
-        with nullcontext() if self.base is None else gathered(self.policy):
-            self.reference = self._reference()
-        _ = self.frozen  # hashes of whole weights
-        models: list[torch.nn.Module] = []
-        models += [
-            part.model for part in parts_of(self.reward) if isinstance(part, ModelReward) and not shares_base(part.model)
-        ]
+        if self.sharding is not None or self.recipe.low_weights:
+            _ = self.frozen  # hashes of whole weights, as they are stored
+        if self.sharding is None and self.recipe.low_weights:
+            place(self.policy, self.recipe)
+        rewards = [part.model for part in parts_of(self.reward) if isinstance(part, ModelReward)]
+        models: list[tuple[Role, torch.nn.Module]] = [("reward", model) for model in rewards]
         if self.reference is not None and self.reference.base is None:
-            models.append(self.reference.policy)
-        for model in models:
-            shard_role(model, self.sharding, frozen=True)
+            models.append(("reference", self.reference.policy))
+        for role, model in models:
+            idle = role in self.recipe.idle_roles and not shares_base(model)
+            if self.sharding is None:
+                place(model, self.recipe, idle)
+            elif not shares_base(model):
+                shard_role(model, replace(self.sharding, offload=idle or self.sharding.offload), frozen=True)
 
     def _load_rewards(self, context: int | None) -> None:
         """Make the environments and load the reward and gold, which the prompts are then checked against."""
@@ -146,11 +149,9 @@ class LanguageWorld:
         self.reward: Reward = NoReward()
         if settings.terms:
             read = None if self.base is None else partial(reward_role, self.base)
-            sharded = self.sharding is not None
-            device = "cpu" if sharded else recipe.device  # sharding moves them part by part
-            self.reward = load_reward(
-                settings.terms, **bounds, device=device, read=read, functions=self.functions, as_stored=sharded
-            )
+            options: dict[str, Any] = {"read": read, "functions": self.functions, "bf16": recipe.autocast}
+            options |= {"as_stored": keeps_stored(recipe)}
+            self.reward = load_reward(settings.terms, **bounds, **options)
         self.gold = None
         if settings.gold is not None:
             gold = find_function(GOLD, settings.gold, self.functions)
@@ -259,7 +260,7 @@ class LanguageWorld:
                 model_folder(start),
                 self.recipe.critic.label,
                 trust_remote_code=trusted,
-                as_stored=self.sharding is not None,
+                as_stored=keeps_stored(self.recipe),
             )
         check_compatible("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
         make = Critic.from_reward_model if self.sharding is None else Critic.from_reward_trunk
@@ -293,11 +294,10 @@ class LanguageWorld:
             return ReferencePolicy(self.policy, self.base, fresh)
         with errors_for("reference.model"):
             model, tokenizer = load_model(
-                model_folder(name), trust_remote_code=recipe.trust_remote_code, as_stored=self.sharding is not None
+                model_folder(name), trust_remote_code=recipe.trust_remote_code, as_stored=keeps_stored(recipe)
             )
         check_compatible("reference.model", name, (model, tokenizer), recipe, self.tokens, self.longest)
-        bf16 = recipe.precision == "bfloat16"
-        policy = LanguagePolicy(model, None, self.tokens.pad_id, recipe.sampling.temperature, bf16=bf16)
+        policy = LanguagePolicy(model, None, self.tokens.pad_id, recipe.sampling.temperature, bf16=recipe.autocast)
         return ReferencePolicy(policy, model=None if self.sharding is None else model)
 
     def arithmetic(self) -> list[str]:
@@ -499,7 +499,7 @@ class LanguageWorld:
         if self.sharding is None:
             best = load_best_weights(self.policy, folder)
         else:
-            result, base, best = result_of_shards(self.result, folder, base, self.recipe.trust_remote_code)
+            result, base, best = result_of_shards(self.result, folder, base, self.recipe)
             assert isinstance(result, LanguageModel)
             self.result, result.functions = result, self.functions
         if not best and self.held_out is not None:

@@ -14,6 +14,7 @@ from surefoot.language.data.tokens import Dialogue, Tokens, options_of, right_pa
 from surefoot.language.models.classifier import TextClassifier
 from surefoot.language.models.language_model import errors_for, model_folder
 from surefoot.language.models.loading import context_length
+from surefoot.language.models.policy import computing
 from surefoot.language.models.reward_model import RewardModel, load_reward_model
 from surefoot.language.rewards.scores import (
     Columns,
@@ -49,6 +50,7 @@ class ModelReward:
     field          of the recipe that names it, for messages
     read           returns a model that need not be loaded separately, and None for any other
     as_stored      keep weights that are stored in bfloat16 or float16 so
+    bf16           multiply in bfloat16 (autocast), but for the head
 
     A decoder reads the ids of the prompt, of the response and EOS. Any other classifier reads prompt and response as one text
     with its tokenizer's own special tokens.
@@ -71,11 +73,12 @@ class ModelReward:
         field: str = "reward.model",
         read: Callable[[str], RewardModel | None] | None = None,
         as_stored: bool = False,
+        bf16: bool = False,
     ) -> None:
         assert per == "response" or (per == "step" and separator is not None), "terms are checked before"
         self.per: Per = per
         self.separator = separator
-        self.weight, self.batch_tokens, self.name, self.field = weight, batch_tokens, name, field
+        self.weight, self.batch_tokens, self.name, self.field, self.bf16 = weight, batch_tokens, name, field, bf16
         with errors_for(field):
             self.path = str(folder)
             model: RewardModel | TextClassifier | None = None if read is None else read(self.path)
@@ -137,7 +140,9 @@ class ModelReward:
         assert isinstance(self.model, RewardModel)
         marks: list[list[Mark]] = [[] for _ in rows]
         for chosen, ids, mask in self._batches(rows):
-            everywhere = (self.model.prefix_scores(ids, mask) - self.model.mean) / self.model.std
+            with computing(self.model, False, self.bf16):
+                raw = self.model.prefix_scores(ids, mask)
+            everywhere = (raw - self.model.mean) / self.model.std
             for at, row in zip(everywhere.float().cpu(), chosen, strict=True):
                 before, after = rows[row]
                 ends = [step.end for step in split_steps(responses[row], self.separator)]
@@ -157,7 +162,8 @@ class ModelReward:
 
     def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         standardised = {"standardised": True} if isinstance(self.model, RewardModel) else {}
-        scores: Tensor = self.model(ids, mask, **standardised)
+        with computing(self.model, False, self.bf16):
+            scores: Tensor = self.model(ids, mask, **standardised)
         return scores
 
     def _error(self, what: str) -> SurefootError:

@@ -283,6 +283,7 @@ def load_reward(
     read: Callable[[str], RewardModel | None] | None = None,
     functions: Functions | None = None,
     as_stored: bool = False,
+    bf16: bool = False,
 ) -> Reward:
     """The reward of a recipe's ``reward.terms``.
 
@@ -291,6 +292,7 @@ def load_reward(
     read                  returns a model that need not be loaded separately, and None for any other
     functions             functions that were passed as objects, by field
     as_stored             keep models that are stored in bfloat16 or float16 so
+    bf16                  models multiply in bfloat16 (autocast)
 
     Raises SurefootError for an invalid term, for no terms, and for what can't be loaded.
     """
@@ -301,7 +303,7 @@ def load_reward(
             raise SurefootError(f"{field}{complaint}")
         function = None if term.function is None else find_function(term_field(place), term.function, functions or {})
         options: dict[str, Any] = {"deadline": deadline, "tolerated": tolerated, "device": device}
-        options |= {"read": read, "as_stored": as_stored}
+        options |= {"read": read, "as_stored": as_stored, "bf16": bf16}
         rewards.append(_load_term(term, field, function=function, **options))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
@@ -354,6 +356,7 @@ def _load_term(
     function: str | Callable[..., Any] | None = None,
     in_recipe: bool = True,
     as_stored: bool = False,
+    bf16: bool = False,
 ) -> Reward:
     """One valid term. Messages name the term's key in a recipe, and only the ``field`` for a flag."""
 
@@ -362,7 +365,7 @@ def _load_term(
 
     if term.model is not None:
         steps: dict[str, Any] = {"per": term.per or "response", "separator": term.separator}
-        steps |= {"device": device, "read": read, "as_stored": as_stored}
+        steps |= {"device": device, "read": read, "as_stored": as_stored, "bf16": bf16}
         return ModelReward(term.model, term.weight, label=term.label, field=key("model"), **steps)
     then = RESUME if in_recipe else REPEAT
     shared: dict[str, Any] = {"per": term.per, "separator": term.separator, "deadline": deadline, "tolerated": tolerated}

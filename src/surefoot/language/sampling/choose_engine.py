@@ -1,7 +1,10 @@
 """Chooses the sampling engine of a recipe; the engines "packed" and "model", which need no other package, are here."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
+
+import torch
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
@@ -21,15 +24,19 @@ class InProcess:
 
     name   None: packed weights wherever they are exact
     rows   most responses at a time; None: as many as fit into ``CACHE_SHARE`` of the device's memory
+    bf16   multiply in bfloat16 (autocast), unless ``name`` is "packed"
     """
 
     exact = True
 
-    def __init__(self, model: Any, name: Literal["packed", "model"] | None = None, rows: int | None = None) -> None:
-        self.model, self.asked, self.rows = model, name, rows
+    def __init__(
+        self, model: Any, name: Literal["packed", "model"] | None = None, rows: int | None = None, bf16: bool = False
+    ) -> None:
+        self.model, self.asked, self.rows, self.bf16 = model, name, rows, bf16 and name != "packed"
         self.version: int | None = None
         self.memory = total_memory(str(model.device))
-        why_not = why_not_packed(model)
+        with self._computing():
+            why_not = why_not_packed(model)
         if name == "packed" and why_not is not None:
             raise SurefootError(f"sampling.engine='packed': {why_not}; set engine = 'auto' or 'model'")
         self.name: EngineName = name or ("packed" if why_not is None else "model")
@@ -40,7 +47,9 @@ class InProcess:
 
     def sample(self, request: Request) -> Samples:
         settings = {**vars(request), "seeds": () if request.greedy else request.seeds}
-        drawn = sample(self.model, **settings, path="model" if self.asked == "model" else None, rows=self.rows_for(request))
+        path: Any = "model" if self.asked == "model" else None
+        with self._computing():
+            drawn = sample(self.model, **settings, path=path, rows=self.rows_for(request))
         if self.asked == "packed" and drawn.path != "packed" and request.max_tokens > 1:  # the prompts give the first token
             raise SurefootError(
                 "sampling.engine='packed': packed weights give other log-probabilities than the model's forward pass, or its "
@@ -51,7 +60,11 @@ class InProcess:
     def rows_for(self, request: Request) -> int | None:
         """Responses that are drawn at a time."""
         longest = max(map(len, request.prompts), default=0) + request.max_tokens
-        return self.rows or rows_that_fit(self.model.config, longest, self.model.dtype.itemsize, self.memory)
+        width = torch.bfloat16.itemsize if self.bf16 else self.model.dtype.itemsize
+        return self.rows or rows_that_fit(self.model.config, longest, width, self.memory)
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
 
     def close(self) -> None:
         pass
@@ -77,4 +90,4 @@ def make_engine(recipe: LanguageRecipe, model: Any, tokens: Tokens, longest: int
     if name == "continuous":
         return Continuous(model, recipe.sampling.rows)
     assert name in ("auto", "packed", "model")
-    return InProcess(model, None if name == "auto" else name, recipe.sampling.rows)
+    return InProcess(model, None if name == "auto" else name, recipe.sampling.rows, recipe.autocast)

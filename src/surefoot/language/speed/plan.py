@@ -147,7 +147,7 @@ def iteration_time(workload: Workload, machine: Machine, epochs: int = 1) -> Ite
 
 def _each(workload: Workload) -> int:
     """Bytes of a number in a pass."""
-    return LOW_WEIGHT if workload.bf16 else WEIGHT
+    return LOW_WEIGHT if workload.bf16 or workload.low_weights else WEIGHT
 
 
 def _trunks(workload: Workload) -> list[Transformer]:
@@ -179,7 +179,6 @@ def _gathering(models: Sequence[Transformer], workload: Workload, each: int) -> 
 def _sampling(workload: Workload) -> Work:
     """Read all prompts, then make one token of every response at a time."""
     (model, *_), rows, each = _trunks(workload), workload.responses, _each(workload)
-    each = each if workload.low else WEIGHT  # whole weights are in float32
     prompts, steps = rows / workload.samples, workload.max_tokens
     reading = Work(
         forward_flops(model, prompts * workload.prompt, prompts, workload.prompt / 2),

@@ -18,7 +18,8 @@ from surefoot.language.models.adapters import SharedBase
 from surefoot.language.models.language_model import check_compatible, errors_for, load_base, model_folder
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy, in_micro_batches
-from surefoot.language.models.sharding import shard_role, sharding_of
+from surefoot.language.models.precision import place
+from surefoot.language.models.sharding import keeps_stored, shard_role, sharding_of
 from surefoot.language.supervised.demonstrations import Batch, Rows, RowTensors, batches
 from surefoot.language.supervised.preferences import REFERENCE, sides_of
 from surefoot.recipes.language import DpoRecipe
@@ -86,7 +87,9 @@ class Reference:
         recipe, sharding = self.recipe, sharding_of(self.recipe)
         with together():
             policy = self.of_shared or self._policy(self._model())
-        if sharding is None:
+        if sharding is None and self.shared is None:
+            place(policy.requires_grad_(False), recipe)
+        elif sharding is None:
             policy.to(recipe.device)
         elif self.shared is None:
             shard_role(policy, sharding, frozen=True)
@@ -121,7 +124,7 @@ class Reference:
         return torch.cat([of_one for of_one in exchange(torch.cat(sums) if sums else None) if of_one is not None])
 
     def _policy(self, model: "PreTrainedModel") -> LanguagePolicy:
-        return LanguagePolicy(model, None, self.tokens.pad_id, bf16=self.recipe.precision == "bfloat16")
+        return LanguagePolicy(model, None, self.tokens.pad_id, bf16=self.recipe.autocast)
 
     def _passes(self, side: Batch) -> int:
         """The number of micro-batches of one side."""
@@ -134,7 +137,7 @@ class Reference:
         name = self.recipe.reference.model
         if name is None:
             return load_base(self.recipe)[0]
-        stored: dict[str, Any] = {"as_stored": sharding_of(self.recipe) is not None}
+        stored: dict[str, Any] = {"as_stored": keeps_stored(self.recipe)}
         with errors_for("reference.model"):
             model, tokenizer = load_model(model_folder(name), trust_remote_code=self.recipe.trust_remote_code, **stored)
         check_compatible("reference.model", name, (model, tokenizer), self.recipe, self.tokens, self.longest)

@@ -37,6 +37,7 @@ from surefoot.language.models.language_model import (
 )
 from surefoot.language.models.loading import context_length
 from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.precision import place
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.models.sharding import shard_role, sharding_of
 from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
@@ -144,7 +145,7 @@ class SupervisedWorld:
         )
         self.result: LanguageModel | RewardModel
         self.policy: LanguagePolicy | PairPolicy | DpoPolicy | KtoPolicy
-        bf16 = recipe.precision == "bfloat16"
+        bf16 = recipe.autocast
         if isinstance(recipe, RewardRecipe):
             self.result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
             self.result.recipe = recipe
@@ -182,7 +183,7 @@ class SupervisedWorld:
     def _place(self, train: Rows) -> None:
         """Move the policy to its device, or shard it."""
         if self.sharding is None:
-            self.policy.to(self.recipe.device)
+            place(self.policy, self.recipe)
             return
         shard_role(self.policy, self.sharding)
         if self.frozen_model is not None and self.frozen_model.shared is not None:
@@ -332,7 +333,7 @@ class SupervisedWorld:
         if self.sharding is None:
             load_best_weights(self.policy, folder)
         else:
-            self.result, base, _ = result_of_shards(self.result, folder, base, self.recipe.trust_remote_code)
+            self.result, base, _ = result_of_shards(self.result, folder, base, self.recipe)
         if isinstance(self.result, RewardModel):
             self.result.standardise(self._raw_scores(self.result))
         return save_result(self.result, folder, self.recipe, base, in_place=self.sharding is not None)

@@ -1,0 +1,352 @@
+"""``precision``: every role follows it, what is trained keeps float32 values, and runs resume exactly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked import on_ranks
+
+import surefoot
+from surefoot.core.distributed import stored
+from surefoot.core.ranks import join_ranks
+from surefoot.core.rollout import LearnerState
+from surefoot.errors import SurefootError
+from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.reward_model import RewardModel, new_reward_model
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.rewards.model import ModelReward
+from surefoot.language.rewards.terms import parts_of
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.api import make_world
+from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.metrics import TIMING
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
+
+from .tiny import model, tokenizer
+
+PRECISIONS = ("float32", "bfloat16", "bfloat16-weights")
+LOW, EXACT = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model, rows of every kind, and a reward function."""
+    folder = tmp_path_factory.mktemp("precision")
+    new_reward_model(model("llama", seed=2), 3, tokenizer()).save(folder / "reward")
+    rows = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)} for i in range(16)]
+    pairs = [{"prompt": f"{i} says ", "chosen": "abc" * (i % 4 + 1), "rejected": "x" * (i % 3 + 1)} for i in range(16)]
+    for name, table in (("rows", rows), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    (folder / "rewards.py").write_text("def score(responses):\n    return [float(len(set(t))) for t in responses]\n")
+    return folder
+
+
+def table(kind: str, files: Path, start: Path, precision: str, **changes: Any) -> dict[str, Any]:
+    """A recipe of 32 steps, two iterations."""
+    rows = files / ("pairs.jsonl" if kind in ("reward", "dpo") else "rows.jsonl")
+    fields: dict[str, Any] = {"model": str(start), "precision": precision, "steps": 32, "check_memory": False}
+    fields |= {"data": {"train": str(rows), "max_length": 64}, "optimizer": {"learning_rate": 1e-3, "micro_batch": 4}}
+    if kind == "language":
+        terms = [{"model": str(files / "reward")}, {"function": f"{files}/rewards.py:score"}]
+        fields |= {"sampling": {"prompts": 8, "samples": 2, "max_tokens": 6}, "reward": {"terms": terms}}
+        fields |= {"reference": {"beta": 0.1}, "objective": {"reuse": {"epochs": 2, "minibatches": 1}}}
+        fields |= {"critic": {"own_model": True}}
+    else:
+        fields["data"] |= {"batch": 16, "held_out": str(rows)}
+    return {**fields, **changes}
+
+
+def world_of(kind: str, *args: Any, **changes: Any) -> Any:
+    return make_world(make_recipe({"kind": kind, **table(kind, *args, **changes)}))
+
+
+def roles_of(world: LanguageWorld) -> dict[str, torch.nn.Module]:
+    """The four models."""
+    reward = next(part.model for part in parts_of(world.reward) if isinstance(part, ModelReward))
+    assert world.policy.critic is not None
+    assert world.reference is not None
+    return {"policy": world.policy.model, "critic": world.policy.critic, "reference": world.reference, "reward": reward}
+
+
+class Products:
+    """Records the dtype of the result of every linear layer in layers of a transformer, by role and phase."""
+
+    def __init__(self, roles: dict[str, torch.nn.Module]) -> None:
+        self.seen: dict[str, set[torch.dtype]] = {}
+        for role, module in roles.items():
+            for name, part in module.named_modules():
+                if isinstance(part, torch.nn.Linear) and name.endswith("_proj"):
+                    part.register_forward_hook(self.recorder(role))
+
+    def recorder(self, role: str) -> Any:
+        def record(_: Any, __: Any, result: torch.Tensor) -> None:
+            self.seen.setdefault(role, set()).add(result.dtype)
+
+        return record
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_role_multiplies_in_the_recipes_precision(precision: str, files: Path, folders: dict[str, Path]) -> None:
+    world = world_of("language", files, folders["llama"], precision)
+    products = Products(roles_of(world))
+    state = LearnerState.seeded(1, 100)
+    world.engine.sample = sampled = Calls(world.engine.sample, products)
+    world.collector.collect(state)
+    wanted = {EXACT} if precision == "float32" else {LOW}
+    assert products.seen == dict.fromkeys(("policy", "critic", "reference", "reward"), wanted)
+    if precision == "float32":
+        assert world.engine.name == "packed", "whose matrices are no modules"
+    else:
+        assert (world.engine.name, sampled.seen) == ("model", {"policy": wanted})
+
+
+class Calls:
+    """A function that keeps what was recorded while it ran."""
+
+    def __init__(self, function: Any, products: Products) -> None:
+        self.function, self.products = function, products
+
+    def __call__(self, *args: Any) -> Any:
+        self.products.seen.clear()
+        result = self.function(*args)
+        self.seen = dict(self.products.seen)
+        return result
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["models of their own", "one base"])
+def test_weights_are_bfloat16_in_every_role_and_heads_and_adapters_float32(
+    shared: bool, files: Path, folders: dict[str, Path]
+) -> None:
+    adapter = {"adapter": {"rank": 2}} if shared else {}
+    if shared:
+        pytest.importorskip("peft")
+    world = world_of("language", files, folders["llama"], "bfloat16-weights", **adapter)
+    for role, module in roles_of(world).items():
+        for name, parameter in module.named_parameters():
+            exact = "head" in name.split(".") or ".lora_" in name or name.startswith("trunk.parts.")
+            assert parameter.dtype == (EXACT if exact else LOW), f"{role} {name}"
+            trained = parameter.requires_grad and not exact
+            assert (stored(parameter) is not parameter) == trained, f"{role} {name}"
+        assert {x.dtype for x in module.buffers() if x.is_floating_point()} <= {EXACT}, "rounded frequencies would be wrong"
+    assert not world.policy.exact
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "language"])
+def test_losses_and_gradients_are_near_those_of_float32(kind: str, files: Path, folders: dict[str, Path]) -> None:
+    from .test_sharded import trained
+
+    exact, *others = (
+        trained(make_recipe({"kind": kind, **table(kind, files, folders["llama"], precision)})) for precision in PRECISIONS
+    )
+    for other in others:
+        first, wanted = other["metrics"][0], exact["metrics"][0]
+        assert first["gradient_norm_policy"] == pytest.approx(wanted["gradient_norm_policy"], rel=0.1)
+        assert first["gradient_norm_policy"] != wanted["gradient_norm_policy"], "it was rounded"
+        if kind == "language":
+            assert abs(first["kl_reference"]) < 2e-3, "the reference computes as the policy does"
+            assert first["ratio_at_start"] == pytest.approx(1, abs=1e-6), "old and new log-probabilities come from equal passes"
+        else:
+            assert first["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=2e-2)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("reward", marks=pytest.mark.slow), "language", "adapter"])
+def test_an_interrupted_run_resumes_bit_for_bit(
+    kind: str, precision: str, files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = {"adapter": {"rank": 2}} if kind == "adapter" else {}
+    if adapter:
+        pytest.importorskip("peft")
+    kind = "language" if adapter else kind
+    settings = table(kind, files, folders["llama"], precision, **adapter)
+    surefoot.train(kind, run_dir=tmp_path / "whole", **settings)
+    surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 16, **settings)
+    surefoot.resume(tmp_path / "cut")
+    ends = [load_checkpoint(tmp_path / run / "checkpoints" / "32") for run in ("whole", "cut")]
+    assert same(ends[0]["agent"], ends[1]["agent"])
+    assert same(ends[0]["learner"], ends[1]["learner"])
+    assert {x.dtype for x in ends[0]["agent"].values()} == {EXACT}, "checkpoints have float32 weights"
+    assert {x.dtype for x in ends[0]["learner"]["policy"].values()} == {EXACT}
+    rows = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("whole", "cut")]
+    timeless = [[{k: v for k, v in row.items() if k not in TIMING} for row in run] for run in rows]
+    assert timeless[0] == timeless[1]
+    dtypes = {x.dtype for x in tensors_in(tmp_path / "cut" / "model").values()}
+    assert dtypes == ({LOW} if precision == "bfloat16-weights" else {EXACT})
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(x, two[name]) for name, x in one.items())
+    return torch.equal(one, two)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(folder / "model.safetensors"))
+
+
+def test_the_model_of_a_run_is_its_rounded_weights_and_its_checkpoint_the_exact_ones(
+    files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    result = surefoot.train("sft", run_dir=tmp_path / "run", **table("sft", files, folders["qwen2"], "bfloat16-weights"))
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype="auto")
+    exact = surefoot.load(tmp_path / "run").model.state_dict()
+    assert read.dtype == LOW
+    for name, weights in read.state_dict().items():
+        assert torch.equal(weights, result.model.state_dict()[name]), "what was trained is what was written"
+        assert exact[name].dtype == EXACT
+        assert torch.equal(weights, exact[name].to(LOW)), name
+    assert any(not torch.equal(x, x.to(LOW).float()) for x in exact.values()), "the checkpoint has more digits"
+
+
+def test_a_reward_model_with_weights_in_bfloat16_keeps_its_head_and_its_scale(
+    files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    trained = surefoot.train("reward", run_dir=tmp_path / "run", **table("reward", files, folders["llama"], "bfloat16-weights"))
+    written, kept = RewardModel.load(tmp_path / "run" / "model"), surefoot.load(tmp_path / "run")
+    for other in (written, kept):
+        assert torch.equal(other.head.weight, trained.head.weight), "the trained head, not the rounded one"
+        assert (float(other.mean), float(other.std)) == (float(trained.mean), float(trained.std)) != (0.0, 1.0)
+    ids = torch.arange(20).view(2, 10) + 5
+    with torch.no_grad():
+        ours, theirs = (one(ids, ids > 0, standardised=True) for one in (trained, written))
+    assert ours.dtype == EXACT
+    torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
+
+
+def test_adapters_on_a_base_in_bfloat16_merge_into_a_model_in_bfloat16(
+    files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    settings = table("sft", files, folders["llama"], "bfloat16-weights", adapter={"rank": 2})
+    surefoot.train("sft", run_dir=tmp_path / "run", **settings)
+    base, merged = (tensors_in(folder) for folder in (folders["llama"], tmp_path / "run" / "model"))
+    assert {x.dtype for x in merged.values()} == {LOW}
+    moved = {name for name, x in merged.items() if not torch.equal(x, base[name].to(LOW))}
+    assert moved, "the adapter is in it"
+    assert all("_proj" in name for name in moved), "nothing else has changed"
+
+
+def test_adapters_of_experts_learn_on_a_base_in_bfloat16(files: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model("mixtral").save_pretrained(tmp_path / "experts")
+    tokenizer().save_pretrained(tmp_path / "experts")
+    adapter = {"rank": 2, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+    settings = table("sft", files, tmp_path / "experts", "bfloat16-weights", adapter=adapter)
+    surefoot.train("sft", run_dir=tmp_path / "run", **settings)
+    agent = load_checkpoint(tmp_path / "run" / "checkpoints" / "32")["agent"]
+    assert all(float(x.abs().max()) > 0 for name, x in agent.items() if ".lora_B." in name)
+
+
+@pytest.mark.parametrize("kind", ["sft", pytest.param("language", marks=pytest.mark.slow)])
+def test_sharded_weights_in_bfloat16_learn_as_whole_ones(
+    kind: str, files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of sharded models the shards are the float32 weights, and what is gathered is bfloat16."""
+    from .test_sharded import trained
+
+    def body(rank: int) -> Any:
+        join_ranks()
+        fields = table(kind, files, folders["llama"], "bfloat16-weights", sharding="full")
+        done = trained(make_recipe({"kind": kind, **fields}))
+        surefoot.train(kind, run_dir=tmp_path / "run", **fields)
+        return done
+
+    exact = trained(make_recipe({"kind": kind, **table(kind, files, folders["llama"], "float32")}))
+    ranks = on_ranks(2, body, tmp_path / "results")
+    assert all(isinstance(rank, dict) for rank in ranks), ranks
+    for rank in ranks:
+        assert {x.dtype for x in rank["weights"].values()} == {EXACT}
+        first, wanted = rank["metrics"][0], exact["metrics"][0]
+        assert first["gradient_norm_policy"] == pytest.approx(wanted["gradient_norm_policy"], rel=0.2)
+        if kind == "sft":
+            assert first["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=2e-2)
+    assert {x.dtype for x in tensors_in(tmp_path / "run" / "model").values()} == {LOW}
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_values_of_an_update_do_not_depend_on_which_passes_came_before(files: Path, folders: dict[str, Path]) -> None:
+    """Passes without gradient, as in evaluation, change no gradient, though autocast keeps casts of weights."""
+    from surefoot.core.credit import assign_credit
+    from surefoot.runs.session import make_learner
+
+    ends = []
+    for evaluates in (False, True):
+        world = world_of("sft", files, folders["llama"], "bfloat16-weights")
+        learner, state = make_learner(world.recipe, world.policy), LearnerState.seeded(1, 100)
+        for _ in range(2):
+            rollout = world.collector.collect(state)
+            if evaluates:
+                world.evaluate()
+            learner.update(rollout, assign_credit(rollout, world.recipe.objective), state)
+        ends.append({name: stored(p).clone() for name, p in world.policy.named_parameters()})
+    assert same(*ends)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_tf32_is_allowed_during_a_run_that_asks_for_it_and_is_as_before_afterwards(
+    before: bool, files: Path, folders: dict[str, Path]
+) -> None:
+    matmul, seen = torch.backends.cuda.matmul, []
+    was = matmul.allow_tf32
+    try:
+        for asked in (False, True):
+            matmul.allow_tf32 = before
+            fields = table("sft", files, folders["llama"], "float32", tf32=asked)
+            surefoot.train("sft", callback=lambda _: bool(seen.append(matmul.allow_tf32)), **fields)
+            assert matmul.allow_tf32 == before
+            with pytest.raises(ValueError, match="enough"):
+                surefoot.train("sft", callback=fail, **fields)
+            assert matmul.allow_tf32 == before, "also after an error"
+    finally:
+        matmul.allow_tf32 = was
+    assert seen == [before] * 2 + [True] * 2, "without tf32 = true, PyTorch's own setting stays"
+
+
+def fail(_: Any) -> bool:
+    raise ValueError("enough")
+
+
+def test_impossible_settings_are_one_line(files: Path, folders: dict[str, Path]) -> None:
+    for changes, line in (
+        ({"precision": "half"}, r"precision='half': "),
+        (
+            {"sampling": {"prompts": 8, "max_tokens": 6, "engine": "packed"}},
+            r"sampling.engine='packed': computes in float32, and precision='bfloat16-weights' has weights in bfloat16; set",
+        ),
+    ):
+        fields = {**table("language", files, folders["llama"], "bfloat16-weights"), **changes}
+        with pytest.raises(SurefootError, match=line) as error:
+            make_recipe({"kind": "language", **fields})
+        assert "\n" not in str(error.value)
+
+
+def test_packed_weights_stay_float32_in_autocast_when_they_are_asked_for(files: Path, folders: dict[str, Path]) -> None:
+    sampling = {"prompts": 8, "max_tokens": 6, "engine": "packed"}
+    world = world_of("language", files, folders["llama"], "bfloat16", sampling=sampling)
+    world.collector.collect(LearnerState.seeded(1, 100))
+    assert world.engine.name == "packed"
+
+
+def test_a_policy_in_bfloat16_reads_no_differently_from_transformers(folders: dict[str, Path]) -> None:
+    """The same model in bfloat16, loaded by ``transformers``."""
+    from transformers import AutoModelForCausalLM
+
+    from surefoot.core.sharding.master import to_bfloat16
+    from surefoot.language.models.loading import load_model
+
+    policy = LanguagePolicy(load_model(folders["llama"])[0], None, 0)
+    to_bfloat16(policy)
+    theirs = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=LOW).eval()
+    ids = torch.arange(2, 34).view(2, 16)
+    inputs = {"prompt": ids[:, :8], "prompt_mask": torch.ones(2, 8, dtype=torch.bool)}
+    with torch.no_grad():
+        ours = policy(inputs, ids[:, 8:]).log_probs
+        logits = theirs(input_ids=ids).logits[:, 7:-1].float().log_softmax(-1)
+    assert torch.equal(ours, logits.gather(-1, ids[:, 8:].unsqueeze(-1)).squeeze(-1))
