@@ -52,12 +52,6 @@ AgentTask = Literal[
     "mujoco",
     "pendulum",
     "swimmer",
-    "tensor/Acrobot-v1",
-    "tensor/CartPole-v1",
-    "tensor/MountainCar-v0",
-    "tensor_acrobot",
-    "tensor_cartpole",
-    "tensor_mountain_car",
 ]
 """environment ids that a preset is tuned for"""
 ModelTask = Literal[
