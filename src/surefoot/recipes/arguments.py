@@ -52,6 +52,14 @@ AgentTask = Literal[
     "mujoco",
     "pendulum",
     "swimmer",
+    "tensor/Acrobot-v1",
+    "tensor/CartPole-v1",
+    "tensor/MountainCar-v0",
+    "tensor/Pendulum-v1",
+    "tensor_acrobot",
+    "tensor_cartpole",
+    "tensor_mountain_car",
+    "tensor_pendulum",
 ]
 """environment ids that a preset is tuned for"""
 ModelTask = Literal[

@@ -32,9 +32,9 @@ TENSOR = "tensor/"
 """begins the ids of tensor environments that Surefoot has: tensor/CartPole-v1"""
 TENSOR_IDS = tuple(TENSOR + name for name in ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0"))
 COMPILED = "engine='compiled': "
-COMPILING = 60.0
+COMPILING = 40.0
 """seconds that compiling a recipe's programs may take, on a slow core"""
-SAVED_PER_UPDATE, SAVED_PER_CALL = 3e-4, 2e-5
+SAVED_PER_UPDATE, SAVED_PER_CALL = 4e-4, 3e-5
 """seconds that a compiled update, and a compiled call of the policy, save at least, on a fast core (benchmarks/engines.py)"""
 RUN_METRICS = {"return", "length"}
 """what follows ``episode_`` in the metrics of every run"""

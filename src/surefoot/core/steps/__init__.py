@@ -240,7 +240,7 @@ class EagerStepper:
         if context.auxiliary_loss is not None and "policy" in self.optimizers:  # it does not train the critic
             with context.state.timer.detail("auxiliary loss"):
                 extra = context.auxiliary_loss.add_gradient()
-        with context.state.timer.detail("exchange"):
+        with context.state.timer.detail("sums over ranks"):
             terms, metrics = sum_over_ranks(sums, self.optimizers.values())
         terms |= extra or {}
         with context.state.timer.detail("optimizer"):
