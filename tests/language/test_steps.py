@@ -105,6 +105,13 @@ def test_it_learns_steps_and_transformers_and_runs_read_the_same_scores(folders:
         logits, ours = theirs(input_ids=ids).logits[0], model.prefix_scores(ids, torch.ones_like(ids))[0]
     torch.testing.assert_close(logits[:, 1] - logits[:, 0], ours, atol=1e-4, rtol=1e-4)
 
+    for where in (tmp_path / "run", folder, sorted((tmp_path / "run" / "best").iterdir())[-1]):
+        again = surefoot.load(where)
+        assert isinstance(again, RewardModel)
+        assert again.of_steps
+        assert torch.equal(again.head.weight, model.head.weight)
+        assert (float(again.mean), float(again.std)) == (float(model.mean), float(model.std))
+
     reward = ModelReward(tmp_path / "run", per="step", separator="\n")
     read = reward.model
     assert isinstance(read, RewardModel)

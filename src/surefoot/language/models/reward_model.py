@@ -272,10 +272,11 @@ def copy_standardisation(model: RewardModel, saved: Path) -> None:
     elif (saved / "config.json").is_file():
         with made_from(saved):
             config = read_only_config(saved)
-            if not is_classifier(config) or (scale := read_scale(config)) is None:
+            of_steps = is_token_classifier(config)  # its head is written as it is
+            if not (of_steps or is_classifier(config)) or (scale := read_scale(config)) is None:
                 return
             mean, std = torch.tensor(scale["mean"]), torch.tensor(scale["std"])
-            same = is_head(saved_head(saved), model.head.weight.detach() / std)
+            same = is_head(saved_head(saved), model.head.weight.detach() / (1 if of_steps else std))
     else:
         return
     if same:
