@@ -252,7 +252,8 @@ def make_token_classifier(trunk: "PreTrainedModel", head: nn.Linear, pad_id: int
     whole.weight.copy_(torch.cat([torch.zeros_like(head.weight), head.weight]))
     whole.bias.copy_(torch.cat([torch.zeros_like(head.bias), head.bias]))
     setattr(model, model.base_model_prefix, trunk)
-    setattr(model, heads[0], whole.requires_grad_(False))
+    of_trunk = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
+    setattr(model, heads[0], whole.to(of_trunk).requires_grad_(False))
     model.eval()
     return model if _reads_each_token(model, trunk, whole) else None
 

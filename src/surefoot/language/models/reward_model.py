@@ -255,6 +255,9 @@ def _from_token_classifier(name: str, label: str | None, trust_remote_code: bool
     if (scale := read_scale(config)) is not None:
         model.mean.fill_(scale["mean"])
         model.std.fill_(scale["std"])
+        trained = read_head_record(config)
+        if trained is not None and is_head(model.head.weight, trained[0]):  # before it was rounded to the trunk's dtype
+            model.head.load_state_dict({"weight": trained[0], "bias": trained[1]})
     return model.eval()
 
 
