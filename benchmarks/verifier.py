@@ -312,7 +312,9 @@ def family_table(task: str) -> Iterator[list[str]]:
             some = spread([each["pass_at_8"] for each in evaluated])[0]
             seconds = [result["user_seconds"] for result in results if result["user_seconds"] is not None]
             took = f"{sum(seconds) / len(seconds):.0f} s" if seconds else ""
-            yield [algorithm, f"{rate:g}" if rate else "", *greedy, *sampled, some, took]
+            name = SECOND.get(algorithm, ("", "", ()))[1]
+            second = f", {name} {results[0][name]:g}" if name and results else ""
+            yield [algorithm, f"{rate:g}{second}" if rate else "", *greedy, *sampled, some, took]
 
 
 def curve_table(task: str) -> str:

@@ -105,6 +105,13 @@ def test_it_learns_steps_and_transformers_and_runs_read_the_same_scores(folders:
         logits, ours = theirs(input_ids=ids).logits[0], model.prefix_scores(ids, torch.ones_like(ids))[0]
     torch.testing.assert_close(logits[:, 1] - logits[:, 0], ours, atol=1e-4, rtol=1e-4)
 
+    for where in (tmp_path / "run", folder, sorted((tmp_path / "run" / "best").iterdir())[-1]):
+        again = surefoot.load(where)
+        assert isinstance(again, RewardModel)
+        assert again.of_steps
+        assert torch.equal(again.head.weight, model.head.weight)
+        assert (float(again.mean), float(again.std)) == (float(model.mean), float(model.std))
+
     reward = ModelReward(tmp_path / "run", per="step", separator="\n")
     read = reward.model
     assert isinstance(read, RewardModel)
@@ -213,3 +220,14 @@ def test_a_public_process_reward_model_is_read_and_one_of_three_labels_is_not(fo
             logits = model(input_ids=ids).logits[0]
             ours = read.prefix_scores(ids, torch.ones_like(ids))[0]
         torch.testing.assert_close(ours, logits[:, 1] - logits[:, 0], atol=1e-5, rtol=1e-5)
+
+
+def test_with_weights_in_bfloat16_the_head_is_read_back_as_it_was_trained(folders: dict[str, Path], tmp_path: Path) -> None:
+    data = {"train": answers(tmp_path / "a.jsonl"), "max_length": 64, "batch": 8}
+    fields: dict[str, Any] = {"data": data, "preference": {"loss": "steps"}, "precision": "bfloat16-weights", "steps": 32}
+    model = surefoot.train("reward", run_dir=tmp_path / "run", model=str(folders["llama"]), **fields)
+    for where in (tmp_path / "run", sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]):
+        read = surefoot.load(where)
+        assert isinstance(read, RewardModel)
+        assert torch.equal(read.head.weight.float(), model.head.weight.float())
+        assert (float(read.mean), float(read.std)) == (float(model.mean), float(model.std))

@@ -252,7 +252,8 @@ def make_token_classifier(trunk: "PreTrainedModel", head: nn.Linear, pad_id: int
     whole.weight.copy_(torch.cat([torch.zeros_like(head.weight), head.weight]))
     whole.bias.copy_(torch.cat([torch.zeros_like(head.bias), head.bias]))
     setattr(model, model.base_model_prefix, trunk)
-    setattr(model, heads[0], whole.requires_grad_(False))
+    of_trunk = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
+    setattr(model, heads[0], whole.to(of_trunk).requires_grad_(False))
     model.eval()
     return model if _reads_each_token(model, trunk, whole) else None
 
@@ -343,13 +344,13 @@ def read_head_record(config: "PreTrainedConfig") -> tuple[Tensor, Tensor] | None
 
 
 def saved_head(folder: Path) -> Tensor:
-    """The weight of the head in a folder that was written here.   [1, width]"""
+    """The weight of the head in a folder that was written here; of a token classifier that of the good label.   [1, width]"""
     index = folder / "model.safetensors.index.json"
     names = set(read_table(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     for name in sorted(names):
         with safe_open(folder / name, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 (it is no dict)
-                if key.count(".") == 1 and key.endswith(".weight") and tensors.get_slice(key).get_shape()[0] == 1:
+                if key.count(".") == 1 and key.endswith(".weight") and tensors.get_slice(key).get_shape()[0] in (1, 2):
                     weight: Tensor = tensors.get_tensor(key)
-                    return weight
+                    return weight[-1:]
     raise SurefootError(f"{folder}: has no head; copy the whole folder")

@@ -17,6 +17,7 @@ from surefoot.files import made_from, read_toml
 from surefoot.language.data.tokens import Messages, Tokens
 from surefoot.language.models.adapter_files import load_adapted, load_merged, load_stored, load_trained, save_adapter
 from surefoot.language.models.adapters import SharedBase, merge
+from surefoot.language.models.classifier import is_token_classifier
 from surefoot.language.models.loading import HEAD, context_length, is_classifier, load_model, read_config, save_model
 from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
@@ -159,7 +160,7 @@ def load_saved(folder: Path, trust_remote_code: bool = False) -> LanguageModel |
     Raises SurefootError if it is neither.
     """
     config = read_config(str(folder), trust_remote_code)
-    reward = (folder / HEAD).is_file() or is_classifier(config, trust_remote_code)
+    reward = (folder / HEAD).is_file() or is_classifier(config, trust_remote_code) or is_token_classifier(config)
     load: Any = RewardModel.load if reward else load_language_model
     result: LanguageModel | RewardModel = load(str(folder), trust_remote_code=trust_remote_code)
     if (folder / "config.toml").is_file():
@@ -234,6 +235,7 @@ def _build_model(
         return LanguageModel(model.eval(), Tokens(tokenizer, model))
     head = nn.Linear(weights["head.weight"].shape[1], 1)
     scores = RewardModel(model, head, tokenizer)
+    scores.of_steps = parts["recipe"].get("preference", {}).get("loss") == "steps"
     _load_all(scores, weights, where)
     copy_standardisation(scores, where.absolute().parent.parent / "model")
     return scores.eval()

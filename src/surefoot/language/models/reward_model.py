@@ -255,6 +255,9 @@ def _from_token_classifier(name: str, label: str | None, trust_remote_code: bool
     if (scale := read_scale(config)) is not None:
         model.mean.fill_(scale["mean"])
         model.std.fill_(scale["std"])
+        trained = read_head_record(config)
+        if trained is not None and is_head(model.head.weight, trained[0]):  # before it was rounded to the trunk's dtype
+            model.head.load_state_dict({"weight": trained[0], "bias": trained[1]})
     return model.eval()
 
 
@@ -272,10 +275,11 @@ def copy_standardisation(model: RewardModel, saved: Path) -> None:
     elif (saved / "config.json").is_file():
         with made_from(saved):
             config = read_only_config(saved)
-            if not is_classifier(config) or (scale := read_scale(config)) is None:
+            of_steps = is_token_classifier(config)  # its head is written as it is
+            if not (of_steps or is_classifier(config)) or (scale := read_scale(config)) is None:
                 return
             mean, std = torch.tensor(scale["mean"]), torch.tensor(scale["std"])
-            same = is_head(saved_head(saved), model.head.weight.detach() / std)
+            same = is_head(saved_head(saved), model.head.weight.detach() / (1 if of_steps else std))
     else:
         return
     if same:
