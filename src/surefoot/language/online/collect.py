@@ -123,6 +123,7 @@ class LanguageCollector:
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
+        # long because the parts of a rollout are made one after another, in the order in which they need each other
         recipe, self.state, timer = self.recipe, state, state.timer
         batch = self._sample_batch(state)
         drawn = batch.responses.samples
