@@ -430,11 +430,11 @@ class Own(torch.nn.Module):
 @pytest.mark.parametrize(
     ("lstm", "parts", "format"),
     [
-        (None, False, "torch"),
-        (None, True, "onnx"),
+        (None, True, "torch"),
+        pytest.param(None, False, "torch", marks=SLOW),
+        pytest.param(None, True, "onnx", marks=SLOW),
         pytest.param(4, True, "onnx", marks=SLOW),
         pytest.param(None, False, "onnx", marks=SLOW),
-        pytest.param(None, True, "torch", marks=SLOW),
         pytest.param(4, False, "onnx", marks=SLOW),
         pytest.param(4, False, "torch", marks=SLOW),
         pytest.param(4, True, "torch", marks=SLOW),
@@ -554,7 +554,7 @@ def probed() -> tuple[surefoot.Agent, export.ExportedPolicy, list[export.ExportP
     ("task", "format", "shared"),
     [
         ("CartPole-v1", "onnx", False),
-        ("CartPole-v1", "torch", True),
+        pytest.param("CartPole-v1", "torch", True, marks=SLOW),
         pytest.param("Pendulum-v1", "onnx", True, marks=SLOW),
         pytest.param("Pendulum-v1", "torch", False, marks=SLOW),
     ],
@@ -708,8 +708,10 @@ def test_a_mask_goes_with_a_memory(format: str, tmp_path: Path) -> None:
         starts = draws.random(7) < 0.3
 
 
-@pytest.mark.parametrize("lstm", [None, 4])
-@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize(
+    ("kind", "lstm"),
+    [*((kind, None) for kind in MANY), *(pytest.param(kind, 4, marks=SLOW if kind != "discrete" else ()) for kind in MANY)],
+)
 def test_a_program_that_does_not_look_at_masks_is_detected(kind: str, lstm: int | None) -> None:
     agent = masking_agent(kind, lstm=lstm)
     acting, (probes, _) = export.ExportedPolicy(agent, masked=True), export_probes(agent)

@@ -200,11 +200,21 @@ def test_predict_carries_the_memory_and_forgets_it_at_a_start() -> None:
         agent.predict(np.stack([one, one]), fresh)
 
 
-@pytest.mark.parametrize("algorithm", [name for name, value in surefoot.ALGORITHMS.items() if not value.compares_in_groups])
-@pytest.mark.parametrize("shared", [False, True])
+FOR_CONTROL = [name for name, value in surefoot.ALGORITHMS.items() if not value.compares_in_groups]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shared"),
+    [
+        *((algorithm, False) for algorithm in FOR_CONTROL),
+        *(
+            pytest.param(algorithm, True, marks=() if algorithm in ("A2C", "PPO_CLIP") else pytest.mark.slow)
+            for algorithm in FOR_CONTROL
+            if algorithm != "TRPO"  # a shared trunk is rejected
+        ),
+    ],
+)
 def test_every_algorithm_trains_an_lstm(algorithm: str, shared: bool) -> None:
-    if algorithm == "TRPO" and shared:
-        pytest.skip("a shared trunk is rejected")
     network = {**SMALL["network"], "shared_trunk": shared}
     objective = SMALL["objective"] if surefoot.ALGORITHMS[algorithm].reuse else {}
     settings = {**SMALL, "network": network, "objective": objective}

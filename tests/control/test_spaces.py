@@ -3,6 +3,7 @@
 import json
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,17 @@ ACTIONS = {
     "number": spaces.Box(-1, 1, ()),
 }
 FOR_CONTROL = [name for name, value in ALGORITHMS.items() if not value.compares_in_groups]
+IN_EVERY_SPACE = {"PPO_CLIP", "TRPO"}
+"""algorithms that meet every space in the fast tests: two ways to take a step"""
+
+
+def pairs(names: Iterable[str], *usual: str) -> list[Any]:
+    """Every algorithm with every space of these names. Slow are those whose algorithm and space others have already."""
+    seldom = [(algorithm, name) for algorithm in set(FOR_CONTROL) - IN_EVERY_SPACE for name in set(names) - set(usual)]
+    each = [(algorithm, name) for name in names for algorithm in FOR_CONTROL]
+    return [pytest.param(*pair, marks=pytest.mark.slow if pair in seldom else ()) for pair in each]
+
+
 TINY: dict[str, Any] = {
     "rollout": {"environments": 2, "steps": 8},
     "evaluation": {"episodes": 1},
@@ -82,8 +94,7 @@ def assert_trained(agent: surefoot.Agent) -> None:
         assert not torch.equal(now, before), name
 
 
-@pytest.mark.parametrize("algorithm", FOR_CONTROL)
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(("algorithm", "action"), pairs(ACTIONS, "discrete", "box"))
 def test_every_algorithm_trains_every_kind_of_action(algorithm: str, action: str) -> None:
     objective = ALGORITHMS[algorithm]
     make = partial(Sampled, OBSERVATIONS["vector"], ACTIONS[action])
@@ -93,8 +104,7 @@ def test_every_algorithm_trains_every_kind_of_action(algorithm: str, action: str
     assert ACTIONS[action].contains(sent)
 
 
-@pytest.mark.parametrize("algorithm", FOR_CONTROL)
-@pytest.mark.parametrize("seen", OBSERVATIONS)
+@pytest.mark.parametrize(("algorithm", "seen"), pairs(OBSERVATIONS, "nested"))
 def test_every_algorithm_trains_every_kind_of_observation(algorithm: str, seen: str) -> None:
     objective = ALGORITHMS[algorithm]
     make = partial(Sampled, OBSERVATIONS[seen], spaces.Discrete(2))
@@ -103,8 +113,10 @@ def test_every_algorithm_trains_every_kind_of_observation(algorithm: str, seen: 
     assert_trained(agent)
 
 
-@pytest.mark.parametrize("algorithm", FOR_CONTROL)
-@pytest.mark.parametrize("action", [name for name, space in ACTIONS.items() if not isinstance(space, spaces.Box)])
+@pytest.mark.parametrize(
+    ("algorithm", "action"),
+    pairs([name for name, space in ACTIONS.items() if not isinstance(space, spaces.Box)], "multidiscrete"),
+)
 def test_every_algorithm_trains_every_kind_of_choice_under_masks(algorithm: str, action: str) -> None:
     objective = ALGORITHMS[algorithm]
     make = partial(Sampled, OBSERVATIONS["vector"], ACTIONS[action], masked=True)

@@ -253,3 +253,13 @@ def test_help_needs_no_torch(name: str) -> None:
     command = f"import sys, {name}; print(sorted({{'torch', 'numpy', 'gymnasium', 'tensorboard'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_function_of_more_than_60_lines_has_a_reason() -> None:
+    """In a comment inside it, ``# long because …``."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                body = lines[node.lineno - 1 : node.end_lineno]
+                assert len(body) <= 60 or any(line.strip().startswith("# long because ") for line in body), (path, node.name)

@@ -288,6 +288,7 @@ def memory_workload(
     from surefoot.language.memory.planner import with_value
     from surefoot.recipes.language import AdapterSettings
 
+    # long because every option is a parameter
     responses = prompts * samples if kind == "language" else batch
     check_layout(ranks, sharding, ranks_per_machine, reshard, offload)
     if (rows := prompts if kind == "language" else batch) < ranks:

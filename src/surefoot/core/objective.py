@@ -171,6 +171,7 @@ def loss(
     responses, so that they can be compared.
     """
 
+    # long because every term of the sum is a paragraph, in the order of docs/math.md
     def kept(x: Tensor) -> Tensor:  # before any arithmetic: what is not kept may be NaN, in the gradient too
         return keep_only(x, batch.mask)
 

@@ -208,8 +208,8 @@ def _meeting_point(launch: Launch) -> dict[str, str]:
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm list, such as ``gpu[003-007,9],login``."""
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    return nodes if found is None else "".join(part or "" for part in found.groups())
+    first = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    return nodes if first is None else "".join(part or "" for part in first.groups())
 
 
 def _check_versions() -> None:

@@ -118,8 +118,8 @@ class LinearLikelihood(torch.autograd.Function):
         both = zip((_of_tokens(log_probs, tokens), _entropy(log_probs)), of_both, strict=True)
         outputs, of_outputs = zip(*((x, of) for x, of in both if of is not None), strict=True)
         wanted = [x for x, need in zip(inputs, ctx.needs_input_grad, strict=False) if need]
-        found = iter(torch.autograd.grad(outputs, wanted, of_outputs, create_graph=True))
-        return (*(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None)
+        gradients = iter(torch.autograd.grad(outputs, wanted, of_outputs, create_graph=True))
+        return (*(next(gradients) if need else None for need in ctx.needs_input_grad[:3]), None, None, None)
 
 
 def _cast(dtype: torch.dtype, *tensors: Any) -> list[Any]:

@@ -159,13 +159,13 @@ class Catalog:
 
     def trash(self) -> list[dict[str, Any]]:
         """The deleted runs, the latest first: id, name and time."""
-        found = []
+        entries = []
         for number, root in enumerate(self._roots()):
             for stamp in sorted((root / TRASH).glob("*-*-*")):
                 for path in runs_below(stamp):
                     inside = path.relative_to(stamp).as_posix()
-                    found.append({"id": f"{number}/{stamp.name}/{inside}", "name": inside, "deleted": stamp.name})
-        return sorted(found, key=lambda each: each["deleted"], reverse=True)
+                    entries.append({"id": f"{number}/{stamp.name}/{inside}", "name": inside, "deleted": stamp.name})
+        return sorted(entries, key=lambda each: each["deleted"], reverse=True)
 
     def restore(self, trashed: str) -> str:
         """Move a deleted run back; its path. Raises SurefootError if it is gone, or another run has its name now."""

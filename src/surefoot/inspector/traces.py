@@ -96,8 +96,8 @@ class Traces:
             counted += 1
             best = max(best, (sum(row[0] for row in rows), int(file.stem), sum(row[1] for row in rows)))
         clipped, steps, samples = best
-        found = {"clipped": clipped, "samples": samples, "counted": counted, "traces": len(files), "steps": None}
-        return {**found, **self._first_clipped(run, steps)} if clipped else found
+        counts = {"clipped": clipped, "samples": samples, "counted": counted, "traces": len(files), "steps": None}
+        return {**counts, **self._first_clipped(run, steps)} if clipped else counts
 
     def _first_clipped(self, run: int, steps: int) -> dict[str, Any]:
         """The place of the most clipped step of a trace."""

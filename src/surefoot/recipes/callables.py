@@ -73,8 +73,8 @@ def find_function(field: str, path: str, functions: Functions) -> str | Callable
 
 def load_function(field: str, path: str, functions: Functions) -> Any:
     """The function of a recipe's field: passed as an object, or imported by its name."""
-    found = find_function(field, path, functions)
-    return import_object(field, found) if isinstance(found, str) else found
+    function = find_function(field, path, functions)
+    return import_object(field, function) if isinstance(function, str) else function
 
 
 def take_objects(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:

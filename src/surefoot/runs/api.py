@@ -175,6 +175,7 @@ def start(
     Started by a launcher as several processes, these are the ranks of one run: all must call this with the same arguments.
     Raises SurefootError for what can't be trained.
     """
+    # long because the order is the point: what can be rejected comes before the folder, and all ranks end a phase together
     join_ranks()
     with together():
         choose_gpu(recipe.device)
@@ -360,8 +361,8 @@ def _functions_again(recipe: Recipe, **fields: Any) -> dict[str, Callable[..., A
 
     Raises SurefootError for another function than the recipe names, and for anything but functions in a table.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    taken, functions = take_objects(_tables(given))
+    passed = {name: value for name, value in fields.items() if value is not None}
+    taken, functions = take_objects(_tables(passed))
     check_functions(functions, named_functions(recipe))
     for field in (field for name in sorted(taken.keys() - {"reward"}) for field in _leaves(taken[name], name)):
         if field not in functions:

@@ -250,12 +250,12 @@ def _writing(path: Path) -> Iterator[None]:
 def with_own_rows(table: Mapping[str, Any], run: Path) -> dict[str, Any]:
     """The tables of a run's recipe, with its rows where the run's folder is now, if it was moved."""
 
-    def found(field: str, value: Any) -> Any:
+    def path_of(field: str, value: Any) -> Any:
         match = SAVED_ROWS.fullmatch(str(value))
         own = run / ROWS / match[1] if match else None
         return value if own is None or Path(value).is_file() or not own.is_file() else str(own)
 
-    return with_row_fields(table, found)
+    return with_row_fields(table, path_of)
 
 
 def _by_content(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,8 +185,8 @@ def _find_listing(name: HubName, where: str) -> tuple[Path, bool]:
     failure: Exception | None = None
     network: tuple[type[Exception], ...] = (OSError, *_network_errors())
     try:
-        found = HfApi().model_info(name.name, revision=name.revision, timeout=SECONDS)
-        names = [sibling.rfilename for sibling in found.siblings or ()]
+        repository = HfApi().model_info(name.name, revision=name.revision, timeout=SECONDS)
+        names = [sibling.rfilename for sibling in repository.siblings or ()]
         if pickles := [file for file in names if Path(file).suffix.lower() in PICKLES]:
             _check_name(pickles[0], where)
     except HfHubHTTPError as error:

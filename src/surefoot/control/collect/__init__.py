@@ -152,8 +152,8 @@ class ControlCollector:
         places = [(b, t) for t, step in enumerate(outcomes) for b in step.final_observations]
         if not places:
             return None
-        found = [outcomes[t].final_observations[b] for b, t in places]
-        arrays = {path: np.stack([row[path] for row in found]) for path in found[0]}
+        observations = [outcomes[t].final_observations[b] for b, t in places]
+        arrays = {path: np.stack([row[path] for row in observations]) for path in observations[0]}
         state = torch.stack([states_at_cuts[at] for at in places]) if states_at_cuts else None
         rows, columns = torch.tensor(places).unbind(1)
         return Finals(rows, columns, self.agent.tensors(arrays), state)

@@ -153,8 +153,8 @@ class Scorer:
             decided_by = None if parts is None else [list(named), list(inputs), *parts]
             self.program = program_of("log-probs and values", evaluate, arguments, decided_by, FAST)
         rest = iter(self.program(arguments))
-        found: Evaluation = map_tensors(lambda _: next(rest), self.form)
-        return replace(found, entropy=torch.zeros_like(found.log_probs))
+        evaluation: Evaluation = map_tensors(lambda _: next(rest), self.form)
+        return replace(evaluation, entropy=torch.zeros_like(evaluation.log_probs))
 
 
 def rows_of(tree: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:

@@ -167,8 +167,8 @@ class TensorCollector:
         self.log.uncounted += len(ended) - len(recent)
         names, table = steps.numbers_of(recent)
         for (t, row), (total, length, *numbers) in zip(recent.tolist(), table.tolist(), strict=True):
-            found = steps.known | dict(zip(names, numbers, strict=True))
-            self.log.add(self.steps_taken + t + 1, row, total, int(length), found)
+            numbers_of_episode = steps.known | dict(zip(names, numbers, strict=True))
+            self.log.add(self.steps_taken + t + 1, row, total, int(length), numbers_of_episode)
         self.steps_taken += self.steps
 
     def _guessed(self, steps: "Steps", acted: Acted) -> Metrics:

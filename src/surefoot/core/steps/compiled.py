@@ -192,8 +192,8 @@ class CompiledGradients:
             denominator, clip_scale, beta = tensors[count].unbind()
             numbers = denominator, clip_scale, beta
             loss_of = loss_function(self.policy, self.objective, self.optimizers, part, numbers)
-            found, shown = grad(loss_of, has_aux=True)(list(tensors[:count]))
-            return (*found, torch.stack(shown))
+            by_parameter, shown = grad(loss_of, has_aux=True)(list(tensors[:count]))
+            return (*by_parameter, torch.stack(shown))
 
         self.names = names_of_terms(self.policy, self.objective, batch)
         return program_of(

@@ -287,7 +287,7 @@ class Tokens(ChatTemplate):
                 "the chat template marks nothing of the assistant's text as generated, so nothing would be trained; "
                 "fix its {% generation %} block"
             )
-        return self._ended(ids, trained, answered=turns[-1] == len(messages) - 1)
+        return self._ended(ids, trained, ends_in_answer=turns[-1] == len(messages) - 1)
 
     def _generated(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Ids, and which of them the template marks as generated."""
@@ -366,7 +366,7 @@ class Tokens(ChatTemplate):
             raise PrefixError(count)
         return len(first)
 
-    def _ended(self, ids: list[int], trained: list[bool], answered: bool) -> tuple[list[int], list[bool]]:
+    def _ended(self, ids: list[int], trained: list[bool], ends_in_answer: bool) -> tuple[list[int], list[bool]]:
         """Extend every run of trained ids to its EOS, and append EOS to a final answer.
 
         A template's text after EOS, often a line break, is never sampled, so it is neither trained nor kept at the end.
@@ -380,7 +380,7 @@ class Tokens(ChatTemplate):
             writing = writing and not end
         length = len(ids) - settled[::-1].index(True)
         ids, settled = ids[:length], settled[:length]
-        if answered and ids[-1] not in self.eos_ids:
+        if ends_in_answer and ids[-1] not in self.eos_ids:
             return [*ids, self.eos_id], [*settled, True]
         return ids, settled
 

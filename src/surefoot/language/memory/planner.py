@@ -93,15 +93,15 @@ class MemoryPlan:
 
 def cheapest(workload: Workload) -> dict[int, Fit | None]:
     """For each GPU the first of ``settings`` that fits it; None if all of them need more."""
-    found: dict[int, Fit | None] = dict.fromkeys(CARDS)
+    fits_by_card: dict[int, Fit | None] = dict.fromkeys(CARDS)
     for names, other in settings(workload):
-        largest = max((card * 1e9 for card, fit in found.items() if fit is None), default=0)
+        largest = max((card * 1e9 for card, fit in fits_by_card.items() if fit is None), default=0)
         if not largest:
             break
         if permanent_bytes(other) <= largest and quick_peak(other) <= largest:
             needed = estimate(other)
-            found |= {card: (names, needed) for card in fits(needed) if found[card] is None}
-    return found
+            fits_by_card |= {card: (names, needed) for card in fits(needed) if fits_by_card[card] is None}
+    return fits_by_card
 
 
 def settings(workload: Workload) -> Iterator[Setting]:
@@ -326,8 +326,8 @@ def _several_table(plan: MemoryPlan) -> Table:
     for name in ("GPUs", "peak of each"):
         table.add_column(name, justify="right")
     table.add_column("settings", overflow="fold")
-    for count, found in plan.several.items():
-        for card, fit in found.items():
+    for count, fits_by_card in plan.several.items():
+        for card, fit in fits_by_card.items():
             table.add_row(*_fit_row(card, count, fit))
     return table
 

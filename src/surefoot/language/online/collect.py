@@ -123,6 +123,7 @@ class LanguageCollector:
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout of ``sampling.prompts`` × ``sampling.samples`` responses."""
+        # long because the parts of a rollout are made one after another, in the order in which they need each other
         recipe, self.state, timer = self.recipe, state, state.timer
         batch = self._sample_batch(state)
         drawn = batch.responses.samples
@@ -151,14 +152,11 @@ class LanguageCollector:
             reward_parts["kl"] = kl_k1(log_probs, ref_log_probs)
 
         values = torch.zeros_like(rewards) if old is None or old.values is None else old.values
-        beyond = torch.zeros_like(rewards[:, 0])
-        truncated = torch.zeros_like(mask)
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+        beyond, truncated = torch.zeros_like(rewards[:, 0]), torch.zeros_like(mask)
         if recipe.reward.missing_eos == "bootstrap":
-            read = mask if samples.real is None else samples.real & valid.unsqueeze(-1)
-            with gathered(self.policy):
-                beyond = in_micro_batches(self.policy.values_after, inputs, actions, read, *self.budget)
-            truncated = last & ~samples.ended.unsqueeze(-1)
+            beyond, cut = self._truncation(samples, inputs, mask, valid)
+            truncated = last & cut.unsqueeze(-1)
         kl = reward_parts.get("kl")
         metrics = self._response_metrics(batch, kl, valid) | {"reference_beta": beta}
         if kl is not None:
@@ -185,6 +183,13 @@ class LanguageCollector:
             steps=len(batch.total),
             metrics=metrics,
         )
+
+    def _truncation(self, samples: Samples, inputs: Inputs, mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """The value after each response [B], and whether each [B] is truncated."""
+        read = mask if samples.real is None else samples.real & valid.unsqueeze(-1)
+        with gathered(self.policy):
+            beyond = in_micro_batches(self.policy.values_after, inputs, samples.actions, read, *self.budget)
+        return beyond, ~samples.ended
 
     def reference_log_probs(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor | None:
         """log π_ref of the tokens, zeros outside the mask; None without a reference.   [N, T]"""

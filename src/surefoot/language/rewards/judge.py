@@ -99,10 +99,10 @@ class Judge(Endpoint):
         """Send new requests, ``judge.in_flight`` at a time, and keep the answers."""
         if not bodies:
             return
-        ends, asked = time.monotonic() + self.deadline, list(bodies)
+        ends, distinct = time.monotonic() + self.deadline, list(bodies)
         with self.client.open(self.at_once) as connection:
-            answers = in_threads(lambda body: self._answer(connection, body, ends), asked, self.at_once)
-        self.answers |= dict(zip(asked, answers, strict=True))
+            answers = in_threads(lambda body: self._answer(connection, body, ends), distinct, self.at_once)
+        self.answers |= dict(zip(distinct, answers, strict=True))
 
     def _answer(self, connection: "httpx2.Client", body: bytes, ends: float) -> str:
         response = self.client.request(connection, ends, body)
@@ -128,14 +128,14 @@ class Judge(Endpoint):
     def _verdict(self, answer: str) -> str | None:
         """The last match of the pattern, or the value of the key; None if there is none that can be read."""
         if self.settings.key is not None:
-            found = json_value(answer, self.settings.key)
+            verdict = json_value(answer, self.settings.key)
         else:
             matches = list(self.pattern.finditer(answer))  # reasoning comes first
-            found = (matches[-1][1] if matches[-1].groups() else matches[-1][0]) if matches else None
-        if found is None:
+            verdict = (matches[-1][1] if matches[-1].groups() else matches[-1][0]) if matches else None
+        if verdict is None:
             return None
-        known = as_number(found) is not None if self.settings.against is None else found.lower() in WINS
-        return found if known else None
+        known = as_number(verdict) is not None if self.settings.against is None else verdict.lower() in WINS
+        return verdict if known else None
 
 
 def filled(template: str, fields: Mapping[str, Any]) -> str:

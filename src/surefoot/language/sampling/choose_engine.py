@@ -32,7 +32,7 @@ class InProcess:
     def __init__(
         self, model: Any, name: Literal["packed", "model"] | None = None, rows: int | None = None, bf16: bool = False
     ) -> None:
-        self.model, self.asked, self.rows, self.bf16 = model, name, rows, bf16 and name != "packed"
+        self.model, self.requested, self.rows, self.bf16 = model, name, rows, bf16 and name != "packed"
         self.version: int | None = None
         self.memory = total_memory(str(model.device))
         with self._computing():
@@ -47,10 +47,10 @@ class InProcess:
 
     def sample(self, request: Request) -> Samples:
         settings = {**vars(request), "seeds": () if request.greedy else request.seeds}
-        path: Any = "model" if self.asked == "model" else None
+        path: Any = "model" if self.requested == "model" else None
         with self._computing():
             drawn = sample(self.model, **settings, path=path, rows=self.rows_for(request))
-        if self.asked == "packed" and drawn.path != "packed" and request.max_tokens > 1:  # the prompts give the first token
+        if self.requested == "packed" and drawn.path != "packed" and request.max_tokens > 1:  # the prompts give the first token
             raise SurefootError(
                 "sampling.engine='packed': packed weights give other log-probabilities than the model's forward pass, or its "
                 "cache is of another kind; set engine = 'auto'"

@@ -104,9 +104,9 @@ class VllmServer:
         with self._connected():
             if rank() != 0:
                 self._wait_for_label()
-            elif (found := self._label_on_server()) != self.label:
-                if not fresh and found != UNNAMED:
-                    raise self._other_weights(found)
+            elif (label := self._label_on_server()) != self.label:
+                if not fresh and label != UNNAMED:
+                    raise self._other_weights(label)
                 self._send()
         self.version = version
 
@@ -146,9 +146,9 @@ class VllmServer:
     def _label_on_server(self) -> str:
         return str(self._get("weight_info").get("weight_version"))
 
-    def _other_weights(self, found: str) -> SurefootError:
-        what = "it was started again" if found == UNNAMED else "another run uses it; give each run its own server"
-        return self._error(f"its weights are {found}, not {self.label}: {what}, then resume from the last checkpoint")
+    def _other_weights(self, label: str) -> SurefootError:
+        what = "it was started again" if label == UNNAMED else "another run uses it; give each run its own server"
+        return self._error(f"its weights are {label}, not {self.label}: {what}, then resume from the last checkpoint")
 
     def _probe(self) -> None:
         """Compare the server's log-probabilities with the trainer's, of given tokens and of sampled ones.

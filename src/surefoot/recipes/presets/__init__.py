@@ -142,10 +142,10 @@ def settings_of(table: Mapping[str, Any], origin: Mapping[str, Any] | None = Non
     if first["algorithm"] != recipe.algorithm:
         below = for_algorithm(below, first["algorithm"], recipe.algorithm)
     befores = _flat_recipe(merge_tables(below, own)) | first if below else defaults
-    given = {recipe.subject, *(f"{section}.{name}" for section, name in REQUIRED)}
+    required = {recipe.subject, *(f"{section}.{name}" for section, name in REQUIRED)}
     settings = []
     for field, value in flatten(resolved):
-        if field in given:
+        if field in required:
             settings.append(Setting(field, value, "recipe", None, None))
             continue
         default, before = defaults.get(field), befores.get(field)
