@@ -44,6 +44,13 @@ LONG = (
     "log-to-trackers",
     "report-and-compare",
     "rounds",
+    "train-sharded",
+    "several-machines",
+    "several-turns",
+    "write-a-reward",
+    "groups-of-answers",
+    "train-on-a-verifier",
+    "plan-memory",
 )
 """pages that take longest: make slow runs them, make test checks that their blocks parse"""
 TRAINING = ("train", "ladder", "compare-algorithms", "tune")

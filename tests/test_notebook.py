@@ -62,6 +62,7 @@ def test_every_rung_is_shown_trained_and_checked() -> None:
         assert "\nassert " in part
 
 
+@pytest.mark.slow
 def test_it_runs(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel of its own, as for a reader, on a small budget: all that is not about learning is checked."""
     monkeypatch.setenv("SUREFOOT_NOTEBOOK_STEPS", "512")

@@ -61,6 +61,7 @@ def test_the_image_is_of_a_user_without_rights_and_has_the_small_build_of_torch(
     assert all((ROOT / name).exists() for name in copied)
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_and_runs_outside_the_checkout(wheel, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv", with_pip=False)

@@ -114,6 +114,7 @@ def _request():
     return json.dumps({"command": "compare-algorithms", "seeds": 1, "episodes": 2, "recipes": recipe_tables(recipes)})
 
 
+@pytest.mark.slow
 def test_processes_in_parallel_give_the_same_numbers(whole, tmp_path):
     report = compare_algorithms("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES, 1, tmp_path / "run", episodes=2, jobs=2)
     assert numbers(report) == whole

@@ -150,6 +150,7 @@ def test_a_study_whose_database_is_damaged_is_one_line_and_nothing_is_lost(plant
     assert len(studied(folder, trials=3).results["trials"]) == 3
 
 
+@pytest.mark.slow
 def test_trials_below_the_median_are_pruned(tmp_path, monkeypatch):
     """Five trials end as the pruner needs; then a hopeless one is stopped at its first evaluation after the warm-up."""
     rates = []
@@ -391,6 +392,7 @@ def test_resuming_a_study_by_its_name_rejects_what_it_would_ignore(planted, comm
     assert "surefoot train runs/s/best.toml" in out
 
 
+@pytest.mark.slow
 def test_a_language_model_is_tuned_by_its_held_out_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{n} ", "completion": f"{n + 1}"} for n in range(24)]

@@ -67,6 +67,7 @@ def agree(**changes: Any) -> None:
         assert compiled[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+@pytest.mark.slow
 def test_compiled_updates_move_the_parameters_as_eager_ones_do() -> None:
     agree()
 

@@ -265,7 +265,7 @@ def many(path: Path, count: int = 40) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("make", [pairs, prompts])
+@pytest.mark.parametrize("make", [pytest.param(pairs, marks=pytest.mark.slow), prompts])
 def test_several_processes_make_the_rows_notes_and_bytes_of_one(
     make: Callable[..., Any], large: Path, two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +281,7 @@ def test_several_processes_make_the_rows_notes_and_bytes_of_one(
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
 
 
-@pytest.mark.parametrize("broken", ["{}", "{"])
+@pytest.mark.parametrize("broken", ["{}", pytest.param("{", marks=pytest.mark.slow)])
 def test_the_first_row_with_an_error_is_reported_also_when_a_later_one_was_read_before(
     broken: str, large: Path, two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

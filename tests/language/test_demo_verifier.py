@@ -73,6 +73,7 @@ def test_a_demo_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     assert free_folder(tmp_path, "demo") == tmp_path / "demo-3"
 
 
+@pytest.mark.slow
 def test_the_demo_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = verifier_demo(tmp_path, 3, lambda recipe, folder: Display(), TINY)
     folder, printed = tmp_path / "demo-verifier", capsys.readouterr().out

@@ -39,7 +39,7 @@ def request(count: int = 12, first: int = 100, **changes: Any) -> Request:
     return Request(**{"prompts": PROMPTS, "seeds": range(first, first + count), **settings, **changes})
 
 
-@pytest.fixture(params=[*MAKE, "vllm"])
+@pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow if "two rows" in name else ()) for name in MAKE), "vllm"])
 def engine(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Engine]:
     """Every engine on the same small model; "vllm" with a stand-in for the server."""
     if request.param == "vllm":

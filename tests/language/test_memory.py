@@ -169,7 +169,12 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters of one base": {"critic": {"own_model": True}, "adapter": {"rank": 8}},
 }
 SELDOM = ("a value model", "bfloat16", "tied embeddings, grouped queries, samples of a group", "another family, no critic")
-SELDOM += ("bfloat16 weights under adapters", "a reward model in bfloat16")
+SELDOM += (
+    "bfloat16 weights under adapters",
+    "a reward model in bfloat16",
+    "checkpointed, one row at a time",
+    "bfloat16 weights",
+)
 
 
 def measured_peaks(table: dict[str, Any]) -> dict[str, int]:
@@ -517,6 +522,7 @@ def test_a_model_is_planned_by_its_configuration_alone(here: Path, tmp_path: Pat
         model_config("7Q")
 
 
+@pytest.mark.slow
 def test_what_saves_memory_does_and_is_listed() -> None:
     config = model("llama").config
     setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)

@@ -360,7 +360,7 @@ def test_no_rank_holds_a_whole_model_while_it_loads(dtype: str, folder: Path, tm
         assert peak < 0.8 * size, f"{peak / 1e6:.0f} of {size / 1e6:.0f} MB; its part is a half"
 
 
-@pytest.mark.parametrize("kind", ["sft", "language"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("language", marks=pytest.mark.slow)])
 def test_in_bfloat16_weights_stay_float32_and_the_loss_is_near(kind: str, folder: Path) -> None:
     def body(rank: int) -> dict[str, Any]:
         join_ranks()

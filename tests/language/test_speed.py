@@ -154,6 +154,7 @@ def test_what_overlaps_takes_no_longer_than_what_does_not(workload: Workload) ->
     )
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_in_seconds_of_a_clock() -> None:
     machine = measured_machine(64, 128, 64, 8, ranks=2, clock=time.process_time, seconds=0.02)
     assert isinstance(machine, Machine)
