@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from chain import check_chain
+from ranked import on_ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import surefoot
 from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
+from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import Credit, LearnerState, Metrics
 from surefoot.core.steps.compiled import CompiledStepper
 from surefoot.core.steps.programs import _fingerprint, announced, program_of, structure
@@ -76,6 +78,27 @@ def test_compiled_updates_move_the_parameters_as_eager_ones_do() -> None:
 def test_compiled_gradients_of_micro_batches_are_those_of_eager_ones() -> None:
     """Adam is not part of the program then, and tanh is computed otherwise."""
     agree(optimizer={"learning_rate": 1e-2, "micro_batch": 4})
+
+
+@pytest.mark.slow  # compiles on two ranks
+@pytest.mark.parametrize("environments", [4, 3], ids=["equal shares", "unequal shares are eager"])
+def test_compiled_gradients_are_summed_over_ranks_as_eager_ones_are(environments: int, tmp_path: Path) -> None:
+    changes = {"rollout": {**TINY["rollout"], "environments": environments}}
+
+    def body(rank: int) -> Any:
+        join_ranks()
+        results = []
+        for engine in ("eager", "compiled"):
+            history, parameters, learner = trained(engine, 1, **changes)
+            results.append((history[0], parameters))
+        program = getattr(getattr(learner.compiled, "gradients", None), "program", None)
+        return results, program is not None
+
+    for (eager, compiled), made in on_ranks(2, body, tmp_path, timeout=300):
+        assert made == (environments == 4)
+        torch.testing.assert_close(compiled[1], eager[1], rtol=1e-4, atol=1e-5)
+        for name, value in eager[0].items():
+            assert compiled[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
 def test_micro_batches_of_a_program_must_have_one_size() -> None:

@@ -52,7 +52,7 @@ class Learner:
     schedule            of the learning rate: "linear" and "cosine" fall to zero over the budget, "adaptive" follows the KL; or
                         a function
     micro_batch         rows per backward pass, to bound memory; the gradient does not depend on it
-    compiled_rows       compile the steps on batches of exactly this many single steps
+    compiled_rows       compile the steps on batches of exactly this many single steps, of all ranks together
     warmup              fraction of the budget over which the learning rate rises linearly from zero
     micro_batch_tokens  tokens per backward pass, padding included: rows of similar length together, as many as fit
     clip_schedule       of the clip's bounds, instead of the name in the objective; may be a function
@@ -112,18 +112,25 @@ class Learner:
             flat = self.optimizers["policy"]
             assert isinstance(flat, FlatParameters), "natural steps are for control, which is never sharded"
             self.natural = NaturalStepper(self.gradients, flat, constraint, only)
-        self.compiled_rows = compiled_rows
-        self.compiled = None if compiled_rows is None else self._compiled_stepper(compiled_rows, micro_batch)
+        self.compiled_rows = None if compiled_rows is None else compiled_rows // world_size()
+        self.compiled = None if self.compiled_rows is None else self._compiled_stepper(self.compiled_rows, micro_batch)
         self.recorder: Recorder | None = None
         """traces some of the updates, without changing them"""
         self.auxiliary_loss: AuxiliaryLoss | None = None
         """a loss whose gradient is added to every step of the policy's Adam"""
 
-    def _compiled_stepper(self, rows: int, micro_batch: int | None) -> Stepper:
-        """Compiled steps, or compiled gradients of micro-batches with eager steps."""
+    def _compiled_stepper(self, rows: int, micro_batch: int | None) -> Stepper | None:
+        """Compiled steps; or compiled gradients with eager steps, for micro-batches and for ranks, which sum gradients between
+        the two. None if the parts of a rank's rows differ in size.
+        """
         flats = {name: each for name, each in self.steppable.items() if isinstance(each, FlatOptimizer)}
-        if micro_batch is None:
+        if micro_batch is None and world_size() == 1:
             return CompiledStepper(self.policy, self.objective, flats, rows)
+        size, rest = divmod(rows, self.objective.reuse.minibatches if self.objective.reuse else 1)
+        if micro_batch is None:
+            micro_batch = size
+        if rest or size % micro_batch:
+            return None
         return EagerStepper(CompiledGradients(self.policy, self.objective, flats, micro_batch), flats)
 
     def update(self, rollout: Rollout, credit: Credit, state: LearnerState) -> Metrics:
@@ -162,8 +169,8 @@ class Learner:
         return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
     def _fits(self, batch: Batch) -> bool:
-        """Whether compiled programs can run this batch: shapes are static, and nothing is summed over ranks."""
-        return batch.mask is None and len(batch.advantages) == self.compiled_rows and world_size() == 1
+        """Whether compiled programs can run this batch: shapes are static."""
+        return batch.mask is None and len(batch.advantages) == self.compiled_rows
 
     def _context(self, rollout: Rollout, credit: Credit, state: LearnerState) -> UpdateContext:
         penalty, clip_scale = self.objective.penalty, self._clip_scale(state.remaining)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import world_size
 from surefoot.core.minibatches import global_count, micro_batches, normalised, random_order, select_rows
 from surefoot.core.objective import Batch, loss, ratio_range
 from surefoot.core.optimizer import BETAS, FlatOptimizer, adam
@@ -64,8 +63,7 @@ class CompiledStepper:
         self.policy, self.objective, self.optimizers, self.rows = policy, objective, optimizers, rows
         self.program: Program | None = None
         self.names: Names = ([], [])
-        if world_size() == 1:  # several ranks exchange sums within a step, so they use the eager engine
-            require_programs()
+        require_programs()
 
     def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> Iterator[CompiledMinibatch]:
         """The rows in a new random order, in ``count`` parts."""
@@ -151,8 +149,7 @@ class CompiledGradients:
         self.policy, self.objective, self.optimizers, self.rows = policy, objective, list(optimizers.values()), rows
         self.program: Program | None = None
         self.names: Names = ([], [])
-        if world_size() == 1:
-            require_programs()
+        require_programs()
 
     def add(
         self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
