@@ -1,7 +1,7 @@
 # `make demo` and `make test` work on a fresh machine with Python >= 3.11, make and a package index.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest -n 3 --dist worksteal # neighbours share fixtures in one process; three, because tests of ranks and servers mostly wait
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles all of Surefoot again
 
 .PHONY: demo test slow lint types tests docs clean
