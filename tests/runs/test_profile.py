@@ -189,3 +189,15 @@ def test_the_table_is_in_order_of_time_and_has_shares_of_the_whole() -> None:
         ["other", "0.5000", "25.0%", "1.0000"],
         ["all", "2.0000", "100.0%", "2.0000"],
     ]
+
+
+def test_what_ran_in_later_iterations_only_leaves_the_first_whole() -> None:
+    """A part may be missing in the first iteration, or in all others; the rest of its section is then all of it."""
+    profile = Profile(Timer(), None, "cpu")
+    profile.first = Sections(1, 2.0, {("a",): 1.0}, {("a",): 1})
+    profile.others = Sections(2, 4.0, {("a",): 3.0, ("a", "c"): 1.0}, {("a",): 2, ("a", "c"): 2})
+    rows = {tuple(row["path"]): (row["seconds"], row["first"]) for row in profile.summary()["sections"]}
+    assert rows == {("a",): (1.5, 1.0), ("a", "c"): (0.5, 0.0), ("a", "other"): (1.0, 1.0), ("other",): (0.5, 1.0)}
+    profile.first, profile.others = profile.others, Sections(1, 2.0, {("a",): 1.0}, {("a",): 1})
+    rows = {tuple(row["path"]): row["seconds"] for row in profile.summary()["sections"]}
+    assert rows == {("a",): 1.0, ("a", "c"): 0.0, ("a", "other"): 1.0, ("other",): 1.0}

@@ -47,12 +47,6 @@ class Sections:
             self.seconds[path] = self.seconds.get(path, 0.0) + value
             self.calls[path] = self.calls.get(path, 0) + calls[path]
 
-    def rest(self, path: SectionPath) -> float | None:
-        """The seconds of a section, or of all for (), in none of its parts; None without parts."""
-        parts = [value for inner, value in self.seconds.items() if inner[:-1] == path]
-        whole = self.seconds.get(path, 0.0) if path else self.elapsed
-        return max(0.0, whole - sum(parts)) if parts else None
-
 
 class Profile:
     """Measures the iterations of a run.
@@ -141,11 +135,17 @@ def _rows(counted: Sections, first: Sections, path: SectionPath) -> list[dict[st
         mean = {"seconds": seconds / counted.iterations, "calls": calls / counted.iterations}
         rows.append({"path": list(inner), **mean, "first": first.seconds.get(inner, 0.0)})
         rows += _rows(counted, first, inner)
-    if (rest := counted.rest(path)) is not None:
-        rows.append(
-            {"path": [*path, OTHER], "seconds": rest / counted.iterations, "calls": None, "first": first.rest(path) or 0.0}
-        )
+    if known:
+        rest = {name: _rest(sections, path, known) for name, sections in (("seconds", counted), ("first", first))}
+        rest["seconds"] /= counted.iterations
+        rows.append({"path": [*path, OTHER], "calls": None, **rest})
     return rows
+
+
+def _rest(sections: Sections, path: SectionPath, parts: set[SectionPath]) -> float:
+    """The seconds of a section outside its parts, some of which may not have run."""
+    whole = sections.seconds.get(path, 0.0) if path else sections.elapsed
+    return max(0.0, whole - sum(sections.seconds.get(part, 0.0) for part in parts))
 
 
 def table(summary: Mapping[str, Any]) -> list[str]:
