@@ -139,6 +139,10 @@ def test_a_run_whose_models_rest_resumes_and_ends_as_one_whose_models_stay(
     [
         ({"offload": True}, r"offload=true: is for sharded models; set sharding = 'full', or name frozen models"),
         ({"offload": ["critic"]}, r"offload=\['critic'\]: 'critic' is no frozen model; name 'reference', 'reward' or both"),
+        (
+            {"offload": "critic"},
+            r"offload='critic': must be true, false or a list, such as \[",
+        ),
         ({"reference": {"beta": 0.0}}, r"offload: names the reference, and nothing reads one; leave it out"),
         ({"adapter": {"rank": 2}}, r"offload: names the reference, which is the base of the adapters, and that is always in"),
         ({"reward": {"terms": ["file.py:function"]}}, r"offload: names the reward, and no term of reward.terms is a model"),

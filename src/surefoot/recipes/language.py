@@ -11,6 +11,7 @@ from pydantic import Field
 
 from surefoot.core.algorithms import MAX_COUNT, MAX_LENGTH, Objective
 from surefoot.errors import SurefootError
+from surefoot.files import BOOLEAN_WORDS
 from surefoot.recipes.base import (
     Count,
     EvaluationSettings,
@@ -538,6 +539,8 @@ class ModelRecipe(Recipe):
     @classmethod
     def _check_offload(cls, offload: Any) -> Any:
         """One message for a list, which pydantic would compare with true and false as well."""
+        if isinstance(offload, str) and offload.lower() not in BOOLEAN_WORDS:
+            raise SurefootError(f'offload={offload!r}: must be true, false or a list, such as ["reference", "reward"]')
         unknown = [role for role in offload if role not in get_args(Role)] if isinstance(offload, (list, tuple)) else []
         if unknown:
             raise SurefootError(

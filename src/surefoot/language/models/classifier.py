@@ -228,6 +228,18 @@ def _reads_each_token(model: "PreTrainedModel", trunk: Any, head: nn.Linear) -> 
     return logits_close(short, hidden[:, :4]) and logits_close(head(hidden), theirs)
 
 
+def _empty_classifier(make: Any, config: Any, trunk: "PreTrainedModel", pad_id: int) -> "tuple[PreTrainedModel, str] | None":
+    """A classifier of the trunk's family without weights, and the name of its head; None if it has another trunk or no single
+    linear head.
+    """
+    config.get_text_config().pad_token_id = pad_id
+    no_dropout(config)
+    with torch.device("meta"), quiet_transformers():
+        model: PreTrainedModel = make(config)
+    heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+    return (model, heads[0]) if type(model.base_model) is type(trunk) and len(heads) == 1 else None
+
+
 @torch.no_grad()
 def make_token_classifier(trunk: "PreTrainedModel", head: nn.Linear, pad_id: int) -> "PreTrainedModel | None":
     """A trunk and a head as the token classifier of the trunk's family, with the logits 0 and the head's output for
@@ -240,20 +252,15 @@ def make_token_classifier(trunk: "PreTrainedModel", head: nn.Linear, pad_id: int
     config = copy.deepcopy(trunk.config)
     config.num_labels, config.id2label = 2, dict(enumerate(STEP_LABELS))
     config.label2id = {label: number for number, label in enumerate(STEP_LABELS)}
-    config.get_text_config().pad_token_id = pad_id
-    no_dropout(config)
-    with torch.device("meta"), quiet_transformers():
-        make: Any = KNOWN[type(config)]
-        model: PreTrainedModel = make(config)
-    heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
-    if type(model.base_model) is not type(trunk) or len(heads) != 1:
+    if (made := _empty_classifier(KNOWN[type(config)], config, trunk, pad_id)) is None:
         return None
+    model, name = made
     whole = nn.Linear(head.in_features, 2, device="meta").to_empty(device="cpu")
     whole.weight.copy_(torch.cat([torch.zeros_like(head.weight), head.weight]))
     whole.bias.copy_(torch.cat([torch.zeros_like(head.bias), head.bias]))
     setattr(model, model.base_model_prefix, trunk)
     of_trunk = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
-    setattr(model, heads[0], whole.to(of_trunk).requires_grad_(False))
+    setattr(model, name, whole.to(of_trunk).requires_grad_(False))
     model.eval()
     return model if _reads_each_token(model, trunk, whole) else None
 
@@ -272,19 +279,14 @@ def make_classifier(trunk: "PreTrainedModel", weight: Tensor, pad_id: int) -> "P
     config = copy.deepcopy(trunk.config)
     config.num_labels, config.id2label, config.label2id = 1, {0: LABEL}, {LABEL: 0}
     config.problem_type = "regression"  # servers then return the logit itself, without a sigmoid
-    config.get_text_config().pad_token_id = pad_id
-    no_dropout(config)
-    with torch.device("meta"), quiet_transformers():
-        make: Any = KNOWN[type(config)]
-        model: PreTrainedModel = make(config)
-    heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
-    if type(model.base_model) is not type(trunk) or len(heads) != 1:
+    if (made := _empty_classifier(KNOWN[type(config)], config, trunk, pad_id)) is None:
         return None
+    model, name = made
     head = nn.Linear(weight.shape[1], 1, bias=False, device="meta")
     of_trunk = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
     head.weight = nn.Parameter(weight.detach().to(of_trunk, copy=True), requires_grad=False)
     setattr(model, model.base_model_prefix, trunk)
-    setattr(model, heads[0], head)
+    setattr(model, name, head)
     model.eval()
     return model if _reads_last_token(model, trunk, head) else None
 
