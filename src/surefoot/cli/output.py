@@ -64,12 +64,13 @@ def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
 
 
 def first_and_best(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The first and the best value of a score in a run's metrics, in brackets; empty if there are not two."""
+    """The first and the best value of a score in a run's metrics with their steps, in brackets; empty if there are not two."""
     points = [(row[name], row["steps"]) for row in rows if row.get(name) is not None]
     if len(points) < 2:
         return ""
+    first, start = points[0]
     best, at = min(points) if name.endswith("loss") else max(points, key=lambda point: point[0])
-    return f" (first {number(points[0][0])}, best {number(best)} at {at:,})"
+    return f" (first {number(first)} at {start:,}, best {number(best)} at {at:,})"
 
 
 def number(value: float) -> str:
