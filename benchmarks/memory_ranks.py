@@ -4,13 +4,15 @@
     python benchmarks/memory_ranks.py --only sft-2-full     some of them
 
 Each configuration is one JSON file in benchmarks/results/memory_ranks; an existing one is skipped. Ranks are processes of this
-machine with gloo, one torch thread each. *Allocator* is as in ``memory.py``: the allocations and releases in the profiler's
-records, of the rank with the larger peak. *RssAnon* is what the kernel counts as the process's own memory, polled: it includes
-what Python, the profiler and gloo hold and pages that were freed but not returned, and excludes weights that are mapped from
-files. What it was after the imports is subtracted.
+machine with gloo, one torch thread each. *In use* is what is allocated by malloc, counted every millisecond, of the rank with
+the larger peak. The profiler's records, which ``memory.py`` reads, do not serve here: they have what the main thread allocates
+for gloo, and not what gloo's threads free. *RssAnon* is what the kernel counts as the process's own memory: it includes pages
+that were freed but not returned. Both are above what they were after a run of a tiny model, which has imported everything, and
+exclude weights that are mapped from files.
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import ANSWER, PHASES, PROMPT, Watched, built, online, rows_in
+from memory import ANSWER, PHASES, PROMPT, HeapTracker, Watched, built, online, rows_in
 
 from surefoot.compare.statistics import markdown_table
 from surefoot.core.distributed import exchange, rank
@@ -49,12 +51,10 @@ CELLS += [("ppo", 1, "none"), ("ppo", 2, "none"), ("ppo", 2, "full"), ("ppo", 2,
 """kind, ranks, and how they share the models"""
 
 
-def table_of(folder: Path, kind: str, sharded: str) -> dict[str, Any]:
+def table_of(folder: Path, kind: str, sharded: str, tiny: bool = False) -> dict[str, Any]:
     """The recipe table of a configuration: a Llama of 112 M parameters, and for PPO a critic and a reference of that size."""
     files = rows_in(folder, prompt=PROMPT, answer=ANSWER)
-    model = folder / "model"
-    if not model.exists():
-        built(model, "llama", width=768, layers=12, vocabulary=16384)
+    model = folder / ("tiny" if tiny else "model")
     if kind == "ppo":
         table = online(model, files, critic={"own_model": True})
     else:
@@ -92,12 +92,14 @@ def on_rank(folder: Path, kind: str, sharded: str) -> None:
     """Measure this rank, and write the largest peaks of all ranks."""
     torch.set_num_threads(1)
     join_ranks()
-    watched = Watched(make_recipe(table_of(folder, kind, sharded)), allocator=True, tensors=False)
+    Watched(make_recipe(table_of(folder, kind, sharded, tiny=True)), tracker=HeapTracker()).run()
+    gc.collect()
+    watched = Watched(make_recipe(table_of(folder, kind, sharded)), tracker=HeapTracker())
     with peak_of_process() as process:
         watched.run()
-    everyone = exchange((watched.given, process[0]))
+    everyone = exchange((watched.peaks, process[0]))
     if rank() == 0:
-        phases = {phase: max(given[phase] for given, _ in everyone) for phase in watched.given}
+        phases = {phase: max(peaks[phase] for peaks, _ in everyone) for phase in watched.peaks}
         result = {"phases": phases, "process": max(peak for _, peak in everyone)}
         (folder / "measured.json").write_text(json.dumps(result))
     leave_ranks()
@@ -108,6 +110,8 @@ def measured(kind: str, ranks: int, sharded: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         table = table_of(folder, kind, sharded)
+        built(folder / "model", "llama", width=768, layers=12, vocabulary=16384)
+        built(folder / "tiny", "llama", width=64, layers=2, vocabulary=128)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += [__file__, "--rank-of", str(folder), kind, sharded]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -117,7 +121,7 @@ def measured(kind: str, ranks: int, sharded: str) -> dict[str, Any]:
         planned = estimate(replace(workload_of(recipe, prompt=PROMPT, response=ANSWER), layout=layout))
     assert not planned.uncounted, planned.uncounted
     phases = {
-        phase: {"estimate": planned.at(phase), "allocator": peak}
+        phase: {"estimate": planned.at(phase), "in_use": peak}
         for phase, peak in peaks["phases"].items()
         if phase in planned.phases
     }
@@ -127,13 +131,13 @@ def measured(kind: str, ranks: int, sharded: str) -> dict[str, Any]:
 
 def lines(cell: dict[str, Any]) -> Iterator[list[str]]:
     """Rows of the table."""
-    worst = max(cell["phases"], key=lambda phase: cell["phases"][phase]["allocator"])
+    worst = max(cell["phases"], key=lambda phase: cell["phases"][phase]["in_use"])
     for phase in PHASES:
         if phase in cell["phases"]:
             peaks = cell["phases"][phase]
-            sizes = (cell["stays"], peaks["estimate"], peaks["allocator"])
+            sizes = (cell["stays"], peaks["estimate"], peaks["in_use"])
             process = f"{cell['process'] / 1e6:,.0f}" if phase == worst else ""
-            error = peaks["estimate"] / peaks["allocator"] - 1
+            error = peaks["estimate"] / peaks["in_use"] - 1
             title = f"{KINDS[cell['kind']]}, {cell['ranks']} x {cell['sharding']}"
             yield [title, phase, *(f"{x / 1e6:,.0f}" for x in sizes), f"{error:+.1%}", process]
 
@@ -155,7 +159,7 @@ def main() -> None:
             path.write_text(json.dumps(measured(*cell)) + "\n")
             print(path.read_text(), end="", flush=True)
     cells = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names if (RESULTS / f"{name}.json").exists()]
-    header = ["run", "phase", "stays", "estimate", "allocator", "error", "RssAnon"]
+    header = ["run", "phase", "stays", "estimate", "in use", "error", "RssAnon"]
     table = markdown_table(header, [line for cell in cells for line in lines(cell)])
     print(table)
     text = PAGE.read_text("utf-8")

@@ -92,8 +92,8 @@ def test_each_kill_of_any_rank_costs_a_restart_and_the_run_is_the_undisturbed_on
     rng = random.Random(seed)
     made = ended(started(tmp_path, "data", "make", "sorting", "--difficulty", "3", "--rows", "64", "--out", "rows.jsonl"))
     assert made[0] == 0, made[2]
-    words = ("train", *TASKS[task], "--ranks", "2", "--quiet")
-    code, _, err = ended(started(tmp_path, *words, "--name", "whole"))
+    words = ("train", *TASKS[task], "--ranks", "2")
+    code, _, err = ended(started(tmp_path, *words, "--quiet", "--name", "whole"))
     assert code == 0, err
     run = started(tmp_path, *words, "--name", "killed", "--max-restarts", str(KILLS[task]))
     folder = tmp_path / "runs" / "killed"
@@ -105,8 +105,9 @@ def test_each_kill_of_any_rank_costs_a_restart_and_the_run_is_the_undisturbed_on
             until = min(until, rows_in(folder) + 3)
             time.sleep(0.02)
         kill_a_rank(rng.randrange(2), run)
-    code, _, err = ended(run)
+    code, out, err = ended(run)
     assert code == 0, err
+    assert f"restart {KILLS[task]}, because a rank died: all continue from step" in out
     assert rows_of(tmp_path / "runs" / "killed") == rows_of(tmp_path / "runs" / "whole")
     for command in (("resume", "killed", "--steps", "16_000"), ("evaluate", "killed")):
         code, _, err = ended(started(tmp_path, *command))

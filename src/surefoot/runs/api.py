@@ -16,7 +16,7 @@ from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import exchange, from_first, on_first, rank, together, world_size
-from surefoot.core.ranks import choose_gpu, join_ranks, note
+from surefoot.core.ranks import choose_gpu, join_ranks, note, restarts
 from surefoot.core.rollout import World
 from surefoot.errors import SurefootError
 from surefoot.files import steps_named
@@ -292,6 +292,8 @@ def _continue(
             session = Session(recipe, world, folder, _listeners(display, callback), callbacks, functions)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
+        if restarts():
+            session.opening = (f"restart {restarts()}, because a rank died: all continue from step {session.state.steps:,}",)
         with together():
             if folder is not None:
                 folder.write_recipe(recipe)
