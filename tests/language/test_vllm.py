@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranked import on_ranks
 
 import surefoot
 from surefoot.core.rollout import LearnerState
@@ -180,6 +181,100 @@ def test_a_run_resumes_with_the_responses_it_would_have_had(server: StandIn, fil
     resumed = surefoot.resume(files / "cut")
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+# ---- one iteration ahead ------------------------------------------------------------------------------------------------
+
+
+def ahead(files: Path, folder: Path, url: str) -> dict[str, Any]:
+    """Sampling one iteration ahead, with evaluations between."""
+    made = fields(files, folder, url)
+    made["sampling"] |= {"ahead": 1}
+    made["data"] |= {"held_out": str(files / "prompts.jsonl")}
+    return made | {"evaluation": {"every": 16, "rows": 4}}
+
+
+def test_the_server_samples_the_next_responses_while_the_learner_works(
+    server: StandIn, files: Path, folders: dict[str, Path]
+) -> None:
+    settings = fields(files, folders["llama"], server.url)
+    settings["sampling"] |= {"ahead": 1}
+    learned, waited = threading.Event(), []
+
+    def waits(number: int, path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/completions" and number == 1 + 16:  # the probe, and the first iteration
+            waited.append(learned.wait(60))
+
+    server.fault = waits
+    surefoot.train("language", run_dir=files / "run", callback=lambda metrics: learned.set(), **settings)
+    assert waited == [True]
+    assert len(read_metrics(files / "run" / "metrics.jsonl")) == 3
+
+
+def test_responses_sampled_ahead_are_those_of_the_weights_before(
+    server: StandIn, files: Path, folders: dict[str, Path]
+) -> None:
+    settings = ahead(files, folders["llama"], server.url)
+    surefoot.train("language", run_dir=files / "run", **settings)
+    rows = read_metrics(files / "run" / "metrics.jsonl")
+    assert [row["sampler_lag"] for row in rows] == [0, 4, 4]
+    assert [row["data_epochs"] for row in rows] == [16 / 40, 32 / 40, 48 / 40]
+    in_process = {**settings, "server": None, "sampling": settings["sampling"] | {"ahead": 0}}
+    first = LanguageWorld(make_recipe({"kind": "language", **in_process}))  # type: ignore[arg-type]
+    state = LearnerState.seeded(1, 48)
+    for row in rows[:2]:  # no update between them
+        assert first.collector.collect(state).metrics["reward"] == pytest.approx(row["reward"], abs=1e-3)
+        state.steps += 16
+    assert rows[0]["sampler_kl"] < 1e-6 < rows[1]["sampler_kl"]
+    assert rows[0]["importance_weight"] == pytest.approx(1, abs=1e-4)
+    assert all(row["responses_missing"] == 0 for row in rows)
+
+
+def test_a_run_that_samples_ahead_resumes_at_its_position_with_present_weights(
+    server: StandIn, files: Path, folders: dict[str, Path]
+) -> None:
+    settings = ahead(files, folders["llama"], server.url)
+    surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 16, **settings)
+    surefoot.resume(files / "cut")
+    rows = read_metrics(files / "cut" / "metrics.jsonl")
+    assert [row["data_epochs"] for row in rows] == [16 / 40, 32 / 40, 48 / 40]
+    assert [row["sampler_lag"] for row in rows] == [0, 0, 4]
+
+
+def test_two_ranks_sample_ahead_and_none_loses_its_responses_to_new_weights(
+    server: StandIn, files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = ahead(files, folders["llama"], server.url) | {"steps": 64}
+
+    def slow_for_one(number: int, path: str, body: dict[str, Any]) -> None:
+        time.sleep(0.02 if path == "/v1/completions" and number % 2 else 0)
+
+    server.fault = slow_for_one
+
+    def body(_: int) -> None:
+        surefoot.train("language", run_dir=files / "run", display=None, **settings)
+
+    on_ranks(2, body, tmp_path / "results", timeout=60)
+    rows = read_metrics(files / "run" / "metrics.jsonl")
+    assert [row["sampler_lag"] for row in rows] == [0, 4, 4, 4]
+    assert all(row["responses_missing"] == 0 for row in rows)
+
+
+def test_a_server_that_fails_beside_the_learner_ends_the_run_in_one_line(
+    server: StandIn, files: Path, folders: dict[str, Path]
+) -> None:
+    def dies(number: int, path: str, body: dict[str, Any]) -> Any:
+        return (0, None) if path == "/v1/completions" and number >= 1 + 16 else None
+
+    server.fault = dies
+    settings = fields(files, folders["llama"], server.url)
+    settings["sampling"] |= {"ahead": 1}
+    text = rejection(lambda: surefoot.train("language", run_dir=files / "run", **settings))
+    assert text.startswith(f"server.url={server.url!r}: can't be reached")
+    assert len(read_metrics(files / "run" / "metrics.jsonl")) == 1
+    server.fault = lambda number, path, body: None
+    surefoot.resume(files / "run")
+    assert len(read_metrics(files / "run" / "metrics.jsonl")) == 3
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------------------
@@ -417,6 +512,10 @@ def test_a_server_elsewhere_needs_a_folder_that_both_read(files: Path, folders: 
         ({"model": "pocket"}, "sampling.engine='vllm': model='pocket' has no folder that vLLM can serve"),
         ({"sharding": "full"}, "sampling.engine='vllm': needs whole models, and sharding='full'"),
         ({"sampling": {"rows": 8}}, "sampling.rows=8: the server bounds its own rows"),
+        ({"sampling": {"ahead": 1}, "server": None}, "sampling.ahead=1: needs a vLLM server, which samples beside the learner"),
+        ({"sampling": {"ahead": 1}, "turns": {"environment": "a:b"}}, "sampling.ahead=1: conversations are not sampled ahead"),
+        ({"sampling": {"ahead": 1, "samples": 2, "rounds": 2}, "algorithm": "GRPO"}, "sampling.ahead=1: sampling.rounds=2"),
+        ({"sampling": {"ahead": 1, "old_log_probs": "update"}}, "sampling.ahead=1: sampling.old_log_probs='update' would"),
         ({"server": {"token_from": "secret-token"}}, "server.token_from: must be the name of an environment variable"),
     ],
 )

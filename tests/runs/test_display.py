@@ -175,7 +175,13 @@ def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(t
     written |= keys_of_language(tmp_path)
     assert written - set(METRICS) == set()
     elsewhere = {"reference_loss", "router_loss", "gpu_memory_gb", "gpu_percent", "truncations_estimated"}
-    elsewhere |= {"sampler_kl", "importance_weight", "importance_capped", "responses_missing"}  # of samplers that are not exact
+    elsewhere |= {  # of samplers that are not exact, and of servers
+        "sampler_kl",
+        "importance_weight",
+        "importance_capped",
+        "responses_missing",
+        "sampler_lag",
+    }
     assert set(METRICS) - written <= elsewhere
 
 

@@ -349,6 +349,7 @@ class SamplingSettingsTable(TypedDict, total=False):
     old_log_probs: Literal["auto", "trainer", "sampler", "update"]
     engine: Literal["auto", "packed", "model", "continuous", "vllm"]
     rows: int | None
+    ahead: int
 
 
 class ServerSettingsTable(TypedDict, total=False):

@@ -165,6 +165,9 @@ class SamplingSettings(Section):
     rows: Size | None = None
     """most responses that are sampled at a time, by packed and model; limits memory, tokens stay the same. none: as many as
     fit into 40 % of the device's memory"""
+    ahead: int = Field(0, ge=0, le=1)
+    """iterations that a vLLM server samples ahead, while the learner uses the responses before. With 1, responses are those of
+    weights that are one iteration old; objective.importance_cap corrects for that"""
 
 
 class ServerSettings(Section):
@@ -926,9 +929,26 @@ class LanguageRecipe(ModelRecipe):
             raise SurefootError(
                 f"sampling.rows={sampling.rows}: the server bounds its own rows; unset it, and set --max-num-seqs of vllm serve"
             )
+        if sampling.ahead:
+            self._check_ahead()
         if sampling.engine == "continuous" and self.sharding is not None:
             raise SurefootError(
                 f"sampling.engine='continuous': needs whole models, and sharding={self.sharding!r}; set engine = 'auto'"
+            )
+
+    def _check_ahead(self) -> None:
+        """Only a server samples beside the learner; what to sample, and what to correct, must be known before."""
+        sampling, name = self.sampling, f"sampling.ahead={self.sampling.ahead}"
+        if not self.samples_on_server:
+            raise SurefootError(f"{name}: needs a vLLM server, which samples beside the learner; add [server], or set 0")
+        if self.turns.environment is not None:
+            raise SurefootError(f"{name}: conversations are not sampled ahead; set 0, or unset turns.environment")
+        if sampling.rounds > 1:
+            raise SurefootError(f"{name}: sampling.rounds={sampling.rounds} depends on rewards of the same iteration; set 0")
+        if sampling.old_log_probs != "trainer":
+            raise SurefootError(
+                f"{name}: sampling.old_log_probs={sampling.old_log_probs!r} would take old weights for the present ones; set "
+                "'trainer'"
             )
 
     def _check_groups(self) -> None:

@@ -96,10 +96,11 @@ METRICS: dict[str, Metric] = {
         high=0.01,
         why_high="the sampler is not the trained policy: look for stale weights or low precision in it, or set importance_cap",
     ),
+    "sampler_lag": Metric("optimizer steps between the weights that sampled and those that are trained, with sampling.ahead"),
     "responses_missing": Metric(
         "share of responses that the sampling server did not return; they are masked",
         high=0.05,
-        why_high="the server fails: read its log, and lower server.requests",
+        why_high="the server fails: read its log, and lower server.at_once",
     ),
     "held_out_loss": Metric(
         "mean −log π per token on held-out demonstrations, or per held-out pair or labelled answer; nats. KTO: its loss, "
@@ -136,7 +137,9 @@ METRICS: dict[str, Metric] = {
         "and what the log-ratios of labelled answers are compared with"
     ),
     "tokens": Metric("trained tokens of the batch"),
-    "seconds_sampling": Metric("time spent on sampling responses; part of seconds_collecting"),
+    "seconds_sampling": Metric(
+        "time spent on sampling responses; part of seconds_collecting, unless sampling.ahead lets the learner work meanwhile"
+    ),
     "seconds_scoring": Metric("time spent in the reward; part of seconds_collecting"),
     "tokens_per_second": Metric("sampled tokens per second of sampling"),
     "policy_loss": Metric(

@@ -3,6 +3,7 @@
 It uses the four models of PPO on text: policy, critic, reference and reward.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean
 from surefoot.language.rewards.terms import FunctionReward, parts_of
 from surefoot.language.sampling import Samples, concat_samples
 from surefoot.language.sampling.engines import Engine, Request
+from surefoot.language.threads import Background
 from surefoot.recipes.language import LanguageRecipe
 
 ADAPTED_BETA = "reference_beta"
@@ -119,6 +121,8 @@ class LanguageCollector:
         self.budget = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
         self.state: LearnerState | None = None
         """of the run, whose updates number the policy's weights; None before the first rollout"""
+        self.ahead: Background[Responses] | None = None
+        """the responses of the next iteration, while a server samples them"""
 
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
@@ -242,6 +246,9 @@ class LanguageCollector:
         if self.environments is not None:
             return self._converse(self.environments, prompts, seeds, greedy)
         drawn = self._sample(prompts.ids[::samples], seeds, samples, greedy)
+        return self._as_responses(drawn, prompts)
+
+    def _as_responses(self, drawn: Samples, prompts: Prompts) -> Responses:
         return Responses(drawn, prompts, self.tokens, stop=self.recipe.sampling.stop)
 
     def _converse(self, environments: Environments, prompts: Prompts, seeds: Sequence[int], greedy: bool) -> Responses:
@@ -259,21 +266,23 @@ class LanguageCollector:
         return Responses(as_samples(conversations, self.tokens, device), prompts, self.tokens, conversations)
 
     def _sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, greedy: bool) -> Samples:
-        settings = self.recipe.sampling
+        assert self.ahead is None or self.ahead.over, "settle first: the weights would change while a server samples"
         self.engine.use(None if self.state is None else self.state.updates)
-        return self.engine.sample(
-            Request(
-                prompts,
-                seeds,
-                samples=samples,
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                eos_ids=self.tokens.eos_ids,
-                pad_id=self.tokens.pad_id,
-                stop=settings.stop,
-                decode=self.tokens.decode,
-                greedy=greedy,
-            )
+        return self.engine.sample(self._request(prompts, seeds, samples, greedy))
+
+    def _request(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, greedy: bool = False) -> Request:
+        settings = self.recipe.sampling
+        return Request(
+            prompts,
+            seeds,
+            samples=samples,
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            eos_ids=self.tokens.eos_ids,
+            pad_id=self.tokens.pad_id,
+            stop=settings.stop,
+            decode=self.tokens.decode,
+            greedy=greedy,
         )
 
     def _sample_batch(self, state: LearnerState) -> SampledBatch:
@@ -290,31 +299,68 @@ class LanguageCollector:
             missing, least = settings.prompts - sum(signal), -(-settings.prompts // 4)
             wanted = max(missing, least, world) if parts else settings.prompts
             with state.timer.section("sampling") as sampling, gathered(self.policy, self.policy.model), together():
-                responses = self._respond_to_next(wanted, done + len(signal) * settings.samples)
+                responses, own_seconds = self._respond_to_next(wanted, done + len(signal) * settings.samples)
             with state.timer.section("scoring") as scoring, whole(self.reward_roots), together():
                 scores = responses.score_with(self.reward)
                 total = final_rewards(scores, responses.samples, self.recipe)
-            seconds = [seconds[0] + sampling.seconds, seconds[1] + scoring.seconds]
+            seconds = [seconds[0] + (own_seconds or sampling.seconds), seconds[1] + scoring.seconds]
             at = range(rank(), wanted, world)
             places += [len(signal) + place for place in at]
             signal += gather_signal(with_signal(total, scores.valid, settings.samples), at, wanted)
             parts.append((responses, scores, total))
+        if settings.ahead:
+            self._sample_ahead(state)
         share = len(range(rank(), settings.prompts, world))
         rows, trained = rows_of_batch(signal, places, settings.prompts, share, settings.samples)
         responses, scores, total = parts[0] if len(parts) == 1 else self._concat(parts)
         without = 1 - sum(signal) / len(signal)
         return SampledBatch(responses, scores, total, rows, trained.to(total.device), len(parts), without, *seconds)
 
-    def _respond_to_next(self, count: int, done: int) -> Responses:
-        """Responses to this rank's share of the next ``count`` prompts.
+    def _respond_to_next(self, count: int, done: int) -> tuple[Responses, float]:
+        """Responses to this rank's share of the next ``count`` prompts, and the seconds that they took if they were sampled
+        ahead, else 0.
 
         A response's random stream is that of its number in the whole run, in which ``done`` responses were sampled before.
         """
+        prompts, seeds = self._next(self.sampler, count, done)
+        if self.ahead is None:
+            return self.respond(prompts, seeds, self.recipe.sampling.samples), 0.0
+        begun, self.ahead = self.ahead, None
+        return begun.result(), begun.seconds
+
+    def _next(self, sampler: EpochSampler, count: int, done: int) -> tuple[Prompts, list[int]]:
+        """This rank's share of the next ``count`` prompts, and the seeds of their responses."""
         samples = self.recipe.sampling.samples
-        prompts = repeat_prompts(self.prompts, self.sampler.next(count), samples)
+        prompts = repeat_prompts(self.prompts, sampler.next(count), samples)
         places = range(rank(), count, world_size())
         numbers = [done + place * samples + sample for place in places for sample in range(samples)]
-        return self.respond(prompts, [derived_seed(self.recipe.seed, "response", number) for number in numbers], samples)
+        return prompts, [derived_seed(self.recipe.seed, "response", number) for number in numbers]
+
+    def _sample_ahead(self, state: LearnerState) -> None:
+        """Let the server sample the next iteration's responses with the present weights.
+
+        The position in the data stays that of this iteration: a run that is resumed samples them again.
+        """
+        recipe, done = self.recipe, state.steps + self.recipe.responses
+        if done >= recipe.steps:
+            return
+        samples = recipe.sampling.samples
+        prompts, seeds = self._next(copy.copy(self.sampler), recipe.sampling.prompts, done)
+        request = self._request(prompts.ids[::samples], seeds, samples)
+        with together():
+            self.engine.use(state.updates)
+        self.ahead = Background(lambda: self._as_responses(self.engine.sample(request), prompts))
+
+    def settle(self) -> None:
+        """Wait until the server samples for no rank, so that its weights can change."""
+        if self.ahead is not None:
+            self.ahead.wait()
+            exchange(None)
+
+    def close(self) -> None:
+        """Give up what is sampled ahead."""
+        if self.ahead is not None:
+            self.ahead.stop()
 
     def _concat(self, parts: Sequence[tuple[Responses, Scores, Tensor]]) -> tuple[Responses, Scores, Tensor]:
         """Several rounds as one."""
@@ -361,6 +407,8 @@ class LanguageCollector:
         if self.engine.name == "vllm":
             missing = samples.finish_reasons.count("error") / count
             metrics["responses_missing"] = mean_over_ranks(missing, count)
+        if self.recipe.sampling.ahead and self.state is not None and samples.version is not None:
+            metrics["sampler_lag"] = float(self.state.updates - samples.version)
         ids = [one for of_rank in exchange(samples.responses()) for one in of_rank]
         return metrics | {
             "response_length": mean_over_ranks(mean_length(samples.mask), count),

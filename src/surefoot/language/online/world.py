@@ -388,6 +388,7 @@ class LanguageWorld:
         """The evaluation of ``sample_held_out``, by all ranks together if there is a prompt for each."""
         assert self.held_out is not None
         shared = min(len(self.held_out.ids), self.recipe.evaluation.rows) >= world_size()
+        self.collector.settle()
         with gathered(self.policy, self.policy.model), together():
             responses = self.sample_held_out(shared)
         return self.evaluate_responses(responses, shared)
@@ -510,4 +511,5 @@ class LanguageWorld:
 
     def close(self) -> None:
         """Close the sampling engine."""
+        self.collector.close()
         self.engine.close()
