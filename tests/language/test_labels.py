@@ -16,6 +16,8 @@ from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.data.datasets import labelled
 from surefoot.language.data.preview import preview
+from surefoot.language.data.rows import Row
+from surefoot.language.data.shapes import paired, shape_of
 from surefoot.language.data.sources import read_rows
 from surefoot.language.memory import estimate
 from surefoot.language.memory.check import workload_of
@@ -188,6 +190,15 @@ def test_a_pair_is_a_good_and_a_bad_answer_and_labels_are_read_from_text_and_num
     assert [text_of(ids) for ids in made.ids] == ["ax", "ay", "bz", "cw"]
     assert list(made.good) == [True, False, False, True]
     assert made.unused == ()
+
+
+def test_answers_labelled_by_numbers_become_pairs_and_other_numbers_are_classes() -> None:
+    rows = [{"prompt": "a", "completion": text, "label": label} for text, label in (("x", 1), ("y", 0), ("z", 2))]
+    left: list[int] = []
+    made = list(paired([Row(row, "line 1", "rows.jsonl") for row in rows], left))
+    assert [row.columns for row in made] == [{"prompt": "a", "chosen": "x", "rejected": "y"}, rows[2]]
+    assert left == [0]
+    assert shape_of(rows[0]) == "", "an answer to demonstrate, with a class"
 
 
 @pytest.mark.parametrize(

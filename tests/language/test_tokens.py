@@ -282,6 +282,15 @@ def test_of_a_template_that_drops_thoughts_exactly_the_rendered_answers_are_trai
     assert written(tokens, *tokens.demonstration({"messages": [messages[0], *unweighted]})) == trained[1:]
 
 
+def test_answers_of_a_thinking_template_end_alike_where_it_ends_turns_by_another_token_than_eos() -> None:
+    tokens = tokens_with(THINKING.replace("eos_token + '|'", "'.|'"))
+    ends = []
+    for thought in ("", "<think>a</think>"):
+        messages = [BEGUN[0], answered(f"{thought}4"), {"role": "user", "content": "3+3?"}, answered("six")]
+        ends.append(written(tokens, *tokens.demonstration({"messages": messages})))
+    assert ends == [["4.|", "<think></think>six.|⟨eos⟩"]] * 2
+
+
 def test_tool_calls_of_a_thinking_template_are_trained_too() -> None:
     tokens = tokens_with(THINKING)
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}

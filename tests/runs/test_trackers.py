@@ -88,6 +88,20 @@ def test_wandb_without_a_key_is_one_line_before_work_starts(command, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
+def test_wandb_with_invalid_settings_is_one_line_before_work_starts(command, monkeypatch, tmp_path):
+    wandb = pytest.importorskip("wandb")
+
+    def invalid():  # as with WANDB_MODE=online2; the package keeps what it read first for the whole process
+        wandb.Settings(mode="online2")
+
+    monkeypatch.setattr("surefoot.runs.trackers.wandb.mode", invalid)
+    code, _, err = command("train", "CartPole-v1", "--trackers", "wandb", "--run-dir", "run")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "trackers=['wandb']: its settings are invalid (ValidationError: " in err
+    assert err.endswith("check WANDB_MODE\n")
+    assert not (tmp_path / "run").exists()
+
+
 def test_trackers_need_a_run_folder():
     with pytest.raises(SurefootError, match=r"trackers=\['tensorboard'\]: a run without a folder .* set run_dir"):
         surefoot.train("CartPole-v1", trackers=["tensorboard"])

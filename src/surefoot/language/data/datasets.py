@@ -42,7 +42,7 @@ from surefoot.language.data.sources import read_rows as read_rows
 from surefoot.language.data.tokens import Dialogue, Messages, Tokens, options_of
 from surefoot.language.rewards.scores import split_steps, step_tokens
 
-VERSION = 1
+VERSION = 2
 """of what rows become; caches of another version are not read"""
 LARGE = 32 * 10**6
 """bytes of rows from which on their ids are on disk instead of in memory"""

@@ -94,12 +94,15 @@ def as_prompt(row: Row, chat: bool) -> Row:
     return _with_prompt(row, chat)
 
 
-def is_labelled(columns: Mapping[str, Any]) -> bool:
-    """Whether a row has one answer and whether it is good: ``prompt``, ``completion`` and ``label``."""
+def is_labelled(columns: Mapping[str, Any], numbers: bool = False) -> bool:
+    """Whether a row has one answer and whether it is good: ``prompt``, ``completion`` and ``label``.
+
+    numbers   take 0 and 1 for labels; elsewhere they may be classes
+    """
     return (
         {"prompt", "completion", "label"} <= columns.keys()
         and not {"chosen", "rejected"} & columns.keys()
-        and _label(columns["label"]) is not None
+        and _label(columns["label"], numbers) is not None
     )
 
 
@@ -111,10 +114,10 @@ def paired(rows: Iterable[Row], left_over: list[int]) -> Iterator[Row]:
     """
     waiting: dict[tuple[str, bool], list[Row]] = {}
     for row in rows:
-        if not is_labelled(row.columns):
+        if not is_labelled(row.columns, numbers=True):
             yield row
             continue
-        label = _label(row.columns["label"])
+        label = _label(row.columns["label"], numbers=True)
         assert label is not None
         prompt = json.dumps(row.columns["prompt"], sort_keys=True, default=str)
         key = hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()
@@ -164,7 +167,7 @@ def steps_of(row: Row, separator: str) -> tuple[list[str], list[bool]]:
             raise SurefootError(f"column {name!r} is {'an empty list' if value == [] else json_type(value)}; it must be a list")
     if len(steps) != len(labels):
         raise SurefootError(f"column 'labels' has {len(labels)} labels for {len(steps)} completions; label every step")
-    good = [_label(str(value) if isinstance(value, int) else value) for value in labels]
+    good = [_label(value, numbers=True) for value in labels]
     for index, (step, label) in enumerate(zip(steps, good, strict=True), start=1):
         if not isinstance(step, str) or not step.strip():
             raise SurefootError(
@@ -186,17 +189,17 @@ def label_of(row: Row) -> bool:
     """Whether the answer of a row is good, by its column ``label``. Raises SurefootError if that is not true or false."""
     require_columns(row, ("label",), "a labelled answer has prompt, completion and label")
     value = row.columns["label"]
-    label = _label(str(value) if isinstance(value, int) else value)
+    label = _label(value, numbers=True)
     if label is None:
         raise SurefootError(f"column 'label' is {value!r:.40}; it must be true or false")
     return label
 
 
-def _label(value: Any) -> bool | None:
-    """A boolean, or what CSV makes of one; None for any other value, such as a class."""
+def _label(value: Any, numbers: bool = False) -> bool | None:
+    """A boolean, or what CSV makes of one; with ``numbers`` also 0 and 1; None for any other value, such as a class."""
     if isinstance(value, str):
         return LABELS.get(value.strip().lower())
-    return value if isinstance(value, bool) else None
+    return LABELS.get(value) if isinstance(value, bool) or (numbers and isinstance(value, int)) else None
 
 
 def _with_prompt(row: Row, chat: bool) -> Row:

@@ -322,18 +322,16 @@ class Tokens(ChatTemplate):
         encoded, offsets = (control or self._controls(options_of(messages))).encode(text)
         if encoded != ids or offsets is None:
             raise PrefixError(len(messages))
-        places = [self._turn(messages, turn, text) for turn in turns]
-        trained = tokens_within(offsets, places, inside=True)
-        for _, stop in places:  # an empty answer consists of its EOS alone
-            after = next((i for i, (start, _) in enumerate(offsets) if start >= stop), None)
-            if after is not None and ids[after] in self.eos_ids:
-                trained[after] = True
-        return trained
+        return tokens_within(offsets, [self._turn(messages, turn, text) for turn in turns], inside=True)
 
     def _turn(self, messages: Messages, turn: int, text: str) -> tuple[int, int]:
-        """The characters of one turn of the assistant."""
-        start, stop = self._changed(messages, turn, text)
+        """The characters of one turn of the assistant, with the end that the template writes after it."""
         options = options_of(messages)
+        start, stop = self._changed(messages, turn, text)
+        whole = Dialogue(messages[: turn + 1], options)
+        alone = self._text(whole)[0]
+        end = alone[self._changed(whole, turn, alone)[1] :]
+        stop += len(end) if text.startswith(end, stop) else 0
         before = Dialogue(messages[:turn], options)
         opening = self._text(before, add_generation_prompt=True)[0].removeprefix(self._text(before)[0])
         begin = text.rfind(opening, 0, start)

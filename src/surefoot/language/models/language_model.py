@@ -50,6 +50,11 @@ class LanguageModel:
         self.functions: Functions = {}
         """reward functions that its training was given as objects"""
 
+    def __repr__(self) -> str:
+        """One line; ``model.model`` shows the layers."""
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"<LanguageModel {self.model.config.model_type}, {count:,} parameters>"
+
     def generate(
         self,
         prompts: Sequence[str | Messages],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.diagnostics import Finding
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, cause_of
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
 
@@ -25,7 +25,11 @@ def check() -> None:
     require_installed("wandb", "wandb")
     import wandb
 
-    if mode() in ("online", "shared") and not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False)):
+    try:
+        ready = mode() not in ("online", "shared") or bool(os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False))
+    except Exception as error:
+        raise SurefootError(f"trackers=['wandb']: its settings are invalid ({cause_of(error)}); check WANDB_MODE") from None
+    if not ready:
         raise SurefootError("trackers=['wandb']: there is no API key; run: wandb login, or set WANDB_MODE=offline")
 
 
