@@ -144,6 +144,7 @@ def workload_options(each: str, precision: str, sharding: str) -> Callable[[Call
 @click.command()
 @click.argument("model", shell_complete=complete_run)
 @click.option("--adapter", type=COUNT, metavar="RANK", help="Train all roles as adapters of one frozen base.")
+@click.option("--quantize", type=click.Choice(["int8", "nf4"]), help="Bits of that base, as adapter.quantize in a recipe.")
 @click.option("--ranks", type=COUNT, default=1, show_default=True, help="Ranks that train together, one per GPU.")
 @click.option("--ranks-per-machine", type=COUNT, default=8, show_default=True, help="GPUs of a machine, for --sharding hybrid.")
 @click.option("--offload", is_flag=True, help="As offload in a recipe.")
@@ -210,8 +211,9 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     epochs, counts = options.pop("epochs"), options.pop("ranks")
     config, _ = model_config(model)
     sharding, reshard = options.pop("sharding"), options.pop("reshard")
-    whole = {"adapter": None, "ranks": 1, "ranks_per_machine": 1, "sharding": "none", "reshard": True, "offload": False}
-    workload = memory_workload(config, **options, **whole)  # type: ignore[arg-type]
+    whole: dict[str, Any] = {"adapter": None, "quantize": None, "ranks": 1, "ranks_per_machine": 1}
+    whole |= {"sharding": "none", "reshard": True, "offload": False}
+    workload = memory_workload(config, **options, **whole)
     layout = replace(workload.layout, sharding=None if sharding == "none" else sharding, reshard=reshard)
     workload = replace(workload, layout=layout)
     counts = counts or ((1, 2) if rates["measure"] else COUNTS)
@@ -265,6 +267,7 @@ def memory_workload(
     reference: bool,
     rewards: int,
     adapter: int | None,
+    quantize: Literal["int8", "nf4"] | None,
     precision: str,
     gradient_checkpointing: bool,
     micro_batch: int | None,
@@ -319,4 +322,8 @@ def memory_workload(
             rows=responses // minibatches,
             samples=samples,
         )
-    return workload if adapter is None else with_adapters(workload, AdapterSettings(rank=adapter))
+    if quantize is not None and adapter is None:
+        raise SurefootError(f"--quantize {quantize}: is for the frozen base of adapters; add --adapter 16, for example")
+    if quantize is not None and sharding != "none":
+        raise SurefootError(f"--quantize {quantize}: such a base is whole on every rank; leave out --sharding {sharding}")
+    return workload if adapter is None else with_adapters(workload, AdapterSettings(rank=adapter, quantize=quantize))

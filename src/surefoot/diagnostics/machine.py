@@ -26,6 +26,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "verifiers": ("math_verify", "jsonschema"),
     "reasoning-gym": ("reasoning_gym",),
     "adapters": ("peft",),
+    "quantized": ("bitsandbytes",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

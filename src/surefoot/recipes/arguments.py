@@ -278,6 +278,7 @@ class AdapterSettingsTable(TypedDict, total=False):
     alpha: float
     dropout: float
     targets: Literal["all-linear"] | Sequence[str]
+    quantize: Literal["int8", "nf4"] | None
     convert_targets: bool
     merge: bool
 

@@ -72,6 +72,9 @@ class AdapterSettings(Section):
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """layers with adapters, by the ends of their names, such as ["q_proj", "v_proj"], or ["experts.gate_up_proj"] for fused
     experts; all-linear: all linear layers of the trunk, without fused experts"""
+    quantize: Literal["int8", "nf4"] | None = None
+    """hold the frozen weights of the trunk's linear layers in 8 or 4 bits (QLoRA), by bitsandbytes; needs the extra
+    ``quantized``. int8: activations are rounded to 8 bits too; none: in the precision of the run"""
     convert_targets: bool = False
     """let ``peft`` convert targets from ``transformers`` 4, as runs of older versions did: in some mixtures of experts
     gate_proj, up_proj and down_proj then mean the fused experts, and dense layers of these names get no adapter"""
@@ -538,6 +541,18 @@ class ModelRecipe(Recipe):
         """Whether weights are bfloat16; those that are trained have float32 copies."""
         return self.precision == "bfloat16-weights"
 
+    @pydantic.field_validator("precision", mode="before")
+    @classmethod
+    def _check_precision(cls, precision: Any) -> Any:
+        """4 and 8 bits are a setting of adapters."""
+        if isinstance(precision, str) and re.fullmatch(r"(nf|fp|int)?[48](bit)?", precision):
+            kind = "nf4" if "4" in precision else "int8"
+            raise SurefootError(
+                f"precision={precision!r}: weights in 4 or 8 bits can't be trained, only frozen under adapters; set "
+                f"adapter.quantize = {kind!r}"
+            )
+        return precision
+
     @pydantic.field_validator("offload", mode="before")
     @classmethod
     def _check_offload(cls, offload: Any) -> Any:
@@ -591,6 +606,11 @@ class ModelRecipe(Recipe):
             raise SurefootError(
                 "adapter: model='pocket' has random weights, which adapters would keep frozen; first train it with kind = "
                 "'sft' and no adapter, then name that run"
+            )
+        if self.adapter.quantize is not None and self.sharding is not None:
+            raise SurefootError(
+                f"adapter.quantize={self.adapter.quantize!r}: weights in 4 or 8 bits are whole on every rank, and "
+                f"sharding={self.sharding!r}; unset one of them"
             )
         if self.adapter.dropout and self.gradient_checkpointing:
             raise SurefootError(
@@ -829,6 +849,8 @@ class LanguageRecipe(ModelRecipe):
         beta = reference.get("beta", ReferenceSettings().beta) if isinstance(reference, Mapping) else None
         unread = once and not penalty and objective.get("baseline") not in ("critic", "pair") and beta == 0
         exact = table.get("precision", "float32") == "float32" and sampling.get("engine", "auto") in ("auto", "packed", "model")
+        adapter = table.get("adapter")
+        exact &= not (isinstance(adapter, Mapping) and adapter.get("quantize") == "int8")  # its roundings may flip
         unread &= exact and "server" not in table and objective.get("importance_cap") is None
         return {**sampling, "old_log_probs": "update" if unread else "trainer"}
 

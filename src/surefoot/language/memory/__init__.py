@@ -48,6 +48,7 @@ from surefoot.language.memory.passes import (
     adapter_size,
     count_parameters,
     layer_count,
+    linear_sizes,
 )
 from surefoot.language.models.policy import CHUNK
 from surefoot.language.rewards.model import BATCH_TOKENS
@@ -63,6 +64,8 @@ Value = Literal["none", "head", "own"]
 
 GRADIENT, MOMENTS = 4, 8
 """bytes per parameter"""
+NF4_BLOCK, SCALE_BLOCK = 64, 256
+"""weights that share a scale in 4 bits, and scales that share one themselves"""
 PROMPT_BYTES = 9
 """per prompt token in a batch: its id (int64) and its mask"""
 ROLLOUT_BYTES = {"language": 47, "sft": 35, "reward": 35, "dpo": 70}
@@ -126,6 +129,8 @@ class Workload:
     micro_batch_tokens: int | None = None
     adapter: "AdapterSettings | None" = None
     """the adapter trained on frozen weights that all roles share, except a separate ``reference``"""
+    quantize: Literal["int8", "nf4"] | None = None
+    """of the base of adapters; ``adapter`` is without it, since passes are counted alike"""
     reward_adapters: "tuple[AdapterSettings, ...]" = ()
     """reward models that are adapters of the same base"""
     idle: tuple[str, ...] = ()
@@ -312,8 +317,8 @@ def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> 
     own, size = count_parameters(workload.policy), adapter_size(workload.policy, adapter)
     head, each = own.width + 1, LOW_WEIGHT if workload.rounded else WEIGHT
     if workload.kind == "reward":
-        return {"base": frozen_bytes(own.trunk, each), "reward": trained_bytes(size + head)}
-    sizes = {"base": frozen_bytes(own.total, each), "policy": trained_bytes(size)}
+        return {"base": _base_bytes(workload, own.trunk, each), "reward": trained_bytes(size + head)}
+    sizes = {"base": _base_bytes(workload, own.total, each), "policy": trained_bytes(size)}
     if workload.value != "none":
         sizes["value"] = trained_bytes(head + (size if workload.value == "own" else 0))
     sizes |= _frozen_roles(workload)
@@ -322,6 +327,26 @@ def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> 
         others = sizes.get("reward", frozen_bytes(0))["weights"]
         sizes["reward"] = {"weights": frozen_bytes(adapters)["weights"] + others}
     return sizes
+
+
+def _base_bytes(workload: Workload, parameters: int, each: int) -> dict[str, int]:
+    """Bytes of the base of adapters, whose linear layers may be in 4 or 8 bits."""
+    if workload.quantize is None:
+        return frozen_bytes(parameters, each)
+    linear = linear_sizes(workload.policy)
+    if workload.quantize == "int8":
+        low = linear.weights + WEIGHT * linear.rows
+    else:
+        low = sum(count * _nf4_bytes(int(size)) for size, count in linear.layers.items())
+    return {"weights": each * (parameters - linear.weights) + low}
+
+
+def _nf4_bytes(weights: int) -> int:
+    """Bytes of a layer in 4 bits: two weights in each; a scale of 1 for every 64, and one of 4 for every 256 of these; the 16
+    and 256 values that codes stand for, and the mean of the scales.
+    """
+    scales = -(-weights // NF4_BLOCK)
+    return -(-weights // 2) + scales + WEIGHT * (-(-scales // SCALE_BLOCK) + 16 + 256 + 1)
 
 
 def on_device_and_host(workload: Workload) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
@@ -384,6 +409,10 @@ class _Estimator:
         if s.kind == "dpo" and s.compared:
             phases["scoring by the reference"] = self.reference_scoring()
         trained = sum(parts.get("gradients", 0) for parts in permanent(s).values()) // GRADIENT
+        if s.quantize is not None:
+            width = LOW_WEIGHT if s.bf16 or s.low_weights else WEIGHT
+            whole = {"weights of a layer": width * max(map(int, linear_sizes(s.policy).layers))}
+            phases = {name: PhaseMemory({**phase.parts, **whole}) for name, phase in phases.items()}
         phases["saving"] = PhaseMemory({"copies": (WEIGHT + MOMENTS) * trained})
         return Estimate(always, phases, tuple(self.failed), host)
 
@@ -570,6 +599,8 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield 'precision = "bfloat16-weights"', lower
     elif not workload.low_weights and not workload.bf16:
         yield 'precision = "bfloat16"', replace(workload, bf16=True)
+    if can_quantise(workload) and workload.quantize is None:
+        yield 'adapter.quantize = "nf4"', replace(workload, quantize="nf4")
     frozen = tuple(role for role in ("reference", "reward") if role in _frozen_roles(workload))
     if frozen and not workload.idle and layout.gpu and not layout.sharded:
         yield f"offload = {json.dumps(frozen)}", replace(workload, idle=frozen)
@@ -584,11 +615,30 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
 
 
+def can_quantise(workload: Workload) -> bool:
+    """Whether the workload has a base that is whole, with linear layers."""
+    return workload.adapter is not None and not workload.layout.sharded and linear_sizes(workload.policy).weights > 0
+
+
 def with_adapters(workload: Workload, adapter: "AdapterSettings") -> Workload:
     """The same workload with every role an adapter of the policy's model; the reference is the model without adapters."""
     alone = None if workload.kind == "language" else workload.reference
-    rewards = (adapter,) * len(workload.rewards)
-    return replace(workload, adapter=adapter, critic=None, reference=alone, rewards=(), reward_adapters=rewards)
+    plain = unquantised(adapter)
+    rewards = (plain,) * len(workload.rewards)
+    return replace(
+        workload,
+        adapter=plain,
+        quantize=adapter.quantize,
+        critic=None,
+        reference=alone,
+        rewards=(),
+        reward_adapters=rewards,
+    )
+
+
+def unquantised(adapter: "AdapterSettings") -> "AdapterSettings":
+    """The same adapter on weights in the precision of the run."""
+    return adapter.model_copy(update={"quantize": None})
 
 
 def with_prompts(workload: Workload, prompts: int) -> Workload:

@@ -30,12 +30,14 @@ from surefoot.language.memory import (
     on_device_and_host,
     permanent,
     permanent_bytes,
+    unquantised,
     with_prompts,
     with_ranks,
 )
 from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.passes import BatchShape, count_parameters, layer_count
 from surefoot.language.models.adapter_files import BASE, adapter_folder
+from surefoot.language.models.adapters import is_print_of
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import load_config
 from surefoot.language.models.policy import CHUNK
@@ -172,7 +174,7 @@ class MemoryCheck:
 
     def _more_ranks(self, workload: Workload) -> Iterator[tuple[str, Workload]]:
         """Models shared by more of the GPUs of this machine, if a single process was to use one of them."""
-        if not self.recipe.device.startswith("cuda") or workload.layout.ranks > 1:
+        if not self.recipe.device.startswith("cuda") or workload.layout.ranks > 1 or workload.quantize is not None:
             return
         for ranks in range(2, torch.cuda.device_count() + 1):
             yield f'sharding = "full" and add --ranks {ranks}', with_ranks(workload, ranks)
@@ -229,7 +231,8 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         "checkpointing": recipe.gradient_checkpointing,
         "micro_batch": settings.micro_batch,
         "micro_batch_tokens": settings.micro_batch_tokens,
-        "adapter": recipe.adapter,
+        "adapter": None if recipe.adapter is None else unquantised(recipe.adapter),
+        "quantize": None if recipe.adapter is None else recipe.adapter.quantize,
         "layout": layout_of(recipe),
     }
     if not isinstance(recipe, LanguageRecipe):
@@ -301,6 +304,9 @@ def _reward_adapter(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
         return None
     with made_from(folder, "copy the whole folder"):
         if Path(read_table(folder / BASE)["model"]) != Path(model_folder(recipe.model)).expanduser().absolute():
+            return None
+        assert recipe.adapter is not None
+        if not is_print_of(read_table(folder / BASE)["print"], recipe.adapter.quantize):
             return None
         config = read_table(folder / "adapter_config.json")
         targets = (*config["target_modules"], *(config.get("target_parameters") or ()))

@@ -8,6 +8,7 @@ weight.
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -150,6 +151,30 @@ def count_parameters(config: "PreTrainedConfig") -> ParameterCounts:
 def layer_stack(model: nn.Module) -> nn.ModuleList | None:
     """The layers of a model: its largest list of modules."""
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size, default=None)
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """The weights of a trunk's linear layers, which a base in 4 or 8 bits quantises."""
+
+    weights: int
+    rows: int
+    """outputs of all layers together"""
+    layers: dict[str, int]
+    """the number of layers of each size"""
+
+
+@counted_once(lambda stored: LinearSizes(**stored))
+def linear_sizes(config: "PreTrainedConfig") -> LinearSizes:
+    """Sizes of the linear layers of a model's trunk."""
+    with quiet_transformers(), torch.device("meta"):
+        layers = [part for part in trunk_model(config).modules() if isinstance(part, nn.Linear)]
+    sizes = Counter(layer.weight.numel() for layer in layers)
+    return LinearSizes(
+        weights=sum(size * count for size, count in sizes.items()),
+        rows=sum(layer.out_features for layer in layers),
+        layers={str(size): sizes[size] for size in sorted(sizes)},
+    )
 
 
 @counted_once(int)

@@ -18,6 +18,7 @@ from surefoot.language.memory import (
     Value,
     Workload,
     alternatives,
+    can_quantise,
     estimate,
     host_bytes,
     permanent_bytes,
@@ -77,7 +78,7 @@ class MemoryPlan:
     @cached_property
     def several(self) -> dict[int, dict[int, Fit | None]]:
         """The same for several GPUs that share the models, by their number; empty if the plan has several ranks."""
-        ranks = () if self.workload.layout.ranks > 1 else GPUS
+        ranks = () if self.workload.layout.ranks > 1 or self.workload.quantize is not None else GPUS
         return {count: cheapest(with_ranks(self.workload, count)) for count in ranks}
 
     @cached_property
@@ -144,6 +145,11 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
             yield "no critic (GRPO, REINFORCE)", with_value(workload, "none")
     if workload.adapter is None:
         yield "adapters of one base, rank 16", with_adapters(workload, AdapterSettings())
+    elif can_quantise(workload):
+        for kind in ("int8", "nf4"):
+            if workload.quantize != kind:
+                quantised: Any = {"quantize": kind}
+                yield f"a base in {kind}", replace(workload, **quantised)
     if not workload.bf16:
         yield "bfloat16 passes", replace(workload, bf16=True, low_weights=False)
     if not workload.low_weights:
@@ -245,6 +251,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
             "precision": "bfloat16-weights" if s.low_weights else "bfloat16" if s.bf16 else "float32",
             "gradient_checkpointing": s.checkpointing,
             "adapter_rank": None if s.adapter is None else s.adapter.rank,
+            "quantize": s.quantize,
             "responses": s.responses,
             "minibatch_rows": s.rows,
             "micro_batch_rows": s.micro(s.rows).rows,

@@ -16,9 +16,10 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
 from surefoot.language.data.rows import check_unchanged
 from surefoot.language.models.adapter_targets import saved_config
-from surefoot.language.models.adapters import POLICY, RoleTrunk, SharedBase, has_adapters, merge, weights_hash
+from surefoot.language.models.adapters import POLICY, RoleTrunk, SharedBase, base_hash, has_adapters, merge
 from surefoot.language.models.loading import HEAD, is_folder, load_model, new_model_folder, read_tokenizer
 from surefoot.language.models.mapped import map_weights
+from surefoot.language.models.quantised import quantise
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
 from surefoot.recipes.language import ModelRecipe
 from surefoot.runs.checkpoint import check_fits, check_shapes, non_finite_numbers
@@ -32,13 +33,21 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def add_adapter(recipe: ModelRecipe, model: "PreTrainedModel", name: str) -> SharedBase | None:
-    """The recipe's base with an adapter for the policy; None if the recipe trains all weights."""
+    """The recipe's base, quantised by ``quantize``, with an adapter for the policy; None if the recipe trains all weights."""
     if recipe.adapter is None:
         return None
-    base = SharedBase(model, recipe.seed)
+    print_of_base = base_hash(model, recipe.adapter.quantize)
+    if recipe.adapter.quantize is not None:
+        quantise(model, model.base_model, recipe.adapter, compute_dtype(recipe.precision))
+    base = SharedBase(model, recipe.seed, print_of_base)
     base.source = str(Path(name).expanduser().absolute()) if is_folder(name) else name
     base.add(POLICY, recipe.adapter)
     return base
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The dtype of matrix products in a recipe's precision."""
+    return torch.float32 if precision == "float32" else torch.bfloat16
 
 
 def base_record(base: SharedBase | None) -> dict[str, Any]:
@@ -124,13 +133,15 @@ def load_adapted(
         model, _ = load_model(record["model"], trust_remote_code=trust_remote_code, as_stored=scratch is not None)
     except SurefootError as error:
         raise SurefootError(f"{where}: contains an adapter whose base can't be loaded: {error}") from None
-    field = f"{where}: base model={record['model']!r}"
-    check_unchanged({field: record["print"]}, {field: weights_hash(model)})
+    field, settings = f"{where}: base model={record['model']!r}", _settings(recipe)
+    check_unchanged({field: record["print"]}, {field: base_hash(model, settings.quantize)})
+    if settings.quantize is not None:
+        quantise(model, model.base_model, settings, compute_dtype(recipe.get("precision", "float32")))
     if scratch is not None:
         map_weights(model, scratch, dtype=dtype)
     base = SharedBase(model, base_hash=record["print"])
     base.source = record["model"]
-    base.add(POLICY, _settings(recipe))
+    base.add(POLICY, settings)
     reward = recipe["kind"] == "reward"
     holder: nn.Module = RewardModel(base.trunk, new_head(base.trunk)) if reward else model
     prefix = "writer.model." if recipe["kind"] == "dpo" else "model."
@@ -143,7 +154,11 @@ def load_adapted(
 def _settings(recipe: Mapping[str, Any]) -> Any:
     from surefoot.recipes.language import AdapterSettings, saved_adapter
 
-    return AdapterSettings.model_validate({**saved_adapter(recipe["adapter"]), "dropout": 0.0})
+    saved = saved_adapter(recipe["adapter"])
+    quantize = saved.get("quantize")
+    return AdapterSettings.model_validate(
+        {**saved, "dropout": 0.0, "quantize": None if quantize in (None, "none") else quantize}
+    )
 
 
 # ---- folders ------------------------------------------------------------------------------------------------------------

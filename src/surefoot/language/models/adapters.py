@@ -37,6 +37,13 @@ from surefoot.language.models.adapter_targets import (
     renamed_by_peft,
     resolve_targets,
 )
+from surefoot.language.models.quantised import (
+    parameter_count,
+    prepare_bitsandbytes,
+    restore,
+    restored_state,
+    shown_to_peft,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +68,7 @@ class SharedBase:
 
     def __init__(self, model: "PreTrainedModel", seed: int = 1, base_hash: str | None = None) -> None:
         require_package("peft", "adapter", extra="adapters")
+        prepare_bitsandbytes()
         self.hash = weights_hash(model) if base_hash is None else base_hash
         """of the base weights; an adapter stores it"""
         self.source = ""
@@ -68,7 +76,7 @@ class SharedBase:
         self.trunk: Any = model.base_model
         self.seed = seed
         self.linear, self.matrices = linear_layers(self.trunk), bare_matrices(self.trunk)
-        self.size = sum(parameter.numel() for parameter in model.parameters())
+        self.size = parameter_count(model)
         """parameters of the model"""
         self.configs: dict[str, Any] = {}
         """a LoraConfig by role"""
@@ -216,7 +224,8 @@ class SharedBase:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]) if self.hash else modules_stay():
             warnings.simplefilter("ignore")
             try:
-                inject_adapter_in_model(config, model, role)
+                with shown_to_peft(model):
+                    inject_adapter_in_model(config, model, role)
             except ValueError as error:
                 raise SurefootError(f"adapter: peft can't adapt this model ({cause_of(error)}); set adapter.targets") from None
         for leftover in ("peft_config", "active_adapter"):  # the next adapter would warn of an existing one
@@ -304,6 +313,16 @@ class Dropout(nn.Module):
         return x * kept / (1 - self.rate)
 
 
+def base_hash(model: nn.Module, quantize: str | None) -> str:
+    """The hash of a base that is not quantised yet; quantised in another way, it is another base."""
+    return weights_hash(model) if quantize is None else f"{quantize} {weights_hash(model)}"
+
+
+def is_print_of(print_of_base: str, quantize: str | None) -> bool:
+    """Whether the hash is that of a base quantised so."""
+    return print_of_base.partition(" ")[0] == quantize if quantize is not None else " " not in print_of_base
+
+
 def weights_hash(module: nn.Module) -> str:
     """SHA-256 of all weights, in float32, and their names, shortened."""
     digest = hashlib.sha256()
@@ -366,17 +385,19 @@ def merged_state(model: nn.Module, role: str = POLICY) -> dict[str, Tensor] | No
     """A model's weights with a role's adapter merged, by their names without adapters; None for a model without adapters."""
     if not has_adapters(model):
         return None
-    merged = {base_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    merged = {base_name(name): tensor for name, tensor in restored_state(model).items() if ".lora_" not in name}
     for name, layer in model.named_modules():
         if role in getattr(layer, "lora_A", ()):
             adapted = f"{base_name(name)}.{adapted_name(layer)}"
-            merged[adapted] = (merged[adapted] + layer.get_delta_weight(role)).to(merged[adapted].dtype)
+            delta = layer.get_delta_weight(role).to(merged[adapted].device)
+            merged[adapted] = (merged[adapted] + delta).to(merged[adapted].dtype)
     return merged
 
 
 @torch.no_grad()
 def merge(trunk: nn.Module, role: str = POLICY) -> None:
     """Merge a role's adapter into the weights permanently, and restore plain layers."""
+    restore(trunk)
     for name, layer in list(trunk.named_modules()):
         if hasattr(layer, "lora_A"):
             plain: Any = layer.get_base_layer()

@@ -175,12 +175,14 @@ def load_saved(folder: Path, trust_remote_code: bool = False) -> LanguageModel |
 
 
 def load_base(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
-    """Load the model that a recipe starts from, and its tokenizer; with sharding, or weights in bfloat16, as it is stored."""
+    """Load the model that a recipe starts from, and its tokenizer; with sharding, or weights in bfloat16, 8 or 4 bits, as it is
+    stored.
+    """
     model, tokenizer = load_model(
         model_folder(recipe.model),
         seed=recipe.seed,
         trust_remote_code=recipe.trust_remote_code,
-        as_stored=keeps_stored(recipe),
+        as_stored=keeps_stored(recipe) or (recipe.adapter is not None and recipe.adapter.quantize is not None),
     )
     return model, Tokens(tokenizer, model)
 

@@ -40,6 +40,7 @@ from surefoot.language.models.language_model import (
 from surefoot.language.models.loading import context_length, load_model
 from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_micro_batches
 from surefoot.language.models.precision import place
+from surefoot.language.models.quantised import parameter_count
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.models.sharding import keeps_stored, shard_role, sharding_of, shares_base, whole
 from surefoot.language.online.collect import LanguageCollector
@@ -307,7 +308,7 @@ class LanguageWorld:
         critic = sum(p.numel() for p in self.policy.critic_parameters())
         frozen = "no reference" if self.reference is None else f"{count - critic:,} frozen in the reference"
         if self.base is not None:
-            frozen = f"{sum(p.numel() for p in self.policy.parameters()) - count:,} frozen, which all roles share"
+            frozen = f"{parameter_count(self.policy) - count:,} frozen, which all roles share"
         epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
         iterations = -(-recipe.steps // recipe.responses)
         environment, most = recipe.turns.environment, recipe.turns.max_turns

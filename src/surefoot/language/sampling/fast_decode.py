@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surefoot.language.models.quantised import has_quantised
 from surefoot.language.sampling.kv_cache import Prompts, log_prob_difference
 
 PACKED_LIMIT = 64_000_000
@@ -184,6 +185,8 @@ def why_not_packed(model: Any) -> str | None:
         return f"no packed weights for {model_type(model)}"
     if model.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(model.device.type):
         return "packed weights compute in float32"
+    if has_quantised(model):
+        return "packed weights compute in float32, and these are quantised"
     blocks, supported = _gpt2_layers(model) if model_type(model) == "gpt2" else _llama_layers(model)
     if not supported:
         return f"this {model_type(model)} has layers or positions that can't be packed"

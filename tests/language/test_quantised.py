@@ -1,0 +1,338 @@
+"""Bases in 4 and 8 bits: all roles share the same rounded weights, and files hold what was trained."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import surefoot
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState
+from surefoot.errors import SurefootError
+from surefoot.language.memory import permanent
+from surefoot.language.memory.check import workload_of
+from surefoot.language.models.adapter_files import add_adapter
+from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
+from surefoot.language.models.language_model import load_base, load_language_model
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.policy import Critic, LanguagePolicy, ValueHead
+from surefoot.language.models.quantised import is_quantised, parameter_count, restored
+from surefoot.language.models.reward_model import RewardModel
+from surefoot.language.models.sharding import shares_base
+from surefoot.language.online.world import LanguageWorld
+from surefoot.language.supervised.world import SupervisedWorld
+from surefoot.recipes.language import AdapterSettings
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.session import make_learner
+
+from .test_adapters import SMALL, files, logits, moved, started, table  # noqa: F401
+from .tiny import write_folder
+
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+
+KINDS = ("nf4", "int8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2, whose layers have biases."""
+    return write_folder(tmp_path_factory.mktemp("base") / "model", "qwen2", initializer_range=0.08)
+
+
+def quantised(kind: str, **changes: Any) -> dict[str, Any]:
+    return {"adapter": {**SMALL, "quantize": kind}, **changes}
+
+
+def base_of(model: Path, kind: str, precision: str = "float32") -> tuple[Any, SharedBase]:
+    recipe = make_recipe(
+        {
+            "kind": "sft",
+            "model": str(model),
+            "adapter": {**SMALL, "quantize": kind},
+            "data": {"train": "x"},
+            "steps": 1,
+            "precision": precision,
+        }
+    )
+    loaded, _ = load_base(recipe)  # type: ignore[arg-type]
+    base = add_adapter(recipe, loaded, str(model))  # type: ignore[arg-type]
+    assert base is not None
+    return loaded, base
+
+
+def layers(module: nn.Module) -> list[Any]:
+    return [part for part in module.modules() if is_quantised(part)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_linear_layer_of_the_trunk_is_quantised_and_frozen_and_nothing_else(model: Path, kind: str) -> None:
+    whole, _ = load_model(model)
+    loaded, base = base_of(model, kind)
+    linear = [name for name, part in whole.base_model.named_modules() if isinstance(part, nn.Linear)]
+    assert len(layers(loaded)) == len(linear) == 14
+    trained = {name for name, p in loaded.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(".lora_" in name for name in trained)
+    head: Any = loaded.get_output_embeddings()
+    assert type(head) is nn.Linear
+    assert head.weight.dtype == torch.float32
+    assert (
+        base.size
+        == sum(p.numel() for p in whole.parameters())
+        == parameter_count(loaded) - sum(p.numel() for _, p in base.parameters(POLICY))
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_depends_on_no_other_row_and_no_later_token(model: Path, kind: str) -> None:
+    """LLM.int8() with outliers would choose its columns by the whole batch."""
+    loaded, _ = base_of(model, kind)
+    ids = torch.arange(36).view(3, 12) * 5 % 100
+    with torch.no_grad():
+        together = loaded(input_ids=ids).logits
+        assert torch.allclose(loaded(input_ids=ids[:1]).logits, together[:1], atol=1e-5)
+        assert torch.allclose(loaded(input_ids=ids[:, :6]).logits, together[:, :6], atol=1e-5 if kind == "nf4" else 5e-2)
+
+
+def test_passes_with_nf4_are_those_of_the_restored_weights_in_value_and_gradient(model: Path) -> None:
+    """The gradient once passed a kernel that has none: a pass without gradient had repacked the weights."""
+    gradients: list[dict[str, Tensor]] = []
+    outputs = []
+    for plain in (False, True):
+        loaded, base = base_of(model, "nf4")
+        moved(base, POLICY)
+        if plain:
+            for layer in base.layers:
+                whole = nn.Linear(layer.in_features, layer.out_features, layer.base_layer.bias is not None)
+                whole.weight, whole.bias = nn.Parameter(restored(layer.base_layer)), layer.base_layer.bias
+                layer.base_layer = whole.requires_grad_(False)
+        logits(loaded)
+        outputs.append(logits(loaded))
+        loaded(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits.square().mean().backward()
+        gradients.append({name: p.grad for name, p in base.parameters(POLICY) if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert len(gradients[0]) == 28
+    assert torch.allclose(*outputs, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0
+        assert torch.allclose(gradient, gradients[1][name], rtol=1e-3, atol=1e-6), name
+
+
+def test_checkpointed_layers_have_the_same_gradient_with_two_roles(model: Path) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        loaded, base = base_of(model, "nf4")
+        base.add(VALUE, AdapterSettings(**SMALL))
+        for role in (POLICY, VALUE):
+            moved(base, role)
+        critic = Critic(RoleTrunk(base, VALUE), ValueHead(32, next(base.trunk.parameters())))
+        nn.init.ones_(critic.head.weight)
+        policy = LanguagePolicy(loaded, critic, 0, checkpointing=checkpointing)
+        ids = torch.arange(24).view(2, 12) * 4 % 100
+        result = policy({"prompt": ids[:, :4], "prompt_mask": torch.ones(2, 4, dtype=torch.bool)}, ids[:, 4:])
+        assert result.values is not None
+        (result.log_probs.mean() + result.values.square().mean()).backward()
+        gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
+    for one, other in zip(*gradients, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_the_quantised_base_and_the_first_ratios_are_one(
+    files: dict[str, str],  # noqa: F811
+    model: Path,
+    kind: str,
+) -> None:
+    changes = {"objective": {"reuse": {"epochs": 1, "minibatches": 1}}, "reference": {"beta": 0.1}}
+    world = LanguageWorld(make_recipe(table("language", files, model, **quantised(kind), **changes)))  # type: ignore[arg-type]
+    assert world.engine.name == "model"
+    assert "quantised" in world.engine.reason
+    learner, state = make_learner(world.recipe, world.policy), LearnerState.seeded(1, 32)
+    rollout = world.collector.collect(state)
+    assert rollout.metrics["kl_reference"] == 0, "B is 0, so the policy is the reference"
+    metrics = learner.update(rollout, assign_credit(rollout, world.recipe.objective), state)
+    assert metrics["ratio_at_start"] == 1
+    assert float(rollout.metrics["sampler_gap"] or 0) < (1e-4 if kind == "nf4" else 0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("nf4", "float32"),
+        pytest.param("nf4", "bfloat16", marks=pytest.mark.slow),
+        ("nf4", "bfloat16-weights"),
+        ("int8", "float32"),
+    ],
+)
+def test_sft_learns_and_files_hold_what_was_trained(
+    files: dict[str, str],  # noqa: F811
+    model: Path,
+    tmp_path: Path,
+    kind: str,
+    precision: str,
+) -> None:
+    run = tmp_path / "run"
+    result = started("sft", files, model, run, **quantised(kind), steps=192, precision=precision)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
+    assert losses[-1] < 0.8 * losses[0]
+    exported, _ = load_model(run / "model")
+    again = load_language_model(str(run)).model
+    assert not layers(exported)
+    assert not layers(again)
+    rounding = 0.05 if precision == "bfloat16-weights" else 0  # model/ is in bfloat16
+    assert torch.allclose(logits(exported), logits(again), rtol=rounding, atol=rounding)
+    wanted = {"bfloat16-weights": torch.bfloat16}.get(precision, torch.float32)
+    assert {x.dtype for x in load_file(run / "model" / "model.safetensors").values()} == {wanted}
+    if kind == "nf4" and precision == "float32":
+        assert torch.allclose(logits(exported), logits(result.model), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
+def test_peft_reads_the_adapter_on_a_base_that_transformers_quantised(
+    files: dict[str, str],  # noqa: F811
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("accelerate")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    run = tmp_path / "run"
+    result = started("sft", files, model, run, **quantised("nf4"))
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+    )
+    options: dict[str, Any] = {"quantization_config": settings, "dtype": torch.float32, "device_map": {"": "cpu"}}
+    other = AutoModelForCausalLM.from_pretrained(model, **options)
+    for layer in layers(other):
+        layer.support_avx512bf16_for_cpu = False
+    theirs = PeftModel.from_pretrained(other, str(run / "adapter")).eval()
+    assert torch.allclose(logits(theirs), logits(result.model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sft", "reward", "dpo")), "language"]
+)
+def test_resuming_is_exact(files: dict[str, str], model: Path, tmp_path: Path, kind: str) -> None:  # noqa: F811
+    changes = quantised("nf4", critic={"own_model": True}) if kind == "language" else quantised("nf4")
+    started(kind, files, model, tmp_path / "whole", **changes)
+    fields = table(kind, files, model, **changes)
+    fields.pop("kind")
+    surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 16, **fields)
+    surefoot.resume(tmp_path / "cut")
+    ends = [load_checkpoint(tmp_path / run / "checkpoints" / "32")["agent"] for run in ("whole", "cut")]
+    assert ends[0].keys() == ends[1].keys()
+    for name, tensor in ends[0].items():
+        assert torch.equal(tensor, ends[1][name]), name
+        assert ".lora_" in name or "head" in name, "the base is not in a checkpoint"
+    if kind == "reward":
+        loaded, left = surefoot.load(tmp_path / "whole"), RewardModel.load(tmp_path / "whole" / "model")
+        ids = torch.arange(20).view(2, 10) + 5
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(ids, ids > 0), left(ids, ids > 0), atol=1e-5, rtol=1e-4)
+
+
+def test_continuous_batching_samples_from_the_quantised_policy(files: dict[str, str], model: Path) -> None:  # noqa: F811
+    changes = quantised("nf4", sampling={"prompts": 8, "max_tokens": 6, "engine": "continuous"})
+    world = LanguageWorld(make_recipe(table("language", files, model, **changes)))  # type: ignore[arg-type]
+    assert world.base is not None
+    moved(world.base, POLICY)
+    rollout = world.collector.collect(LearnerState.seeded(1, 32))
+    assert float(rollout.metrics["sampler_gap"] or 0) < 1e-3
+
+
+def test_a_reward_model_of_the_same_quantised_base_is_a_role_and_of_another_one_a_model_of_its_own(
+    files: dict[str, str],  # noqa: F811
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    started("reward", files, model, tmp_path / "reward", **quantised("nf4"))
+    for kind, shared in (("nf4", True), ("int8", False)):
+        changes = quantised(kind, reward={"terms": [{"model": str(tmp_path / "reward")}]})
+        recipe = make_recipe(table("language", files, model, **changes))
+        world = LanguageWorld(recipe)  # type: ignore[arg-type]
+        assert shares_base(world.reward.model) == shared  # type: ignore[attr-defined]
+        planned = workload_of(recipe, prompt=8, response=6)  # type: ignore[arg-type]
+        assert (len(planned.reward_adapters), len(planned.rewards)) == ((1, 0) if shared else (0, 1))
+    changes = quantised("int8", critic={"own_model": True, "start": str(tmp_path / "reward")})
+    with pytest.raises(SurefootError, match=r"^critic.start=.*is no adapter of model="):
+        LanguageWorld(make_recipe(table("language", files, model, **changes)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-weights"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_counts_the_bytes_of_the_base(files: dict[str, str], model: Path, kind: str, precision: str) -> None:  # noqa: F811
+    recipe = make_recipe(table("language", files, model, **quantised(kind), precision=precision))
+    world = LanguageWorld(recipe)  # type: ignore[arg-type]
+    world.policy(*one_row(world))  # moves the scales of int8
+    held = [x.numel() * x.element_size() for x in tensors_of(world.result.model)]
+    planned = permanent(workload_of(recipe, prompt=8, response=6))["base"]["weights"]  # type: ignore[arg-type]
+    biases = sum(layer.bias.numel() for layer in layers(world.result.model) if layer.bias is not None)
+    assert planned == sum(held) + (2 * biases if kind == "nf4" and precision == "bfloat16" else 0)  # theirs are in bfloat16
+
+
+def one_row(world: LanguageWorld) -> tuple[dict[str, Tensor], Tensor]:
+    ids = torch.arange(12).view(1, 12) + 5
+    return {"prompt": ids[:, :4], "prompt_mask": torch.ones(1, 4, dtype=torch.bool)}, ids[:, 4:]
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """The frozen weights of a model with all that restores them."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            yield parameter.data
+    for layer in layers(model):
+        state = getattr(layer.weight, "quant_state", None)
+        if state is None:
+            yield layer.state.SCB
+        else:
+            yield from (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "nf4"}, r"^precision='nf4': weights in 4 or 8 bits can't be trained.*set adapter.quantize = 'nf4'$"),
+        ({"precision": "int8"}, r"^precision='int8': .*set adapter.quantize = 'int8'$"),
+        ({"adapter": {"quantize": "fp4"}}, r"^adapter.quantize='fp4': "),
+        (
+            {"adapter": {"quantize": "nf4"}, "sharding": "full"},
+            r"^adapter.quantize='nf4': weights in 4 or 8 bits are whole on every rank, and sharding='full'; unset one of them$",
+        ),
+    ],
+)
+def test_what_cannot_be_quantised_is_rejected_in_one_line(
+    changes: dict[str, Any],
+    message: str,
+    files: dict[str, str],  # noqa: F811
+    model: Path,
+) -> None:
+    with pytest.raises(SurefootError, match=message):
+        make_recipe(table("sft", files, model, **changes))
+
+
+def test_layers_of_another_kind_and_a_missing_package_are_rejected_in_one_line(
+    files: dict[str, str],  # noqa: F811
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = write_folder(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(SurefootError, match=r"^adapter.quantize='nf4': GPT2Model has layers that are not nn.Linear"):
+        SupervisedWorld(make_recipe(table("sft", files, other, **quantised("nf4"))))  # type: ignore[arg-type]
+    from surefoot import language
+
+    real, missing = language.importlib.util.find_spec, "bitsandbytes"
+    monkeypatch.setattr(language.importlib.util, "find_spec", lambda name, *a: None if name == missing else real(name, *a))
+    with pytest.raises(SurefootError, match=r"adapter.quantize='nf4' needs bitsandbytes, .*pip install .*\[quantized\]'"):
+        SupervisedWorld(make_recipe(table("sft", files, model, **quantised("nf4"))))  # type: ignore[arg-type]
