@@ -15,6 +15,7 @@ from ranked import on_ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import surefoot
+from surefoot.control.agent import CompiledActor
 from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
@@ -92,9 +93,13 @@ def test_compiled_gradients_are_summed_over_ranks_as_eager_ones_are(environments
             history, parameters, learner = trained(engine, 1, **changes)
             results.append((history[0], parameters))
         program = getattr(getattr(learner.compiled, "gradients", None), "program", None)
-        return results, program is not None
+        world = ControlWorld(make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, **changes}))
+        acts = isinstance(getattr(world.collector.actor, "__self__", None), CompiledActor)
+        world.close()
+        return results, program is not None, acts
 
-    for (eager, compiled), made in on_ranks(2, body, tmp_path, timeout=300):
+    for (eager, compiled), made, acts in on_ranks(2, body, tmp_path, timeout=300):
+        assert acts
         assert made == (environments == 4)
         torch.testing.assert_close(compiled[1], eager[1], rtol=1e-4, atol=1e-5)
         for name, value in eager[0].items():
