@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 
 from surefoot.control.agent import CompiledActor
+from surefoot.control.spaces import MASK
 from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.recipes.reading import make_recipe
@@ -73,3 +74,38 @@ def test_the_compiled_engine_acts_by_it_and_the_eager_one_does_not() -> None:
         world = ControlWorld(make_recipe({"task": "CartPole-v1", "engine": engine}))
         assert isinstance(getattr(world.collector.actor, "__self__", None), CompiledActor) is compiled
         world.close()
+
+
+@pytest.mark.slow  # compiles
+@pytest.mark.parametrize(
+    ("seen", "action", "masked"),
+    [
+        pytest.param(VECTOR, spaces.Discrete(5), True, id="masks"),
+        pytest.param(NESTED, spaces.MultiDiscrete([2, 3]), True, id="parts, a picture among them"),
+    ],
+)
+def test_compiled_updates_with_masks_and_parts_are_those_of_the_eager_engine(
+    seen: spaces.Space[Any], action: spaces.Space[Any], masked: bool
+) -> None:
+    table = {
+        "task": "of:the-test",
+        "engine": "compiled",
+        "rollout": {"environments": 2, "steps": 8},
+        "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
+        "optimizer": {"learning_rate": 0.01},
+    }
+    results = []
+    for engine in ("compiled", "eager"):
+        recipe = make_recipe(table)
+        world = ControlWorld(recipe, lambda: Sampled(seen, action, masked=masked))
+        world.collector.actor = world.agent.actor  # the same actions
+        learner, state = make_learner(recipe, world.policy), fresh_state()
+        learner.compiled = learner.compiled if engine == "compiled" else None
+        rollout = world.collector.collect(state)
+        metrics = learner.update(rollout, assign_credit(rollout, recipe.objective), state)
+        results.append((metrics, world.policy.state_dict(), rollout.inputs))
+        world.close()
+    (ours, our_weights, inputs), (theirs, their_weights, _) = results
+    assert (MASK in inputs) is masked
+    assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    torch.testing.assert_close(our_weights, their_weights, rtol=1e-3, atol=1e-4)

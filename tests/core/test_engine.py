@@ -15,13 +15,14 @@ from ranked import on_ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import surefoot
+from surefoot.control.agent import CompiledActor
 from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import Credit, LearnerState, Metrics
 from surefoot.core.steps.compiled import CompiledStepper
-from surefoot.core.steps.programs import _fingerprint, announced, program_of, structure
+from surefoot.core.steps.programs import _fingerprint, announced, loop, program_of, structure
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.recipes.reading import make_recipe
@@ -92,9 +93,13 @@ def test_compiled_gradients_are_summed_over_ranks_as_eager_ones_are(environments
             history, parameters, learner = trained(engine, 1, **changes)
             results.append((history[0], parameters))
         program = getattr(getattr(learner.compiled, "gradients", None), "program", None)
-        return results, program is not None
+        world = ControlWorld(make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, **changes}))
+        acts = isinstance(getattr(world.collector.actor, "__self__", None), CompiledActor)
+        world.close()
+        return results, program is not None, acts
 
-    for (eager, compiled), made in on_ranks(2, body, tmp_path, timeout=300):
+    for (eager, compiled), made, acts in on_ranks(2, body, tmp_path, timeout=300):
+        assert acts
         assert made == (environments == 4)
         torch.testing.assert_close(compiled[1], eager[1], rtol=1e-4, atol=1e-5)
         for name, value in eager[0].items():
@@ -106,8 +111,13 @@ def test_micro_batches_of_a_program_must_have_one_size() -> None:
         make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, "optimizer": {"micro_batch": 3}})
 
 
-@pytest.mark.slow  # compiles another program: 20 s
-@pytest.mark.parametrize("optimizer", [{}, {"micro_batch": 8}], ids=["whole", "micro-batches"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"micro_batch": 8}, id="micro-batches", marks=pytest.mark.slow),  # compiles another program: 20 s
+    ],
+)
 def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trace(optimizer: dict[str, Any]) -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, "optimizer": TINY["optimizer"] | optimizer})
     results, weights = [], []
@@ -146,6 +156,51 @@ def test_an_update_that_is_not_finite_is_not_taken() -> None:
         learner.update(rollout, Credit(credit.advantages, returns), state)
     assert all(torch.equal(a, b) for a, b in zip(before, world.policy.parameters(), strict=True))
     world.close()
+
+
+def test_a_step_that_is_not_finite_ends_a_pass_where_the_eager_engine_ends_it() -> None:
+    recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
+    results = []
+    for engine in ("compiled", "eager"):
+        world = ControlWorld(recipe)
+        learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
+        learner.compiled = learner.compiled if engine == "compiled" else None
+        rollout = world.collector.collect(state)
+        credit = assign_credit(rollout, recipe.objective)
+        order = torch.randperm(64, generator=LearnerState.seeded(1, 10_000).generators["shuffle"])
+        returns = credit.returns.clone()
+        returns.view(-1)[order[40]] = torch.nan  # in the third minibatch of four
+        with pytest.raises(NotFiniteError, match="update 3: value_loss not finite; the step was not taken"):
+            learner.update(rollout, Credit(credit.advantages, returns), state)
+        assert state.updates == 2
+        moments = learner.state_dict()["policy"]
+        assert moments["step"] == 2
+        results.append((world.policy.state_dict(), moments))
+        world.close()
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow  # compiles another program
+def test_a_loop_of_a_program_may_read_constants_and_change_its_own_tensors() -> None:
+    frozen = torch.nn.Parameter(torch.full((2,), 3.0), requires_grad=False)
+
+    def step(index: torch.Tensor, x: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grown = x * frozen + x.new_tensor(0.5)
+        return index + 1, grown.masked_fill_(grown > 20, 0.0)
+
+    def unfinished(index: torch.Tensor, x: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        return (index < end).view(())
+
+    def run(index: torch.Tensor, x: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return loop(unfinished, step, (index, x), (end,))
+
+    def arguments(end: int) -> list[torch.Tensor]:
+        return [torch.tensor([0]), torch.tensor([1.0, 2.0]), torch.tensor([end])]
+
+    program = program_of("growing", run, arguments(1))
+    for end, expected in ((0, [1.0, 2.0]), (1, [3.5, 6.5]), (2, [11.0, 20.0]), (3, [0.0, 0.0])):
+        count, x = program(arguments(end))
+        assert (count.item(), x.tolist()) == (end, expected)
 
 
 @pytest.mark.slow

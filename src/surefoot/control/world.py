@@ -63,7 +63,7 @@ class ControlWorld:
             raise
 
     def _collector(self) -> ControlCollector | TensorCollector:
-        rollout, compiled = self.recipe.rollout, self.recipe.engine == "compiled" and world_size() == 1
+        rollout, compiled = self.recipe.rollout, self.recipe.engine == "compiled"
         if isinstance(self.environments, TensorEnvironments):
             return TensorCollector(self.environments, self.agent, rollout.steps, compiled)
         steps = None if self.recipe.objective.needs_whole_episodes else rollout.steps

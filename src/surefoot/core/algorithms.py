@@ -288,6 +288,16 @@ class Objective:
         return self.baseline != "critic"
 
     @property
+    def largest_kl(self) -> float | None:
+        """The KL from which on no step on a batch is taken; None without a target."""
+        return None if self.target_kl is None else 1.5 * self.target_kl
+
+    @property
+    def kl_metric(self) -> str:
+        """The metric that ``largest_kl`` bounds."""
+        return "kl_exact" if self.kl_estimator == "exact" else "kl"
+
+    @property
     def target_lambda(self) -> float:
         """λ of the critic's targets."""
         return self.gae_lambda if self.value_lambda is None else self.value_lambda

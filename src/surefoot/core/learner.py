@@ -121,17 +121,15 @@ class Learner:
 
     def _compiled_stepper(self, rows: int, micro_batch: int | None) -> Stepper | None:
         """Compiled steps; or compiled gradients with eager steps, for micro-batches and for ranks, which sum gradients between
-        the two. None if the parts of a rank's rows differ in size.
+        the two. None if the minibatches or their parts differ in size.
         """
         flats = {name: each for name, each in self.steppable.items() if isinstance(each, FlatOptimizer)}
+        size, rest = divmod(rows, self.objective.reuse.minibatches if self.objective.reuse else 1)
+        if rest or size % (micro_batch or size):
+            return None
         if micro_batch is None and world_size() == 1:
             return CompiledStepper(self.policy, self.objective, flats, rows)
-        size, rest = divmod(rows, self.objective.reuse.minibatches if self.objective.reuse else 1)
-        if micro_batch is None:
-            micro_batch = size
-        if rest or size % micro_batch:
-            return None
-        return EagerStepper(CompiledGradients(self.policy, self.objective, flats, micro_batch), flats)
+        return EagerStepper(CompiledGradients(self.policy, self.objective, flats, micro_batch or size), flats)
 
     def update(self, rollout: Rollout, credit: Credit, state: LearnerState) -> Metrics:
         """Update the policy on one rollout and return metrics of the update.
@@ -213,13 +211,13 @@ class Learner:
         passes   epochs, minibatches
         """
         epochs, count = passes
-        target_kl, timer = self.objective.target_kl, context.state.timer
+        largest_kl, timer = self.objective.largest_kl, context.state.timer
         for epoch in range(epochs):
             for minibatch in stepper.minibatches(batch, count, context):
                 step = stepper.prepare(minibatch, context)
                 if not steps.terms:
                     steps.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact)
-                if target_kl is not None and self._kl(step) > 1.5 * target_kl:
+                if largest_kl is not None and self._kl(step) > largest_kl:
                     steps.add(step)
                     return epoch, True
                 self._check_finite(step, context.state)
@@ -257,13 +255,13 @@ class Learner:
 
     def _check_finite(self, step: PendingStep, state: LearnerState) -> None:
         """Raise NotFiniteError if the loss, or the norm of a gradient, is not finite."""
-        if not all(math.isfinite(x) for x in (*step.norms.values(), *step.terms.values())):
+        if not all(map(math.isfinite, (*step.norms.values(), *step.terms.values()))):
             broken = [name for name, x in (step.terms | step.metrics).items() if not math.isfinite(x)]
             what = f"{' and '.join(broken)} not finite" if broken else f"gradient norm {step.norms} with finite losses"
             raise NotFiniteError(f"update {state.updates + 1}: {what}; the step was not taken")
 
     def _kl(self, step: PendingStep) -> float:
-        name = "kl_exact" if self.objective.kl_estimator == "exact" else "kl"
+        name = self.objective.kl_metric
         if name not in step.metrics:
             raise SurefootError("objective.kl_estimator='exact': this policy has no distribution to compare; set k3")
         return step.metrics[name]

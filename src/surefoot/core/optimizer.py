@@ -148,13 +148,13 @@ class FlatOptimizer(FlatParameters):
             self.state = {"step": step, **{name: torch.zeros_like(self.values) for name in ("exp_avg", "exp_avg_sq")}}
         return self.state["step"], self.state["exp_avg"], self.state["exp_avg_sq"]
 
-    def move(self, values: Tensor, first: Tensor, second: Tensor) -> None:
-        """Take a step that a compiled program computed: the parameters and both moments after it.   all [n]"""
+    def move(self, values: Tensor, first: Tensor, second: Tensor, steps: int) -> None:
+        """Take steps that a compiled program computed: the parameters and both moments after them.   all [n]"""
         step, own_first, own_second = self.moments()
         self.values.copy_(values)
         own_first.copy_(first)
         own_second.copy_(second)
-        step += 1
+        step += steps
 
     def state_dict(self) -> dict[str, Tensor]:
         """The optimizer's moments and step count; empty before the first step."""

@@ -1,12 +1,13 @@
-"""The steps of the learner as one compiled program.
+"""The steps of the learner as compiled programs.
 
 Small networks spend most of an update outside the arithmetic. Policy, loss and Adam are pure functions of flat parameters and
-of a batch of static shape, so a whole step (select rows, normalise, loss, gradient, clip, Adam) runs as one program.
+of a batch of static shape, so a whole pass over a batch runs as one program: a loop over steps (select rows, normalise, loss,
+gradient, clip, Adam) that ends where the learner would stop.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,39 +20,64 @@ from surefoot.core.objective import Batch, loss, ratio_range
 from surefoot.core.optimizer import BETAS, FlatOptimizer, adam
 from surefoot.core.rollout import Policy, map_tensors, tensors_in
 from surefoot.core.steps import LossSums, PendingStep, UpdateContext, by_name
-from surefoot.core.steps.programs import Program, program_of, require_programs, structure
+from surefoot.core.steps.programs import Program, loop, program_of, require_programs, structure
 
 Names = tuple[list[str], list[str]]
 """of the loss's terms, and of its metrics"""
 
 
-class CompiledMinibatch(NamedTuple):
-    """A selection of rows, which the program itself gathers."""
+@dataclass
+class CompiledPass:
+    """One pass over a batch, and what the program returned for it."""
 
     batch: Batch
     """the whole batch"""
     tensors: list[Tensor]
     """those of the batch that the loss reads"""
-    rows: Tensor
-    """[n]"""
+    order: Tensor
+    """the rows of each minibatch, which the program gathers   [minibatches, rows]"""
+    numbers: Tensor
+    """scale of the clip, β, and for each optimizer step size and correction of Adam   [minibatches, 2 + 2 · optimizers]"""
+    taken: int = 0
+    """minibatches after which θ has moved"""
+    moved: list[Tensor] = field(default_factory=list)
+    """after those, for each optimizer, its parameters and both moments"""
+    shown: list[list[float]] = field(default_factory=list)
+    """for each minibatch: terms, metrics, smallest and largest ρ, norm of each gradient"""
+
+
+class CompiledMinibatch(NamedTuple):
+    """A minibatch of a pass."""
+
+    whole: CompiledPass
+    number: int
 
 
 @dataclass(kw_only=True)
 class CompiledStep(PendingStep):
-    """The parameters and moments after the step, as the program computed them."""
+    """A step that the program computed, with others of the pass."""
 
     optimizers: Mapping[str, FlatOptimizer]
-    moved: list[Tensor]
-    """for each optimizer, its parameters and both moments"""
+    moved: list[Tensor] | None
+    """after the last of the steps that were computed together: for each optimizer, its parameters and both moments"""
+    steps: int
+    """how many these were"""
 
     def take(self) -> bool:
-        for index, optimizer in enumerate(self.optimizers.values()):
-            optimizer.move(*self.moved[3 * index : 3 * index + 3])
+        """Move θ, once for all steps that were computed together."""
+        if self.moved is not None:
+            for index, optimizer in enumerate(self.optimizers.values()):
+                values, first, second = self.moved[3 * index : 3 * index + 3]
+                optimizer.move(values, first, second, self.steps)
         return True
 
 
 class CompiledStepper:
-    """The steps on batches of exactly ``rows`` single steps.
+    """The steps on batches of exactly ``rows`` single steps, in minibatches of equal size.
+
+    The first step of a pass runs the program for all of them. It ends after a step that the learner does not take: its KL is
+    too large, or a number is not finite. A trace reads θ before each step, so then the program runs once for each; that is the
+    same loop, so the bits are the same.
 
     optimizers  together they have all parameters of the policy
     rows        depends on the recipe alone, so that a resumed run uses the same engine
@@ -65,76 +91,110 @@ class CompiledStepper:
         self.names: Names = ([], [])
         require_programs()
 
-    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> Iterator[CompiledMinibatch]:
+    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> list[CompiledMinibatch]:
         """The rows in a new random order, in ``count`` parts."""
-        tensors = tensors_in(replace(batch, flat_index=None))
-        for rows in random_order(self.rows, context.state.generators["shuffle"]).chunk(count):
-            yield CompiledMinibatch(batch, tensors, rows)
+        order = random_order(self.rows, context.state.generators["shuffle"]).view(count, -1)
+        columns: list[list[float]] = [[context.clip_scale] * count, [context.beta] * count]
+        for optimizer in self.optimizers.values():
+            rate, start = optimizer.settings.learning_rate * context.rate_scale, float(optimizer.moments()[0]) + 1
+            columns.append([rate / (1 - BETAS[0] ** (start + index)) for index in range(count)])
+            columns.append([math.sqrt(1 - BETAS[1] ** (start + index)) for index in range(count)])
+        whole = CompiledPass(batch, tensors_in(replace(batch, flat_index=None)), order, torch.tensor(columns).T.contiguous())
+        return [CompiledMinibatch(whole, index) for index in range(count)]
 
     def prepare(self, minibatch: CompiledMinibatch, context: UpdateContext) -> CompiledStep:
-        """Run the program, compiling it on the first call.
+        """Run the program at the first minibatch, compiling it on the first call.
 
         Raises SurefootError if there is no C++ compiler, or the policy can't be traced.
         """
-        state, numbers = [], [context.clip_scale, context.beta]
-        for optimizer in self.optimizers.values():
-            step, *moments = optimizer.moments()
-            corrections = [1 - beta ** (float(step) + 1) for beta in BETAS]
-            numbers += [optimizer.settings.learning_rate * context.rate_scale / corrections[0], math.sqrt(corrections[1])]
-            state += [optimizer.values.detach(), *moments]
-        arguments = [*state, torch.tensor(numbers), minibatch.rows, *minibatch.tensors]
-        if self.program is None:
-            with context.state.timer.detail("compiling"):
-                self.program = self._program(replace(minibatch.batch, flat_index=None), arguments)
-        with context.state.timer.detail("program"):
-            *moved, row = self.program(arguments)
-        values = iter(row.tolist())
-        terms, metrics = by_name(values, *self.names)
-        smallest, largest, *norms = values
+        whole, index = minibatch
+        first = 0
         if context.recording is not None:
             self._record(minibatch, context)
+            self._run(whole, first := index, index + 1, context)
+        elif index == 0:
+            self._run(whole, 0, len(whole.order), context)
+        values = iter(whole.shown[index])
+        terms, metrics = by_name(values, *self.names)
+        smallest, largest, *norms = values
         return CompiledStep(
             terms=terms,
             metrics=metrics,
             ratios=(smallest, largest),
             norms=dict(zip(self.optimizers, norms, strict=True)),
             optimizers=self.optimizers,
-            moved=moved,
+            moved=whole.moved if index == whole.taken - 1 else None,
+            steps=whole.taken - first,
         )
+
+    def _run(self, whole: CompiledPass, begin: int, end: int, context: UpdateContext) -> None:
+        """Compute the steps of minibatches begin … end − 1 from the present θ."""
+        arguments: list[Tensor] = []
+        for optimizer in self.optimizers.values():
+            arguments += [optimizer.values.detach(), *optimizer.moments()[1:]]
+        arguments += [torch.tensor([begin]), torch.tensor([end]), whole.numbers, whole.order, *whole.tensors]
+        if self.program is None:
+            with context.state.timer.detail("compiling"):
+                self.program = self._program(replace(whole.batch, flat_index=None), arguments)
+        with context.state.timer.detail("program"):
+            taken, shown, *whole.moved = self.program(arguments)
+        whole.taken, whole.shown = int(taken), shown.tolist()
 
     @torch.no_grad()
     def _record(self, minibatch: CompiledMinibatch, context: UpdateContext) -> None:
         """Evaluate the minibatch once more for a trace, because the program does not return what its loss reads."""
         assert context.recording is not None
-        part: Batch = select_rows(minibatch.batch, minibatch.rows)
+        whole, index = minibatch
+        part: Batch = select_rows(whole.batch, whole.order[index])
         if self.objective.normalise_advantages == "minibatch":
             part = context.normalised(part)
         context.recording.visit(part, self.policy(part.inputs, part.actions), context.state.updates)
 
     def _program(self, batch: Batch, arguments: list[Tensor]) -> Program:
         optimizers = list(self.optimizers.values())
-        start = 3 * len(optimizers)  # the arguments before it are parameters and moments
+        count = 3 * len(optimizers)  # of tensors of parameters and moments
 
-        def update(*tensors: Tensor) -> tuple[Tensor, ...]:
-            numbers, rows = tensors[start].unbind(), tensors[start + 1]
-            selected = iter([x.index_select(0, rows) for x in tensors[start + 2 :]])
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            state, (begin, end, numbers, order), columns = tensors[:count], tensors[count : count + 4], tensors[count + 4 :]
+            shown = numbers.new_zeros(len(order), sum(map(len, self.names)) + 2 + len(optimizers))
+            taken, _, *rest = loop(unfinished, step, (begin, end, shown, *state), (numbers, order, *columns))
+            return (taken, *rest)
+
+        def unfinished(taken: Tensor, end: Tensor, *others: Tensor) -> Tensor:
+            return (taken < end).view(())
+
+        def step(taken: Tensor, end: Tensor, shown: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            state, (numbers, order), columns = others[:count], others[count : count + 2], others[count + 2 :]
+            clip_scale, beta, *of_adam = numbers.index_select(0, taken).view(-1).unbind()
+            rows = order.index_select(0, taken).view(-1)
+            selected = iter([x.index_select(0, rows) for x in columns])
             minibatch: Batch = map_tensors(lambda _: next(selected), batch)
             if self.objective.normalise_advantages == "minibatch":
                 minibatch = normalised(minibatch)
             denominator = global_count(minibatch, self.objective.aggregation)
-            loss_of = loss_function(self.policy, self.objective, optimizers, minibatch, (denominator, numbers[0], numbers[1]))
-            gradients, shown = grad(loss_of, has_aux=True)(list(tensors[:start:3]))
+            loss_of = loss_function(self.policy, self.objective, optimizers, minibatch, (denominator, clip_scale, beta))
+            gradients, shown_now = grad(loss_of, has_aux=True)(list(state[::3]))
             norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-            moved: list[Tensor] = []
+            accepted, moved = self._accepted(shown_now, norms), []
             for index, optimizer in enumerate(optimizers):
-                values, first, second = tensors[3 * index : 3 * index + 3]
-                step_size, correction = numbers[2 + 2 * index :][:2]
-                settings = optimizer.settings
-                moved += adam(values, first, second, gradients[index], norms[index], step_size, correction, settings)
-            return (*moved, torch.stack([*shown, *norms]))
+                values, first, second = before = state[3 * index : 3 * index + 3]
+                rate, correction = of_adam[2 * index : 2 * index + 2]
+                after = adam(values, first, second, gradients[index], norms[index], rate, correction, optimizer.settings)
+                moved += [torch.where(accepted, new, old) for new, old in zip(after, before, strict=True)]
+            shown = shown.index_copy(0, taken, torch.stack([*shown_now, *norms]).unsqueeze(0))
+            return (taken + accepted, torch.where(accepted, end, taken), shown, *moved)
 
         self.names = names_of_terms(self.policy, self.objective, batch)
-        return program_of("the update", update, arguments, decided_by(self.policy, self.objective, optimizers, batch))
+        return program_of("the update", run, arguments, decided_by(self.policy, self.objective, optimizers, batch), FAST)
+
+    def _accepted(self, values: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
+        """Whether the learner takes a step: its terms and norms are finite, and its KL is not too large.   [1]"""
+        terms, metrics = self.names
+        accepted = torch.stack([*values[: len(terms)], *norms]).isfinite().all()
+        limit, kl = self.objective.largest_kl, self.objective.kl_metric
+        if limit is not None and kl in metrics:
+            accepted = accepted & ~(values[len(terms) + metrics.index(kl)].double() > limit)
+        return accepted.unsqueeze(0)
 
 
 class CompiledGradients:

@@ -1,7 +1,8 @@
 """Compiled programs of traceable functions of tensors, kept in the user's cache.
 
-A function is traced (``make_fx``), exported and compiled (AOTInductor). The first run of a function compiles it for some
-seconds. Later runs load the library at once, and don't trace the function either if they know all that decides its graph.
+A function is traced (``make_fx``), exported and compiled (AOTInductor); it may contain a ``loop``. The first run of a function
+compiles it for some seconds. Later runs load the library at once, and don't trace the function either if they know all that
+decides its graph.
 """
 
 import hashlib
@@ -20,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from surefoot.errors import SurefootError
 
@@ -89,6 +91,44 @@ def program_of(
     return _load(library)
 
 
+def loop(
+    unfinished: Callable[..., Tensor],
+    step: Callable[..., tuple[Tensor, ...]],
+    carried: Sequence[Tensor],
+    others: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Replace the carried tensors by those of ``step`` while they are ``unfinished``, in a function for ``program_of``.
+
+    Both take ``*carried, *others``. ``unfinished`` returns a bool []; ``step`` returns new tensors of the same shapes. Other
+    tensors that they read are constants of the program.
+    """
+    from torch._higher_order_ops.while_loop import while_loop_op
+
+    with disable_proxy_modes_tracing():
+        body = make_fx(functionalize(step))(*carried, *others)
+    for node in body.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
+        node.replace_all_uses_with(node.args[0])  # a copy of a constant, which nothing changes any more
+    body.graph.eliminate_dead_code()
+    # The compiler rejects constants in the body of a loop, so they become arguments of it.
+    constants: list[Tensor] = []
+    last = body.graph.find_nodes(op="placeholder")[-1]
+    for node in body.graph.find_nodes(op="get_attr"):
+        with body.graph.inserting_after(last):
+            last = body.graph.placeholder(f"constant_{len(constants)}")
+        node.replace_all_uses_with(last)
+        constants.append(getattr(body, str(node.target)))
+        body.graph.erase_node(node)
+    body.recompile()
+    count = len(carried) + len(others)
+    result: tuple[Tensor, ...] = while_loop_op(
+        lambda *tensors: unfinished(*tensors[:count]),
+        body,
+        tuple(carried),  # type: ignore[arg-type]
+        (*others, *constants),
+    )
+    return result
+
+
 def structure(module: nn.Module, constants: bool) -> list[Any] | None:
     """All that decides the graph of a module's computation, for ``program_of``; None if it has code of others.
 
@@ -137,9 +177,12 @@ def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library:
 
 def _fingerprint(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> str:
     """A hash of all that the library depends on: program, constants, shapes, and the machine."""
-    held = [*traced.named_parameters(), *traced.named_buffers()]  # frozen tensors, and constants made while tracing
-    constants = [*sorted(held), *sorted((name, x) for name, x in vars(traced).items() if isinstance(x, Tensor))]
-    return _hash(traced.code, [part for constant in constants for part in constant], _shapes(arguments))
+    parts: list[Any] = []
+    for name, graph in traced.named_modules():  # the bodies of loops are modules inside
+        held = [*graph.named_parameters(recurse=False), *graph.named_buffers(recurse=False)]  # constants: what is frozen,
+        held += [(key, x) for key, x in vars(graph).items() if isinstance(x, Tensor)]  # or was made while tracing
+        parts += [name, getattr(graph, "code", ""), *(part for constant in sorted(held) for part in constant)]
+    return _hash(parts, _shapes(arguments))
 
 
 def _shapes(arguments: Sequence[Tensor]) -> list[Any]:
