@@ -485,6 +485,7 @@ class SftArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]
@@ -513,6 +514,7 @@ class RewardArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]
@@ -543,6 +545,7 @@ class DpoArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]
@@ -573,6 +576,7 @@ class LanguageArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]
@@ -622,6 +626,7 @@ class Arguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]

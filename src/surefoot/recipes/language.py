@@ -511,6 +511,9 @@ class ModelRecipe(Recipe):
     heads of critics and reward models are float32 in any case"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
+    padding_free: bool = False
+    """read the rows of a pass end to end instead of padding them to the longest: less time and memory if lengths differ.
+    Models with recurrent layers, or attention other than sdpa, are padded, and the run prints why"""
     sharding: Literal["full", "hybrid"] | None = None
     """how several ranks hold models. none: each has all weights; full: each has a part of every weight, gradient and
     moment (FSDP2); hybrid: parts among the ranks of a machine, copies on the other machines. No effect in a single process"""
