@@ -5,9 +5,9 @@
 SFT and DPO of a 1.9 M-parameter Llama on rows of 20 to 400 tokens, 32 rows an update, with one thread. "padded" pads to the
 longest row of the batch, "sorted" to the longest of a micro-batch of at most 4,096 tokens in rows of similar length.
 "end to end" is ``padding_free = true``, and "one mask" the same with the mask of all tokens by all tokens that
-``transformers`` makes. Each runs in a process of its own, ``--rounds`` times by turns: an update to warm up, then ``--updates``
-that are timed, in CPU time. Memory is the peak of the process above what it had before the first update. The loss is that of
-the last update.
+``transformers`` makes. "compiled" is with ``engine = "compiled"``, whose programs are made in the update that warms up. Each
+runs in a process of its own, ``--rounds`` times by turns: an update to warm up, then ``--updates`` that are timed, in CPU time.
+Memory is the peak of the process above what it had before the first update. The loss is that of the last update.
 """
 
 import argparse
@@ -29,6 +29,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "end to end": {"padding_free": True},
     "end to end, micro-batches": {"padding_free": True, "optimizer": {"micro_batch_tokens": 4096}},
     "one mask": {"padding_free": True},
+    "padded, compiled": {"engine": "compiled"},
+    "end to end, compiled": {"engine": "compiled", "padding_free": True},
 }
 LENGTHS = (20, 400)
 BATCH = 32

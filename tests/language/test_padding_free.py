@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from ranked import on_ranks
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
 import surefoot  # noqa: E402
+from surefoot.core.ranks import join_ranks  # noqa: E402
 from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.language.data.tokens import right_padded  # noqa: E402
 from surefoot.language.memory.check import guaranteed_length  # noqa: E402
@@ -344,3 +346,26 @@ def test_a_long_row_alone_does_not_reject_a_run_without_padding() -> None:
     """With padding every row of its batch is as long in memory."""
     assert guaranteed_length([1, 2, 9], read=3) == 9
     assert guaranteed_length([1, 2, 9], read=3, padding_free=True) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_sharded_ranks_learn_without_padding_as_one_process_with_it(
+    name: str, files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from .test_sharded import trained
+
+    def recipe(**changes: Any) -> Any:
+        return make_recipe({"kind": RUNS[name], **settings(name, files, folders["llama"], mixing={}, **changes)})
+
+    def body(rank: int) -> Any:
+        join_ranks()
+        return trained(recipe(sharding="full", optimizer={"learning_rate": 1e-4, "micro_batch": 3}))
+
+    ranks = on_ranks(2, body, tmp_path / "results")
+    assert all(isinstance(rank, dict) for rank in ranks), ranks
+    wanted = trained(recipe(padding_free=False))["metrics"][0]
+    for rank in ranks:
+        first = rank["metrics"][0]
+        keys = ["policy_loss", "gradient_norm_policy"] if name == "sft" else ["value_loss", "gradient_norm_policy"]
+        assert [first[key] for key in keys] == pytest.approx([wanted[key] for key in keys], rel=1e-3)

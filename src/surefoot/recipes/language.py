@@ -568,10 +568,23 @@ class ModelRecipe(Recipe):
         known = {name: older(table[name]) for name, older in saved.items() if isinstance(table.get(name), Mapping)}
         return {**table, **known}
 
+    def _check_compiled(self) -> None:
+        """Raise SurefootError if the blocks of these models can't be compiled."""
+        obstacles = {
+            "reward models": self.kind == "reward",
+            "adapters": self.adapter is not None,
+            "sharded models": self.sharding is not None,
+            "gradient_checkpointing = true, which computes layers again": self.gradient_checkpointing,
+            "the load-balancing loss of experts": self.objective.router_coefficient > 0,
+        }
+        for what, holds in obstacles.items():
+            if holds:
+                raise SurefootError(f"engine='compiled': is not for {what}; set engine = 'eager'")
+
     @pydantic.model_validator(mode="after")
     def _check_model(self) -> "ModelRecipe":
         if self.engine == "compiled":
-            raise SurefootError("engine='compiled': is for control; set engine = 'eager'")
+            self._check_compiled()
         if self.sharding is None:
             if self.offload is True:
                 raise SurefootError(

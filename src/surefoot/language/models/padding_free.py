@@ -141,18 +141,22 @@ def extend_attention() -> None:
 
 
 def _by_row(attention: Callable[..., Any]) -> Callable[..., Any]:
+    # Lengths differ from pass to pass, so they are not part of a compiled block.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def each_row(module: torch.nn.Module, *states: Tensor, mask: RowMask, **options: Any) -> Tensor:
+        of_rows = [torch.split_with_sizes(x, mask.lengths, dim=2) for x in states]
+        rows = zip(mask.lengths, *of_rows, strict=True)
+        return torch.cat([attention(module, *row, mask.of(length), **options)[0] for length, *row in rows], dim=1)
+
     def attend(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         """The attention of one layer.   each [B, heads, L, width] -> [B, L, heads, width]"""
-        if not isinstance(attention_mask, RowMask):
-            output: tuple[Tensor, None] = attention(module, query, key, value, attention_mask, **options)
-            return output
-        lengths = attention_mask.lengths
-        of_rows = [torch.split_with_sizes(x, lengths, dim=2) for x in (query, key, value)]
-        rows = zip(lengths, *of_rows, strict=True)
-        parts = [attention(module, *row, attention_mask.of(length), **options)[0] for length, *row in rows]
-        return torch.cat(parts, dim=1), None
+        if isinstance(attention_mask, RowMask):
+            rows: Tensor = each_row(module, query, key, value, mask=attention_mask, **options)
+            return rows, None
+        output: tuple[Tensor, None] = attention(module, query, key, value, attention_mask, **options)
+        return output
 
     return attend
 

@@ -136,6 +136,8 @@ class LanguagePolicy(Policy):
         self.padding_free = padding_free and self.padding_reason is None
         self.valued = True
         """whether passes compute values"""
+        self.before_first_pass: Callable[[LanguagePolicy], None] | None = None
+        """is called once, with the policy in its place"""
         if checkpointing:
             for part in (self.model, self.critic):
                 checkpoint_layers(part)
@@ -146,6 +148,9 @@ class LanguagePolicy(Policy):
 
         ``values[t]`` is V of the prompt and ``response[:t]``. Raises SurefootError if a prompt has no token.
         """
+        if self.before_first_pass is not None:
+            ready, self.before_first_pass = self.before_first_pass, None
+            ready(self)
         mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
         batch = pack_batch(inputs, actions, mask, self.pad_id)
         read = self._reading(batch)
@@ -412,9 +417,12 @@ class Readout:
         self.model.eval()
         if looks_ahead(self.model):
             raise SurefootError(f"model={type(self.model).__name__}: {NOT_CAUSAL}; use a causal language model")
-        outputs = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        self.width, self.vocabulary = outputs.hidden_states[-1].shape[-1], outputs.logits.shape[-1]
-        self.plain = self._is_plain(ids, outputs.logits)
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        self.vocabulary, self.plain = logits.shape[-1], self._is_plain(ids, logits)
+        if self.plain:  # hidden states of every layer are recorded by hooks, which stay
+            self.width = self._trunk(ids).shape[-1]
+        else:
+            self.width = self.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states[-1].shape[-1]
         self.model.train(training)
 
     def _is_plain(self, ids: Tensor, logits: Tensor) -> bool:

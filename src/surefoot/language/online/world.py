@@ -51,6 +51,7 @@ from surefoot.language.rewards.scores import Reward, mean_of
 from surefoot.language.rewards.terms import FunctionReward, NoReward, function_rewards, load_reward, parts_of
 from surefoot.language.sampling.choose_engine import make_engine
 from surefoot.language.sampling.vllm import VllmServer
+from surefoot.language.speed.blocks import compile_blocks
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.recipes.callables import GOLD, Functions, find_function
 from surefoot.recipes.language import LanguageRecipe, Role
@@ -114,6 +115,8 @@ class LanguageWorld:
         self.model_summary.append(f"sampling: engine {self.engine.name} ({self.engine.reason})")
         self.collector = LanguageCollector(recipe, *roles, self.prompts, self.tokens, self.engine, self.environments)
         self.auxiliary_loss = self._sft_loss()
+        if recipe.engine == "compiled":
+            compile_blocks(self.policy, None if self.reference is None else self.reference.policy)
 
     def _place(self) -> None:
         """Move the policy to its device, then the frozen models; sharded ones part by part."""

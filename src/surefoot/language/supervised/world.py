@@ -41,6 +41,7 @@ from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.precision import place
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.models.sharding import shard_role, sharding_of
+from surefoot.language.speed.blocks import compile_blocks
 from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
 from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
 from surefoot.language.supervised.preferences import (
@@ -158,6 +159,8 @@ class SupervisedWorld:
             self.result = LanguageModel(model, self.tokens, recipe)
             self.policy = self._language_policy(model)
         self.model_summary += padding_notes(recipe, self.policy.padding_reason)
+        if isinstance(self.policy, LanguagePolicy) and recipe.engine == "compiled":
+            compile_blocks(self.policy)
         self.reference: ReferenceLogProbs | None = None
         self.frozen_model: Reference | None = None
         weights = complete = None
