@@ -486,6 +486,7 @@ class SftArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]
@@ -514,6 +515,7 @@ class RewardArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]
@@ -544,6 +546,7 @@ class DpoArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]
@@ -574,6 +577,7 @@ class LanguageArguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]
@@ -623,6 +627,7 @@ class Arguments(TypedDict, total=False):
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
     gradient_checkpointing: bool
+    padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
     offload: bool | Sequence[Literal["reference", "reward"]]

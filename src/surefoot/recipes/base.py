@@ -155,8 +155,9 @@ class Recipe(Section):
     tf32: bool = False
     """let NVIDIA GPUs multiply float32 matrices in TF32, with 10 bits of mantissa: faster; no effect elsewhere"""
     engine: Literal["eager", "compiled", "auto"] = "eager"
-    """compiled: compile updates and acting, in up to a minute; they run faster then. Needs a C++ compiler. auto: compiled if
-    the run is long enough to win that time back"""
+    """compiled: compile updates and acting, in up to a minute; they run faster then. Of language models the blocks of the
+    trained model and its reference, in minutes. Needs a C++ compiler. auto: compiled if a run of control is long enough to win
+    that time back"""
     objective: Objective
     optimizer: OptimizerSettings = OptimizerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -514,6 +514,9 @@ class ModelRecipe(Recipe):
     heads of critics and reward models are float32 in any case"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
+    padding_free: bool = False
+    """read the rows of a pass end to end instead of padding them to the longest: less time and memory if lengths differ.
+    Models with recurrent layers, or attention other than sdpa, are padded, and the run prints why"""
     sharding: Literal["full", "hybrid"] | None = None
     """how several ranks hold models. none: each has all weights; full: each has a part of every weight, gradient and
     moment (FSDP2); hybrid: parts among the ranks of a machine, copies on the other machines. No effect in a single process"""
@@ -580,10 +583,23 @@ class ModelRecipe(Recipe):
         known = {name: older(table[name]) for name, older in saved.items() if isinstance(table.get(name), Mapping)}
         return {**table, **known}
 
+    def _check_compiled(self) -> None:
+        """Raise SurefootError if the blocks of these models can't be compiled."""
+        obstacles = {
+            "reward models": self.kind == "reward",
+            "adapters": self.adapter is not None,
+            "sharded models": self.sharding is not None,
+            "gradient_checkpointing = true, which computes layers again": self.gradient_checkpointing,
+            "the load-balancing loss of experts": self.objective.router_coefficient > 0,
+        }
+        for what, holds in obstacles.items():
+            if holds:
+                raise SurefootError(f"engine='compiled': is not for {what}; set engine = 'eager'")
+
     @pydantic.model_validator(mode="after")
     def _check_model(self) -> "ModelRecipe":
         if self.engine == "compiled":
-            raise SurefootError("engine='compiled': is for control; set engine = 'eager'")
+            self._check_compiled()
         if self.sharding is None:
             if self.offload is True:
                 raise SurefootError(

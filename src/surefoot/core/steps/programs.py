@@ -44,6 +44,11 @@ def announced(announce: Callable[[str], None]) -> Iterator[None]:
         _announce.reset(token)
 
 
+def announce(line: str) -> None:
+    """Show a line before or after a compilation."""
+    _announce.get()(line)
+
+
 def program_of(
     name: str,
     function: Callable[..., tuple[Tensor, ...]],
@@ -81,9 +86,9 @@ def program_of(
     library = cache_folder() / f"{_fingerprint(traced, arguments)}.pt2"
     if not library.exists():
         start = time.perf_counter()
-        _announce.get()(f"engine: compiling {name}, once for this shape; this may take a minute …")
+        announce(f"engine: compiling {name}, once for this shape; this may take a minute …")
         _compile(traced, arguments, library)
-        _announce.get()(f"engine: compiled {name} in {time.perf_counter() - start:.0f} s; later runs load it from the cache")
+        announce(f"engine: compiled {name} in {time.perf_counter() - start:.0f} s; later runs load it from the cache")
     if known is not None:
         new = known.with_suffix(f".{os.getpid()}")
         new.write_text(library.name)

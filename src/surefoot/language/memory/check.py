@@ -313,9 +313,11 @@ def _reward_adapter(recipe: ModelRecipe, name: str) -> AdapterSettings | None:
         return AdapterSettings(rank=config["r"], alpha=config["lora_alpha"], targets=targets)
 
 
-def guaranteed_length(lengths: Sequence[int], read: int) -> int:
-    """Length of the longest row if all are read; else the mean length, which some row that is read reaches."""
-    return max(lengths) if read >= len(lengths) else sum(lengths) // len(lengths)
+def guaranteed_length(lengths: Sequence[int], read: int, padding_free: bool = False) -> int:
+    """Length of the longest row if all are read; else the mean length, which some row that is read reaches. Without padding
+    always the mean, since a row makes no other one longer.
+    """
+    return max(lengths) if read >= len(lengths) and not padding_free else sum(lengths) // len(lengths)
 
 
 def running_peak(estimated: Estimate) -> int:

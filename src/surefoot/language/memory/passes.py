@@ -30,6 +30,7 @@ from surefoot.language import quiet_transformers
 from surefoot.language.data.tokens import positions
 from surefoot.language.memory.counts import counted_once
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
+from surefoot.language.models.padding_free import Reading
 from surefoot.language.models.policy import Critic, Readout, ValueHead, checkpoint_layers, computing
 from surefoot.language.sampling import inverse_cdf, log_softmax
 from surefoot.language.sampling.fast_decode import PACKED_LIMIT, FastDecoder, PackedModel, pack_model
@@ -466,7 +467,7 @@ def _policy_pass(
             ids = torch.zeros(shape.rows, shape.width, dtype=torch.long)
             live, kept = tracker.live, {}
             with computing(held, s.checkpointing, s.bf16):
-                hidden, states = readout.states(ids, rows, columns)
+                hidden, states = readout.states(Reading(ids, real=ids), rows, columns)  # which are real is not read
                 kept["policy"] = tracker.live - live
                 likelihood = chunked_likelihood(
                     states, batch.actions.flatten()[:count], readout.head, s.temperature, s.chunk or max(1, count)

@@ -23,6 +23,7 @@ from surefoot.language import quiet_transformers
 from surefoot.language.data.batches import PackedBatch, pack_batch, row_lengths
 from surefoot.language.models.adapters import CHECKPOINT_CONTEXTS, SharedBase
 from surefoot.language.models.loading import NOT_CAUSAL, logits_close, looks_ahead
+from surefoot.language.models.padding_free import Reading, end_to_end, padded, reason_for_padding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,9 +85,9 @@ class Critic(nn.Module):
             own.bias.copy_(((0.0 if head.bias is None else head.bias) - mean) / std)
         return cls(trunk, own)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """V after every token.   [B, L] -> [B, L]"""
-        values: Tensor = self.head(self.trunk(input_ids=ids, use_cache=False).last_hidden_state)
+    def forward(self, ids: Tensor, **options: Tensor) -> Tensor:
+        """V after every token; ``options`` are further inputs of the trunk.   [B, L] -> [B, L]"""
+        values: Tensor = self.head(self.trunk(input_ids=ids, use_cache=False, **options).last_hidden_state)
         return values
 
 
@@ -102,6 +103,7 @@ class LanguagePolicy(Policy):
     checkpointing  recompute every layer in the backward pass instead of keeping its activations
     bf16           multiply in bfloat16 (autocast); weights, log-probabilities and values stay as they are
     balanced       compute the load-balancing loss of a mixture's routers when gradients are on
+    padding_free   read rows end to end instead of padded, unless the model can't; ``padding_reason`` is then why
 
     Dropout is always off, also in training. ``inputs`` are {"prompt" [B, P], "prompt_mask" [B, P]}.
     """
@@ -116,6 +118,7 @@ class LanguagePolicy(Policy):
         checkpointing: bool = False,
         bf16: bool = False,
         balanced: bool = False,
+        padding_free: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -129,8 +132,12 @@ class LanguagePolicy(Policy):
         width = max(4, next(model.parameters()).element_size())  # of logits, which are float32 at least
         self.chunk = chunk or max(1, CHUNK // (width * self.readout.vocabulary))
         self.checkpointing = checkpointing
+        self.padding_reason = self._reason_for_padding() if padding_free else None
+        self.padding_free = padding_free and self.padding_reason is None
         self.valued = True
         """whether passes compute values"""
+        self.before_first_pass: Callable[[LanguagePolicy], None] | None = None
+        """is called once, with the policy in its place"""
         if checkpointing:
             for part in (self.model, self.critic):
                 checkpoint_layers(part)
@@ -141,16 +148,20 @@ class LanguagePolicy(Policy):
 
         ``values[t]`` is V of the prompt and ``response[:t]``. Raises SurefootError if a prompt has no token.
         """
+        if self.before_first_pass is not None:
+            ready, self.before_first_pass = self.before_first_pass, None
+            ready(self)
         mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
         batch = pack_batch(inputs, actions, mask, self.pad_id)
-        with computing(self, self.checkpointing, self.bf16):
+        read = self._reading(batch)
+        with computing(self, self.checkpointing, self.bf16), read.laid_out():
             with self._recording() as router_logits:
-                hidden, states = self.readout.states(batch.ids, batch.rows, batch.before)
+                hidden, states = self.readout.states(read, batch.rows, batch.before)
             head = self.readout.linear or self.readout.head
             likelihood = chunked_likelihood(states, actions[batch.rows, batch.steps], head, self.temperature, self.chunk)
-            values = self._values(batch, hidden, batch.rows, batch.before) if self.valued else None
+            values = self._values(batch, read, hidden, batch.rows, batch.before) if self.valued else None
         log_probs, entropy = (_scatter(x, batch, mask) for x in likelihood)
-        router_loss = self.routers.loss(router_logits, batch.real) if self.routers is not None and router_logits else None
+        router_loss = self.routers.loss(router_logits, read.real) if self.routers is not None and router_logits else None
         return Evaluation(
             log_probs, entropy, None if values is None else _scatter(values, batch, mask), router_loss=router_loss
         )
@@ -180,9 +191,10 @@ class LanguagePolicy(Policy):
                 batch = pack_batch(
                     inputs, actions, torch.ones_like(actions, dtype=torch.bool) if mask is None else mask, self.pad_id
                 )
-                with self.routers.recording() as router_logits:
-                    self.model.base_model(input_ids=batch.ids, use_cache=False)
-                loads.append(self.routers.load(router_logits, batch.real))
+                read = self._reading(batch)
+                with self.routers.recording() as router_logits, read.laid_out():
+                    self.model.base_model(input_ids=read.ids, use_cache=False, **read.options)
+                loads.append(self.routers.load(router_logits, read.real))
         self.routers.count(loads)
 
     def _recording(self) -> AbstractContextManager[list[Tensor]]:
@@ -192,10 +204,10 @@ class LanguagePolicy(Policy):
     def values_after(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
         """V after the last token of each row: the expected return of a truncated response; zeros without a critic.   [B]"""
         batch = pack_batch(inputs, actions, mask, self.pad_id)
-        rows = torch.arange(len(actions), device=actions.device)
-        with computing(self, self.checkpointing, self.bf16):
-            hidden = None if self.value_head is None else self.readout.states(batch.ids, rows, batch.last)[0]
-            values = self._values(batch, hidden, rows, batch.last)
+        rows, read = torch.arange(len(actions), device=actions.device), self._reading(batch)
+        with computing(self, self.checkpointing, self.bf16), read.laid_out():
+            hidden = None if self.value_head is None else self.readout.states(read, rows, batch.last)[0]
+            values = self._values(batch, read, hidden, rows, batch.last)
         return torch.zeros(len(actions), device=actions.device) if values is None else values
 
     def costs(self, inputs: Inputs, mask: Tensor) -> Tensor:
@@ -211,11 +223,23 @@ class LanguagePolicy(Policy):
         """Stay in evaluation mode: dropout would make π_θ differ from π_old before the first step."""
         return super().train(False)
 
-    def _values(self, batch: PackedBatch, hidden: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
+    def _reason_for_padding(self) -> str | None:
+        """Why the rows can't be read end to end by the policy's trunk or by that of its critic."""
+        trunks = [self.model.base_model, *([self.critic.trunk] if isinstance(self.critic, Critic) else [])]
+        return next((reason for reason in map(reason_for_padding, trunks) if reason is not None), None)
+
+    def _reading(self, batch: PackedBatch) -> Reading:
+        return (end_to_end if self.padding_free else padded)(batch.ids, batch.real)
+
+    def _values(self, batch: PackedBatch, read: Reading, hidden: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
         """V after the tokens at (row, column); None without a critic.   [K]"""
-        if self.critic is not None:
-            values: Tensor = self.critic(batch.ids)[rows, columns]
+        if isinstance(self.critic, Critic):
+            values: Tensor = self.critic(read.ids, **read.options)[read.at(rows, columns)]
             return values
+        if self.critic is not None:  # of the user: it reads ids alone
+            with padded(batch.ids, batch.real).laid_out():
+                of_all: Tensor = self.critic(batch.ids)
+            return of_all[rows, columns]
         return None if self.value_head is None or hidden is None else self.value_head(hidden)
 
 
@@ -236,7 +260,8 @@ class ReferencePolicy(nn.Module):
         else:
             model = copy.deepcopy(policy.model).requires_grad_(False)
             model.zero_grad(set_to_none=True)  # an optimizer may keep gradients, which are copied too
-        self.policy = LanguagePolicy(model, None, policy.pad_id, policy.temperature, policy.chunk, bf16=policy.bf16)
+        options = {"bf16": policy.bf16, "padding_free": policy.padding_free}
+        self.policy = LanguagePolicy(model, None, policy.pad_id, policy.temperature, policy.chunk, **options)
 
     @torch.no_grad()
     def log_probs(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
@@ -343,16 +368,17 @@ class Readout:
             with quiet_transformers():  # the test may use the pad token, of which some models warn
                 self._test()
 
-    def states(self, ids: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def states(self, read: Reading, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """After the tokens at (row, column): hidden states [K, width], and the input of ``head`` [K, …].
 
-        ids [B, L] long; padding follows the real tokens, so no attention mask is needed.
+        Padding follows the real tokens, so no attention mask is needed.
         """
+        places = read.at(rows, columns)
         if self.plain:
-            hidden = self._trunk(ids)[rows, columns]
+            hidden = self._trunk(read.ids, **read.options)[places]
             return hidden, hidden
-        outputs = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        return outputs.hidden_states[-1][rows, columns], outputs.logits[rows, columns]
+        outputs = self.model(input_ids=read.ids, use_cache=False, output_hidden_states=True, **read.options)
+        return outputs.hidden_states[-1][places], outputs.logits[places]
 
     @property
     def linear(self) -> nn.Linear | None:
@@ -365,8 +391,8 @@ class Readout:
         """Logits of the next token.   [K, …] -> [K, vocabulary]"""
         return self._logits(states) if self.plain else states
 
-    def _trunk(self, ids: Tensor) -> Tensor:
-        hidden: Tensor = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    def _trunk(self, ids: Tensor, **options: Tensor) -> Tensor:
+        hidden: Tensor = self.model.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -391,9 +417,12 @@ class Readout:
         self.model.eval()
         if looks_ahead(self.model):
             raise SurefootError(f"model={type(self.model).__name__}: {NOT_CAUSAL}; use a causal language model")
-        outputs = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        self.width, self.vocabulary = outputs.hidden_states[-1].shape[-1], outputs.logits.shape[-1]
-        self.plain = self._is_plain(ids, outputs.logits)
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        self.vocabulary, self.plain = logits.shape[-1], self._is_plain(ids, logits)
+        if self.plain:  # hidden states of every layer are recorded by hooks, which stay
+            self.width = self._trunk(ids).shape[-1]
+        else:
+            self.width = self.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states[-1].shape[-1]
         self.model.train(training)
 
     def _is_plain(self, ids: Tensor, logits: Tensor) -> bool:

@@ -50,6 +50,7 @@ from surefoot.language.models.loading import (
     write_weights,
 )
 from surefoot.language.models.loading import pocket as pocket
+from surefoot.language.models.padding_free import Reading, end_to_end, padded
 from surefoot.recipes.language import ModelRecipe
 from surefoot.runs.checkpoint import non_finite_numbers
 
@@ -74,6 +75,8 @@ class RewardModel(nn.Module):
     """the recipe that it was trained by; None for a model from elsewhere"""
     of_steps: bool = False
     """whether it was trained on labels of steps, and is written as a token classifier"""
+    padding_free: bool = False
+    """whether it reads texts end to end; only for backbones without ``reason_for_padding``"""
 
     def __init__(
         self,
@@ -123,7 +126,11 @@ class RewardModel(nn.Module):
 
     def prefix_scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The head's output after every prefix, for use as a critic; undefined outside the mask.   [B, L], [B, L] -> [B, L]"""
-        return self._score(self._hidden(ids, mask))
+        read = self._reading(ids, mask)
+        scores = self._score(self._hidden(read, mask))
+        if read.place is None:
+            return scores
+        return scores.new_zeros(mask.shape).masked_scatter(mask.bool(), scores)
 
     @torch.no_grad()
     def standardise(self, raw: Tensor) -> None:
@@ -192,12 +199,19 @@ class RewardModel(nn.Module):
         """The hidden state of the last real token.   [B, L], [B, L] -> [B, width]"""
         real = mask.bool() if self.pad_id is None else mask.bool() & (ids != self.pad_id)
         last = (torch.arange(ids.shape[1], device=ids.device) * real).argmax(-1)
-        return self._hidden(ids, mask)[torch.arange(len(ids), device=ids.device), last]
+        read = self._reading(ids, mask)
+        return self._hidden(read, mask)[read.at(torch.arange(len(ids), device=ids.device), last)]
 
-    def _hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
-        extra = {"position_ids": positions(mask)} if self._takes_positions else {}
-        output = self.backbone(input_ids=ids, attention_mask=mask.long(), use_cache=False, **extra)
-        hidden: Tensor = output.last_hidden_state
+    def _reading(self, ids: Tensor, mask: Tensor) -> Reading:
+        return (end_to_end if self.padding_free else padded)(ids, mask.bool())
+
+    def _hidden(self, read: Reading, mask: Tensor) -> Tensor:
+        extra: dict[str, Tensor] = read.options
+        if read.place is None:  # padding may come first
+            extra = {"attention_mask": mask.long()}
+            extra |= {"position_ids": positions(mask)} if self._takes_positions else {}
+        with read.laid_out():
+            hidden: Tensor = self.backbone(input_ids=read.ids, use_cache=False, **extra).last_hidden_state
         return hidden
 
 

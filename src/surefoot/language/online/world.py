@@ -38,6 +38,7 @@ from surefoot.language.models.language_model import (
     save_result,
 )
 from surefoot.language.models.loading import context_length, load_model
+from surefoot.language.models.padding_free import padding_notes
 from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_micro_batches
 from surefoot.language.models.precision import place
 from surefoot.language.models.quantised import parameter_count
@@ -51,6 +52,7 @@ from surefoot.language.rewards.scores import Reward, mean_of
 from surefoot.language.rewards.terms import FunctionReward, NoReward, function_rewards, load_reward, parts_of
 from surefoot.language.sampling.choose_engine import make_engine
 from surefoot.language.sampling.vllm import VllmServer
+from surefoot.language.speed.blocks import compile_blocks
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.recipes.callables import GOLD, Functions, find_function
 from surefoot.recipes.language import LanguageRecipe, Role
@@ -105,13 +107,17 @@ class LanguageWorld:
             checkpointing=recipe.gradient_checkpointing,
             bf16=recipe.autocast,
             balanced=recipe.objective.router_coefficient > 0,
+            padding_free=recipe.padding_free,
         )
+        self.model_summary += padding_notes(recipe, self.policy.padding_reason)
         self._place()
         roles = (self.policy, self.reference, self.reward, self.gold)
         self.engine = make_engine(recipe, model, self.tokens, self.longest)
         self.model_summary.append(f"sampling: engine {self.engine.name} ({self.engine.reason})")
         self.collector = LanguageCollector(recipe, *roles, self.prompts, self.tokens, self.engine, self.environments)
         self.auxiliary_loss = self._sft_loss()
+        if recipe.engine == "compiled":
+            compile_blocks(self.policy, None if self.reference is None else self.reference.policy)
 
     def _place(self) -> None:
         """Move the policy to its device, then the frozen models; sharded ones part by part."""
@@ -199,8 +205,9 @@ class LanguageWorld:
             self.longest = max(lengths) + recipe.sampling.max_tokens
         elif self.limit not in (None, sys.maxsize):
             self.longest = self.limit or self.longest
+        prompts_read = recipe.steps // recipe.sampling.samples
         self.warnings += self.memory.check(
-            prompt=max(1, guaranteed_length(lengths_of(self.prompts.ids), recipe.steps // recipe.sampling.samples)),
+            prompt=max(1, guaranteed_length(lengths_of(self.prompts.ids), prompts_read, recipe.padding_free)),
             response=1,
             most=recipe.max_response_tokens,
             evaluated=evaluated,
@@ -245,8 +252,9 @@ class LanguageWorld:
 
     def _supervised(self) -> LanguagePolicy:
         """The model as in SFT: at temperature 1, without a critic."""
-        checkpointing, bf16 = self.policy.checkpointing, self.policy.bf16
-        return LanguagePolicy(self.policy.model, None, self.tokens.pad_id, checkpointing=checkpointing, bf16=bf16)
+        own = self.policy
+        options = {"checkpointing": own.checkpointing, "bf16": own.bf16, "padding_free": own.padding_free}
+        return LanguagePolicy(own.model, None, self.tokens.pad_id, **options)
 
     def _critic(self, model: Any) -> Critic:
         start = self.recipe.critic.start
@@ -298,7 +306,8 @@ class LanguageWorld:
                 model_folder(name), trust_remote_code=recipe.trust_remote_code, as_stored=keeps_stored(recipe)
             )
         check_compatible("reference.model", name, (model, tokenizer), recipe, self.tokens, self.longest)
-        policy = LanguagePolicy(model, None, self.tokens.pad_id, recipe.sampling.temperature, bf16=recipe.autocast)
+        options = {"bf16": recipe.autocast, "padding_free": recipe.padding_free}
+        policy = LanguagePolicy(model, None, self.tokens.pad_id, recipe.sampling.temperature, **options)
         return ReferencePolicy(policy, model=None if self.sharding is None else model)
 
     def arithmetic(self) -> list[str]:

@@ -28,6 +28,7 @@ from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, right_padded
+from surefoot.language.models.padding_free import reason_for_padding
 from surefoot.language.models.policy import checkpoint_layers, computing, in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
@@ -50,8 +51,10 @@ class PairPolicy(Policy):
     {"answer" [B, L], "answer_mask" [B, L]}.
     """
 
-    def __init__(self, model: RewardModel, bf16: bool = False, checkpointing: bool = False) -> None:
+    def __init__(self, model: RewardModel, bf16: bool = False, checkpointing: bool = False, padding_free: bool = False) -> None:
         super().__init__()
+        self.padding_reason = reason_for_padding(model.backbone) if padding_free else None
+        model.padding_free = padding_free and self.padding_reason is None
         self.model, self.bf16, self.exact, self.checkpointing = model, bf16, not bf16, checkpointing
         if checkpointing:
             checkpoint_layers(model)

@@ -124,7 +124,8 @@ class Reference:
         return torch.cat([of_one for of_one in exchange(torch.cat(sums) if sums else None) if of_one is not None])
 
     def _policy(self, model: "PreTrainedModel") -> LanguagePolicy:
-        return LanguagePolicy(model, None, self.tokens.pad_id, bf16=self.recipe.autocast)
+        options = {"bf16": self.recipe.autocast, "padding_free": self.recipe.padding_free}
+        return LanguagePolicy(model, None, self.tokens.pad_id, **options)
 
     def _passes(self, side: Batch) -> int:
         """The number of micro-batches of one side."""

@@ -36,10 +36,12 @@ from surefoot.language.models.language_model import (
     save_result,
 )
 from surefoot.language.models.loading import context_length
+from surefoot.language.models.padding_free import padding_notes
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.precision import place
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.models.sharding import shard_role, sharding_of
+from surefoot.language.speed.blocks import compile_blocks
 from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
 from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
 from surefoot.language.supervised.preferences import (
@@ -136,7 +138,8 @@ class SupervisedWorld:
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._rows(recipe.data.held_out)
         self.standardised_on: Sequence[list[int]] = self._standardised_on() if self.preference else []
-        longest, trained = guaranteed_length(train.lengths, recipe.steps), sum(train.trained) // train.count
+        longest = guaranteed_length(train.lengths, recipe.steps, recipe.padding_free)
+        trained = sum(train.trained) // train.count
         self.warnings += self.memory.check(
             prompt=longest - trained,
             response=trained,
@@ -145,23 +148,19 @@ class SupervisedWorld:
         )
         self.result: LanguageModel | RewardModel
         self.policy: LanguagePolicy | PairPolicy | DpoPolicy | KtoPolicy
-        bf16 = recipe.autocast
         if isinstance(recipe, RewardRecipe):
             self.result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
             self.result.recipe = recipe
             of_steps = recipe.preference.loss == "steps"
             self.result.of_steps = of_steps
-            self.policy = (StepPolicy if of_steps else PairPolicy)(self.result, bf16, recipe.gradient_checkpointing)
+            kind = StepPolicy if of_steps else PairPolicy
+            self.policy = kind(self.result, recipe.autocast, recipe.gradient_checkpointing, recipe.padding_free)
         else:
             self.result = LanguageModel(model, self.tokens, recipe)
-            self.policy = LanguagePolicy(
-                model,
-                None,
-                self.tokens.pad_id,
-                checkpointing=recipe.gradient_checkpointing,
-                bf16=bf16,
-                balanced=recipe.objective.router_coefficient > 0,
-            )
+            self.policy = self._language_policy(model)
+        self.model_summary += padding_notes(recipe, self.policy.padding_reason)
+        if isinstance(self.policy, LanguagePolicy) and recipe.engine == "compiled":
+            compile_blocks(self.policy)
         self.reference: ReferenceLogProbs | None = None
         self.frozen_model: Reference | None = None
         weights = complete = None
@@ -179,6 +178,17 @@ class SupervisedWorld:
         self._place(train)
         noise = None if self.base is None else self.base.noise
         self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device, weights, noise, complete)
+
+    def _language_policy(self, model: Any) -> LanguagePolicy:
+        return LanguagePolicy(
+            model,
+            None,
+            self.tokens.pad_id,
+            checkpointing=self.recipe.gradient_checkpointing,
+            bf16=self.recipe.autocast,
+            balanced=self.recipe.objective.router_coefficient > 0,
+            padding_free=self.recipe.padding_free,
+        )
 
     def _place(self, train: Rows) -> None:
         """Move the policy to its device, or shard it."""

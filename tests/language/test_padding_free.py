@@ -1,0 +1,371 @@
+"""Rows read end to end, without padding: everything is as with padding. The oracle is the padded pass."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked import on_ranks
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+import surefoot  # noqa: E402
+from surefoot.core.ranks import join_ranks  # noqa: E402
+from surefoot.core.rollout import map_tensors  # noqa: E402
+from surefoot.language.data.tokens import right_padded  # noqa: E402
+from surefoot.language.memory.check import guaranteed_length  # noqa: E402
+from surefoot.language.models.padding_free import RowMask, end_to_end, padded, padding_notes, reason_for_padding  # noqa: E402
+from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy  # noqa: E402
+from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
+from surefoot.language.supervised.preferences import PairPolicy  # noqa: E402
+from surefoot.recipes.reading import make_recipe  # noqa: E402
+from surefoot.runs.api import make_world  # noqa: E402
+from surefoot.runs.metrics import TIMING  # noqa: E402
+from surefoot.runs.trackers.metrics_jsonl import read_metrics  # noqa: E402
+
+from . import tiny  # noqa: E402
+from .test_policy import PAD, SHAPE, awake, gradients, make, near, text  # noqa: E402
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 8},
+    "gemma3_text": {"sliding_window": 4, "head_dim": 8},
+    "phi": {"num_key_value_heads": 4},
+    "granite": {"logits_scaling": 3.0},
+    "mixtral": {"num_local_experts": 4},
+}
+"""families with sliding windows, a head that is more than a linear layer, and experts"""
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "qwen3_next": {
+        **SHAPE,
+        "head_dim": 8,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 0,
+    },
+}
+
+
+def family(kind: str) -> Any:
+    if kind in tiny.FAMILIES:
+        return make(kind, scale=3.0)
+    settings = RECURRENT[kind] if kind in RECURRENT else SHAPE | OTHERS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings)).eval()
+
+
+def both(model: Any, critic: Any = None, **settings: Any) -> list[LanguagePolicy]:
+    """The same policy with and without padding."""
+    policies = [LanguagePolicy(model, critic, PAD, padding_free=free, **settings) for free in (False, True)]
+    assert policies[1].padding_reason is None
+    assert policies[1].padding_free
+    for policy in policies if critic is not None else ():
+        awake(policy)
+    return policies
+
+
+# ---- passes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*tiny.FAMILIES, *OTHERS])
+def test_log_probs_entropy_values_and_gradients_are_those_with_padding(kind: str) -> None:
+    batch = text(rows=9, prompt=6, response=9)
+    wanted, actual = both(family(kind), "head")
+    outputs = wanted(*batch), actual(*batch)
+    for name in ("log_probs", "entropy", "values"):
+        near(getattr(outputs[1], name), getattr(outputs[0], name))
+    of_both = [
+        torch.autograd.grad((x.log_probs + x.entropy + x.values).sum(), list(policy.parameters()), allow_unused=True)
+        for x, policy in zip(outputs, (wanted, actual), strict=True)
+    ]
+    for a, b in zip(*of_both, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            near(b, a, 1e-4)
+
+
+@pytest.mark.parametrize("critic", ["head", "own"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_critics_and_recomputed_layers_are_those_with_padding(critic: str, checkpointing: bool) -> None:
+    model, batch = make("llama"), text(rows=7)
+    wanted, actual = both(model, "head" if critic == "head" else Critic.from_policy(model), checkpointing=checkpointing)
+    near(*(gradients(policy, policy(*batch)) for policy in (actual, wanted)), 1e-4)
+    with torch.no_grad():
+        near(actual.values_after(*batch), wanted.values_after(*batch))
+
+
+def test_a_critic_of_the_user_reads_padded_rows() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = make("gpt2", seed=5).base_model
+            self.head = nn.Linear(tiny.WIDTH, 1)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            assert ids.shape == (6, 12)
+            values: Tensor = self.head(self.trunk(input_ids=ids).last_hidden_state).squeeze(-1)
+            return values
+
+    own, batch = Own(), text()
+    wanted, actual = both(make("llama"), None)
+    wanted.critic = actual.critic = own
+    near(actual(*batch).values, wanted(*batch).values)
+
+
+def test_bfloat16_passes_are_near_those_with_padding() -> None:
+    batch = text(rows=9)
+    wanted, actual = both(make("llama"), "head", bf16=True)
+    near(actual(*batch).log_probs, wanted(*batch).log_probs, 5e-2)
+    exact, _ = both(make("llama"), "head")
+    worst = [(policy(*batch).log_probs - exact(*batch).log_probs).abs().max() for policy in (wanted, actual)]
+    assert worst[1] < 2 * worst[0]
+
+
+def test_router_losses_are_those_with_padding() -> None:
+    batch = text(rows=7)
+    wanted, actual = both(family("mixtral"), None, balanced=True)
+    parts = [map_tensors(lambda x, part=part: x[part], batch) for part in (slice(4), slice(4, 7))]
+    for policy in (wanted, actual):
+        policy.prepare(parts)
+    for part in parts:
+        near(*(policy(*part).router_loss for policy in (actual, wanted)))
+
+
+def test_a_reference_reads_rows_as_its_policy_does() -> None:
+    batch = text()
+    wanted, actual = (ReferencePolicy(policy) for policy in both(make("llama")))
+    assert (actual.policy.padding_free, wanted.policy.padding_free) == (True, False)
+    near(actual.log_probs(*batch), wanted.log_probs(*batch))
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_reward_models_score_texts_padded_on_either_side_as_with_padding(kind: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    ids, mask = right_padded([torch.randint(2, 90, (n,), generator=draw).tolist() for n in (5, 1, 9, 3)], PAD)
+    left = torch.stack([row.roll(int((~real.bool()).sum())) for row, real in zip(ids, mask, strict=True)])
+    shifts = [(ids, mask), (left, mask.flip(-1))]
+    model = new_reward_model(make(kind), 1)
+    for tokens, real in shifts:
+        model.padding_free = False
+        scores, everywhere = model.raw(tokens, real), model.prefix_scores(tokens, real)
+        model.padding_free = True
+        near(model.raw(tokens, real), scores)
+        near(model.prefix_scores(tokens, real)[real.bool()], everywhere[real.bool()])
+
+
+def test_no_token_of_a_pass_is_padding_and_no_mask_is_of_all_tokens() -> None:
+    """Otherwise the same numbers would cost as much as before."""
+    model, batch = make("llama"), text(rows=5)
+    seen: list[tuple[Any, Any]] = []
+    model.base_model.layers[0].register_forward_pre_hook(
+        lambda _, args, named: seen.append((args[0].shape[:2], named["attention_mask"])), with_kwargs=True
+    )
+    policy = both(model)[1]
+    seen.clear()
+    policy(*batch)
+    (shape, mask), real = seen[0], int(batch[0]["prompt_mask"].sum() + batch[2].sum())
+    assert shape == (1, real)
+    assert isinstance(mask, RowMask)
+    assert mask.causal is None
+    assert sum(mask.lengths) == real
+
+
+def test_other_passes_of_the_process_keep_their_bits() -> None:
+    model, ids = make("qwen2"), torch.arange(20).view(2, 10)
+    real = torch.ones_like(ids)
+    real[1, :4] = 0
+    before = model(input_ids=ids, attention_mask=real).logits
+    with end_to_end(ids, real.bool()).laid_out():
+        pass
+    assert torch.equal(model(input_ids=ids, attention_mask=real).logits, before)
+
+
+# ---- models that are padded ---------------------------------------------------------------------------------------------
+
+
+def test_models_that_would_mix_rows_are_padded_with_the_reason() -> None:
+    batch = text()
+    assert reason_for_padding(make("llama").base_model) is None
+    for kind, reason in (("mamba", "takes no position_ids"), ("qwen3_next", "as recurrent layers do")):
+        model = family(kind)
+        policy, wanted = LanguagePolicy(model, None, PAD, padding_free=True), LanguagePolicy(model, None, PAD)
+        assert not policy.padding_free
+        assert reason in (policy.padding_reason or "")
+        assert torch.equal(policy(*batch).log_probs, wanted(*batch).log_probs)
+    eager = make("llama")
+    eager.set_attn_implementation("eager")
+    assert "is 'eager', not 'sdpa'" in (reason_for_padding(eager.base_model) or "")
+
+
+def test_a_critic_that_must_be_padded_pads_the_policy_too() -> None:
+    eager = make("llama", seed=3)
+    eager.set_attn_implementation("eager")
+    policy = LanguagePolicy(make("llama"), Critic.from_policy(eager), PAD, padding_free=True)
+    assert not policy.padding_free
+    assert policy.padding_reason is not None
+    pairs = PairPolicy(new_reward_model(eager, 1), padding_free=True)
+    assert not pairs.model.padding_free
+    assert pairs.padding_reason is not None
+
+
+def test_places_are_those_of_the_padded_tokens() -> None:
+    ids = torch.arange(1, 13).view(3, 4)
+    real = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 0, 0]]).bool()
+    rows, columns = real.nonzero(as_tuple=True)
+    read = end_to_end(ids, real)
+    assert read.lengths == (2, 3, 1)
+    assert read.options["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0]]
+    assert torch.equal(read.ids[read.at(rows, columns)], ids[rows, columns])
+    assert torch.equal(padded(ids, real).ids[padded(ids, real).at(rows, columns)], ids[rows, columns])
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of every kind, of different lengths, and a reward function."""
+    folder = tmp_path_factory.mktemp("padding-free")
+    texts = ["abc" * (i % 4 + 1) for i in range(16)]
+    tables: dict[str, list[dict[str, Any]]] = {
+        "rows": [{"prompt": f"{10**i if i % 3 else i} says ", "completion": x} for i, x in enumerate(texts)],
+        "pairs": [{"prompt": f"{i} says ", "chosen": x, "rejected": "x" * (i % 5 + 1)} for i, x in enumerate(texts)],
+        "labels": [{"prompt": f"{i} says ", "completion": x, "label": i % 3 > 0} for i, x in enumerate(texts)],
+        "steps": [{"prompt": f"{i} says ", "completions": [x, "xy"], "labels": [True, i % 2 > 0]} for i, x in enumerate(texts)],
+    }
+    for name, table in tables.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    (folder / "rewards.py").write_text("def score(responses):\n    return [float(len(set(t))) for t in responses]\n")
+    return folder
+
+
+def settings(kind: str, files: Path, start: Path, **changes: Any) -> dict[str, Any]:
+    """A run of 32 steps, two iterations, by a name below."""
+    rows = {"reward": "pairs", "dpo": "pairs", "kto": "labels", "steps": "steps"}.get(kind, "rows")
+    fields: dict[str, Any] = {"model": str(start), "steps": 32, "padding_free": True}
+    fields |= {"data": {"train": str(files / f"{rows}.jsonl"), "max_length": 64}, "optimizer": {"learning_rate": 1e-4}}
+    if kind in ("kto", "steps"):
+        fields["preference"] = {"loss": kind}
+    if kind in ("ppo", "grpo"):
+        fields |= {"sampling": {"prompts": 8, "samples": 2, "max_tokens": 6}, "reference": {"beta": 0.1}}
+        fields["reward"] = {"terms": [{"function": f"{files}/rewards.py:score"}], "missing_eos": "bootstrap"}
+    if kind == "ppo":
+        fields["objective"] = {"reuse": {"epochs": 2, "minibatches": 2}}
+        fields["mixing"] = {"sft_coefficient": 0.1, "demonstrations": str(files / "rows.jsonl"), "batch": 4}
+    if kind == "grpo":
+        fields |= {"algorithm": "GRPO", "objective": {"reuse": {"epochs": 2, "minibatches": 1}}}
+        fields["reward"]["missing_eos"] = None
+    if kind not in ("ppo", "grpo"):
+        fields["data"] |= {"batch": 16, "held_out": fields["data"]["train"]}
+    return {**fields, **changes}
+
+
+RUNS = {"sft": "sft", "reward": "reward", "steps": "reward", "dpo": "dpo", "kto": "dpo", "ppo": "language", "grpo": "language"}
+"""the kind of every run"""
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in RUNS),
+    ("ppo", {"critic": {"own_model": True}, "optimizer": {"learning_rate": 1e-4, "micro_batch_tokens": 40}}),
+    ("ppo", {"adapter": {"rank": 4}, "critic": {"own_model": True}, "gradient_checkpointing": True}),
+    ("reward", {"adapter": {"rank": 4}, "optimizer": {"learning_rate": 1e-4, "micro_batch": 3}}),
+    (
+        "dpo",
+        {
+            "adapter": {"rank": 4},
+            "gradient_checkpointing": True,
+            "optimizer": {"learning_rate": 1e-3, "micro_batch": 5},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), CASES)
+def test_metrics_and_weights_of_runs_are_those_with_padding(
+    name: str, changes: dict[str, Any], files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    weights, metrics = [], []
+    for free in (False, True):
+        fields = settings(name, files, folders["llama"], **{**changes, "padding_free": free})
+        result = surefoot.train(RUNS[name], run_dir=tmp_path / str(free), **fields)
+        weights.append({k: v for k, v in module_of(result).state_dict().items() if v.is_floating_point()})
+        rows = read_metrics(tmp_path / str(free) / "metrics.jsonl")
+        metrics.append([{k: v for k, v in row.items() if k not in TIMING} for row in rows])
+    for padded_row, row in zip(*metrics, strict=True):
+        for each in (padded_row, row):  # before the first update margins are 0, up to rounding
+            each.pop("held_out_accuracy", None)
+        assert padded_row == pytest.approx(row, rel=2e-3, abs=2e-4)
+    if name in ("ppo", "grpo"):
+        assert [row["ratio_at_start"] for row in metrics[1]] == pytest.approx([1, 1], abs=1e-5)
+    for key, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][key], weight, rtol=0, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")  # type: ignore[misc]
+
+
+def module_of(result: Any) -> Any:
+    return result if isinstance(result, nn.Module) else result.model
+
+
+def test_one_minibatch_starts_at_a_ratio_of_exactly_one(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """The rows lie in the same order as when log π_old was computed."""
+    fields = settings("grpo", files, folders["llama"])
+    surefoot.train("language", run_dir=tmp_path / "run", **fields)
+    assert [row["ratio_at_start"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_runs_repeat_and_resume_to_the_last_bit(name: str, files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    fields = settings(name, files, folders["qwen2"], checkpoint={"every": 16})
+    states = []
+    for place, steps in (("whole", 32), ("parts", 16)):
+        result = surefoot.train(RUNS[name], run_dir=tmp_path / place, **{**fields, "steps": steps})
+        if steps == 16:
+            result = surefoot.resume(tmp_path / place, steps=32)
+        states.append(module_of(result).state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_the_start_of_a_run_says_what_became_of_it(files: Path, folders: dict[str, Path]) -> None:
+    def lines(**changes: Any) -> list[str]:
+        recipe = make_recipe({"kind": "sft", **settings("sft", files, folders["llama"], **changes)})
+        return [line for line in make_world(recipe).arithmetic() if line.startswith("padding_free")]
+
+    assert lines() == ["padding_free: rows are read end to end"]
+    assert lines(padding_free=False) == []
+    reason = "MambaModel takes no position_ids"
+    assert padding_notes(make_recipe({"kind": "sft", **settings("sft", files, folders["llama"])}), reason) == [
+        f"padding_free: rows are padded, because {reason}"
+    ]
+
+
+def test_a_long_row_alone_does_not_reject_a_run_without_padding() -> None:
+    """With padding every row of its batch is as long in memory."""
+    assert guaranteed_length([1, 2, 9], read=3) == 9
+    assert guaranteed_length([1, 2, 9], read=3, padding_free=True) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_sharded_ranks_learn_without_padding_as_one_process_with_it(
+    name: str, files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from .test_sharded import trained
+
+    def recipe(**changes: Any) -> Any:
+        return make_recipe({"kind": RUNS[name], **settings(name, files, folders["llama"], mixing={}, **changes)})
+
+    def body(rank: int) -> Any:
+        join_ranks()
+        return trained(recipe(sharding="full", optimizer={"learning_rate": 1e-4, "micro_batch": 3}))
+
+    ranks = on_ranks(2, body, tmp_path / "results")
+    assert all(isinstance(rank, dict) for rank in ranks), ranks
+    wanted = trained(recipe(padding_free=False))["metrics"][0]
+    for rank in ranks:
+        first = rank["metrics"][0]
+        keys = ["policy_loss", "gradient_norm_policy"] if name == "sft" else ["value_loss", "gradient_norm_policy"]
+        assert [first[key] for key in keys] == pytest.approx([wanted[key] for key in keys], rel=1e-3)
