@@ -370,7 +370,6 @@ def test_combinations_that_cannot_work_are_rejected_before_a_model_is_loaded(fil
         ({"algorithm": "TRPO"}, "natural steps are for control"),
         ({"critic": {"start": "x"}}, "critic.start='x'"),
         ({"algorithm": "REINFORCE", "optimizer": {"critic_learning_rate": 1e-3}}, "optimizer.critic_learning_rate=0.001"),
-        ({"engine": "compiled"}, "engine='compiled'"),
         ({"objective": {"kl_estimator": "exact", "target_kl": 0.1}}, "objective.kl_estimator='exact': is for control"),
         ({"reward": {"terms": [{"fun": "x:y"}]}}, r"reward\.terms\.0\.fun='x:y': unknown key$"),
         ({"sampling": {"prompts": 8, "stop": [""]}}, r"sampling\.stop\.0=''"),

@@ -20,10 +20,10 @@ from surefoot.language.models.adapter_files import add_adapter
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.models.language_model import load_base, load_language_model
 from surefoot.language.models.loading import load_model
+from surefoot.language.models.placement import shares_base
 from surefoot.language.models.policy import Critic, LanguagePolicy, ValueHead
 from surefoot.language.models.quantised import is_quantised, parameter_count, restored
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.models.sharding import shares_base
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.language import AdapterSettings

@@ -19,7 +19,7 @@ from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import LearnerState, World
 from surefoot.core.sharding import gathered, is_sharded, local_part
 from surefoot.errors import SurefootError
-from surefoot.language.models.sharding import shard_role
+from surefoot.language.models.placement import shard_role
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.terms import parts_of
 from surefoot.language.supervised import reference as references
@@ -386,7 +386,7 @@ def test_in_bfloat16_weights_stay_float32_and_the_loss_is_near(kind: str, folder
             {"sharding": "none", "offload": True},
             r"offload=true: is for sharded models; set sharding = 'full', or name frozen models, such as \['reference'\]",
         ),
-        ({"engine": "compiled"}, r"engine='compiled': is for control"),
+        ({"engine": "compiled"}, r"engine='compiled': is not for sharded models"),
     ],
 )
 def test_what_sharding_does_not_support_is_one_line(changes: dict[str, Any], message: str, folder: Path) -> None:

@@ -20,8 +20,8 @@ from surefoot.language.models.adapters import SharedBase, merge
 from surefoot.language.models.classifier import is_token_classifier
 from surefoot.language.models.loading import HEAD, context_length, is_classifier, load_model, read_config, save_model
 from surefoot.language.models.mapped import map_weights
+from surefoot.language.models.placement import keeps_stored
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
-from surefoot.language.models.sharding import keeps_stored
 from surefoot.language.sampling import generate
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe, ModelRecipe

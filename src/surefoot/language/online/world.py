@@ -39,11 +39,10 @@ from surefoot.language.models.language_model import (
 )
 from surefoot.language.models.loading import context_length, load_model
 from surefoot.language.models.padding_free import padding_notes
+from surefoot.language.models.placement import keeps_stored, place, shard_role, sharding_of, shares_base, whole
 from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_micro_batches
-from surefoot.language.models.precision import place
 from surefoot.language.models.quantised import parameter_count
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.models.sharding import keeps_stored, shard_role, sharding_of, shares_base, whole
 from surefoot.language.online.collect import LanguageCollector
 from surefoot.language.online.responses import Responses, ScoredResponses, concat_scored, final_rewards
 from surefoot.language.online.turns import Environments

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from surefoot.core.steps.programs import announce, compiler, require_compiler
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language.models.placement import layers_of
 from surefoot.language.models.policy import LanguagePolicy
-from surefoot.language.models.sharding import layers_of
 
 PROGRAMS = 64
 """most programs that PyTorch keeps for the blocks of all models of a process; beyond its default of 8 it would go on eagerly"""

@@ -37,10 +37,9 @@ from surefoot.language.models.language_model import (
 )
 from surefoot.language.models.loading import context_length
 from surefoot.language.models.padding_free import padding_notes
+from surefoot.language.models.placement import place, shard_role, sharding_of
 from surefoot.language.models.policy import LanguagePolicy
-from surefoot.language.models.precision import place
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
-from surefoot.language.models.sharding import shard_role, sharding_of
 from surefoot.language.speed.blocks import compile_blocks
 from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
 from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
