@@ -135,7 +135,7 @@ class HeapTracker:
         self._library.mallinfo2.restype = _HeapUse
         self._before = 0
         self._before = self.live
-        self._over = threading.Event()
+        self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self.peak = 0
 
@@ -147,7 +147,8 @@ class HeapTracker:
 
     def restart(self) -> None:
         """Reset the peak to the live bytes."""
-        self.peak = self.live
+        with self._lock:
+            self.peak = self.live
 
     def count(self, tensors: object) -> None:
         """Nothing: tensors that are mapped from files are not of the heap."""
@@ -161,7 +162,8 @@ class HeapTracker:
 
     def _poll(self) -> None:
         while not self._over.is_set():
-            self.peak = max(self.peak, self.live)
+            with self._lock:
+                self.peak = max(self.peak, self.live)
             time.sleep(0.001)
 
 
