@@ -77,14 +77,15 @@ class Lines(Quiet):
     def __init__(self, title: str, every: float = 5.0) -> None:
         self.title, self.every, self.last = title, every, -float("inf")
         self.clock = _Clock()
-        self.new_samples: list[str] = []
+        self.latest: tuple[int, list[str]] = (0, [])
+        """the steps of the samples that are not shown yet, and their lines"""
 
     def message(self, line: str) -> None:
         for part in line.splitlines():
             super().message(wrapped(part))
 
     def samples(self, steps: int, samples: Sequence[Sample]) -> None:
-        self.new_samples = [line_of(steps, sample) for sample in some(samples)]
+        self.latest = steps, [line_of(steps, sample) for sample in some(samples)]
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.clock.tick(state)
@@ -94,15 +95,21 @@ class Lines(Quiet):
         if self.last == -float("inf"):  # not earlier: until now the recipe could be rejected
             self.message(self.title)
         self.last = now
+        if self.latest[0] < state.steps:
+            self._show_samples()
         parts = [f"step {state.steps:,}/{state.total_steps:,}"]
         parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if _has(metrics, name)]
         for line in joined([*parts, f"left {self.clock.left(state)}"]):
             self.message(line)
         for finding in out_of_range(metrics, state.steps):
             self.message(f"  ! {finding.name}: {finding.what}")
-        for line in self.new_samples:
+        self._show_samples()
+
+    def _show_samples(self) -> None:
+        steps, lines = self.latest
+        for line in lines:
             self.message(line)
-        self.new_samples = []
+        self.latest = steps, []
 
 
 class Dashboard(Display):
