@@ -145,6 +145,13 @@ def workload_options(each: str, precision: str, sharding: str) -> Callable[[Call
 @click.argument("model", shell_complete=complete_run)
 @click.option("--adapter", type=COUNT, metavar="RANK", help="Train all roles as adapters of one frozen base.")
 @click.option("--quantize", type=click.Choice(["int8", "nf4"]), help="Bits of that base, as adapter.quantize in a recipe.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adam", "adam-8bit"]),
+    default="adam",
+    show_default=True,
+    help="As optimizer.kind in a recipe.",
+)
 @click.option("--ranks", type=COUNT, default=1, show_default=True, help="Ranks that train together, one per GPU.")
 @click.option("--ranks-per-machine", type=COUNT, default=8, show_default=True, help="GPUs of a machine, for --sharding hybrid.")
 @click.option("--offload", is_flag=True, help="As offload in a recipe.")
@@ -211,7 +218,7 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     epochs, counts = options.pop("epochs"), options.pop("ranks")
     config, _ = model_config(model)
     sharding, reshard = options.pop("sharding"), options.pop("reshard")
-    whole: dict[str, Any] = {"adapter": None, "quantize": None, "ranks": 1, "ranks_per_machine": 1}
+    whole: dict[str, Any] = {"adapter": None, "quantize": None, "optimizer": "adam", "ranks": 1, "ranks_per_machine": 1}
     whole |= {"sharding": "none", "reshard": True, "offload": False}
     workload = memory_workload(config, **options, **whole)
     layout = replace(workload.layout, sharding=None if sharding == "none" else sharding, reshard=reshard)
@@ -268,6 +275,7 @@ def memory_workload(
     rewards: int,
     adapter: int | None,
     quantize: Literal["int8", "nf4"] | None,
+    optimizer: str,
     precision: str,
     gradient_checkpointing: bool,
     micro_batch: int | None,
@@ -304,6 +312,7 @@ def memory_workload(
         objective=PPO_CLIP if kind == "language" else REINFORCE,
         bf16=precision == "bfloat16",
         low_weights=precision == "bfloat16-weights",
+        low_moments=optimizer == "adam-8bit",
         checkpointing=gradient_checkpointing,
         rows=batch,
         responses=responses,
@@ -324,6 +333,7 @@ def memory_workload(
         )
     if quantize is not None and adapter is None:
         raise SurefootError(f"--quantize {quantize}: is for the frozen base of adapters; add --adapter 16, for example")
-    if quantize is not None and sharding != "none":
-        raise SurefootError(f"--quantize {quantize}: such a base is whole on every rank; leave out --sharding {sharding}")
+    for flag, whole in (("quantize", quantize), ("optimizer", optimizer if optimizer == "adam-8bit" else None)):
+        if whole is not None and sharding != "none":
+            raise SurefootError(f"--{flag} {whole}: is whole on every rank; leave out --sharding {sharding}")
     return workload if adapter is None else with_adapters(workload, AdapterSettings(rank=adapter, quantize=quantize))

@@ -1,4 +1,4 @@
-"""Adam, AdamW or RMSprop on parameters that lie in one flat buffer.
+"""Adam, AdamW or RMSprop on parameters that lie in one flat buffer; Adam's moments may be in 8 bits.
 
 Parameters and gradients are views of two flat tensors. Zeroing, summing over ranks, the norm, clipping and the step are then
 one call each, however many tensors a network has. Of parameters in bfloat16, the views are their master weights.
@@ -6,6 +6,7 @@ one call each, however many tensors a network has. Of parameters in bfloat16, th
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ BETAS = (0.9, 0.999)
 ALPHA = 0.99
 """RMSprop's decay rate, as in A3C (arXiv 1602.01783) and the A2C of Stable-Baselines3"""
 
+BLOCK = 256
+"""elements of a moment in 8 bits that share a scale"""
+AT_ONCE = 2**22
+"""elements that are moved at a time with moments in 8 bits: a CPU restores these in float32"""
+
 
 @dataclass(frozen=True)
 class AdamSettings:
@@ -40,6 +46,11 @@ class AdamSettings:
 @dataclass(frozen=True)
 class RMSpropSettings(AdamSettings):
     """The same for RMSprop: θ ← θ − learning_rate · g / (√v + epsilon), with v ← α·v + (1 − α)·g² and α = ``ALPHA``."""
+
+
+@dataclass(frozen=True)
+class Adam8BitSettings(AdamSettings):
+    """Adam with moments in 8 bits, in blocks of ``BLOCK`` that share a scale (Dettmers et al. 2022, arXiv 2110.02861)."""
 
 
 def parameter_groups(policy: Policy, objective: Objective, critic_rate: bool) -> dict[str, list[nn.Parameter]]:
@@ -133,6 +144,8 @@ class FlatOptimizer(FlatParameters):
             square, steps = [self.state["square_avg"]], [self.state["step"]]
             options |= {"alpha": ALPHA, "momentum": 0.0, "centered": False}
             rmsprop([self.values], [self.gradients], square, [], [], steps, **options)
+        elif isinstance(self.settings, Adam8BitSettings):
+            self._step_in_8_bits()
         else:
             step, *moments = self.moments()
             first, second = ([moment] for moment in moments)
@@ -140,6 +153,38 @@ class FlatOptimizer(FlatParameters):
             fused_adam([self.values], [self.gradients], first, second, [], [step], **options)
         if self.rounded:
             round_master(self.rounded)
+
+    def _step_in_8_bits(self) -> None:
+        """Adam's step by ``bitsandbytes``, which rounds both moments again."""
+        import bitsandbytes.functional as bnb
+
+        if not self.state:
+            scales = -(-len(self.values) // BLOCK)
+            self.state = {"step": torch.zeros(())}
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.state[name] = torch.zeros_like(self.values, dtype=torch.uint8)
+                self.state[f"{name}{SCALE}"] = self.values.new_zeros(scales)
+        self.state["step"] += 1
+        codes = {name: _codes(name, str(self.values.device)) for name in ("exp_avg", "exp_avg_sq")}
+        for start in range(0, len(self.values), AT_ONCE):
+            part, blocks = slice(start, start + AT_ONCE), slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
+            bnb.optimizer_update_8bit_blockwise(
+                "adam",
+                self.gradients[part],
+                self.values[part],
+                self.state["exp_avg"][part],
+                self.state["exp_avg_sq"][part],
+                *BETAS,
+                0.0,
+                0.0,
+                self.settings.epsilon,
+                int(self.state["step"]),
+                self.learning_rate,
+                codes["exp_avg"],
+                codes["exp_avg_sq"],
+                self.state[f"exp_avg{SCALE}"][blocks],
+                self.state[f"exp_avg_sq{SCALE}"][blocks],
+            )
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Adam's number of steps [], and running means of gradient and squared gradient [n]; zeros before the first step."""
@@ -168,9 +213,23 @@ class FlatOptimizer(FlatParameters):
             self.state = {name: tensor.to(device, copy=True) for name, tensor in state.items()}
 
 
+SCALE = "_scale"
+"""what the names of the scales of moments in 8 bits end with"""
+
+
+@cache
+def _codes(name: str, device: str) -> Tensor:
+    """The 256 values that a moment in 8 bits may have, in units of its block's scale: dynamic exponents, as in the paper."""
+    import bitsandbytes.functional as bnb
+
+    codes: Tensor = bnb.create_dynamic_map(signed=name == "exp_avg").to(device, torch.float32)
+    return codes
+
+
 def check_moments(state: Mapping[str, Any], settings: AdamSettings) -> None:
     """Raise SurefootError if a saved state is that of the other kind of optimizer."""
-    if ("square_avg" in state) != isinstance(settings, RMSpropSettings) and state:
+    kinds = {"square_avg": RMSpropSettings, f"exp_avg{SCALE}": Adam8BitSettings}
+    if state and any((name in state) != isinstance(settings, kind) for name, kind in kinds.items()):
         raise SurefootError("optimizer.kind: has changed since the checkpoint, which has other moments; undo the change")
 
 

@@ -240,7 +240,7 @@ class NormaliseSettingsTable(TypedDict, total=False):
 class LanguageOptimizerTable(TypedDict, total=False):
     """The fields of ``LanguageOptimizer``."""
 
-    kind: Literal["adam", "rmsprop"]
+    kind: Literal["adam", "adam-8bit", "rmsprop"]
     learning_rate: float
     schedule: Callable[..., Any] | Literal["constant", "linear", "cosine", "adaptive"] | str
     kl_target: float

@@ -54,6 +54,9 @@ class SupervisedTraces(TraceSettings):
 class LanguageOptimizer(OptimizerSettings):
     """Adam, with defaults for pretrained models."""
 
+    kind: Literal["adam", "adam-8bit", "rmsprop"] = "adam"  # type: ignore[assignment]
+    """adam-8bit: moments in 8 bits, 2 bytes per trained parameter instead of 8; needs the extra ``quantized``. rmsprop is the
+    optimizer of the original A2C"""
     learning_rate: float = Field(1e-5, gt=0)
     """Adam's learning rate: 1e-6 to 1e-5 for pretrained models, more for small models from scratch"""
     max_grad_norm: float | None = Field(1.0, gt=0)
@@ -616,6 +619,11 @@ class ModelRecipe(Recipe):
             raise SurefootError("objective.kl_estimator='exact': is for control; text has only samples of the KL, set k3")
         if self.objective.constraint is not None:
             raise SurefootError(f"algorithm={self.algorithm!r}: natural steps are for control; use PPO_CLIP or PPO_PENALTY")
+        if self.optimizer.kind == "adam-8bit" and self.sharding is not None:
+            raise SurefootError(
+                f"optimizer.kind='adam-8bit': blocks of moments are whole on every rank, and sharding={self.sharding!r}; set "
+                "kind = 'adam', or unset sharding"
+            )
         if self.adapter is None:
             return self
         if self.model == "pocket":

@@ -26,7 +26,7 @@ from surefoot.core.distributed import (
 )
 from surefoot.core.learner import Learner, scheduled
 from surefoot.core.loop import run_loop
-from surefoot.core.optimizer import AdamSettings, RMSpropSettings
+from surefoot.core.optimizer import Adam8BitSettings, AdamSettings, RMSpropSettings
 from surefoot.core.ranks import rank_timeout
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
 from surefoot.core.sharding import is_sharded
@@ -80,14 +80,25 @@ GRACE_SECONDS = 25
 PENDING_BEFORE = "untold"
 """what older versions called "pending" in a checkpoint"""
 
+OPTIMIZERS: dict[str, type[AdamSettings]] = {
+    "adam": AdamSettings,
+    "adam-8bit": Adam8BitSettings,
+    "rmsprop": RMSpropSettings,
+}
+"""settings by optimizer.kind"""
+
 
 def make_learner(recipe: Recipe, policy: Policy, functions: Functions | None = None) -> Learner:
     """The learner that a recipe describes; ``functions`` are the schedules that were passed as objects.
 
-    Raises SurefootError for a schedule that can't be imported.
+    Raises SurefootError for a schedule that can't be imported, and for moments in 8 bits without ``bitsandbytes``.
     """
     settings = recipe.optimizer
-    kind = RMSpropSettings if settings.kind == "rmsprop" else AdamSettings
+    kind = OPTIMIZERS[settings.kind]
+    if kind is Adam8BitSettings:
+        from surefoot.language.models.quantised import require_bitsandbytes
+
+        require_bitsandbytes(f"optimizer.kind={settings.kind!r}")
     critic, (rate_schedule, clip_schedule) = None, schedules_of(recipe, functions)
     if settings.critic_learning_rate is not None:
         critic = kind(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm, settings.weight_decay)

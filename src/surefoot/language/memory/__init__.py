@@ -28,6 +28,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from surefoot.core.algorithms import REINFORCE, Objective
+from surefoot.core.optimizer import BLOCK
 from surefoot.language.memory import passes
 from surefoot.language.memory.layout import (
     LOW_WEIGHT,
@@ -99,6 +100,8 @@ class Workload:
     """matrix products in autocast"""
     low_weights: bool = False
     """weights in bfloat16, and float32 copies of those that are trained"""
+    low_moments: bool = False
+    """Adam's moments in 8 bits"""
     checkpointing: bool = False
     temperature: float = 1.0
     rows: int = 16
@@ -260,16 +263,22 @@ class Estimate:
         return self.permanent + self.phases[phase].total
 
 
-def trained_bytes(parameters: int, rounded: int = 0) -> dict[str, int]:
+def trained_bytes(parameters: int, rounded: int = 0, low_moments: bool = False) -> dict[str, int]:
     """Bytes of trained parameters, by part.
 
-    rounded   parameters in bfloat16, besides the others; the optimizer has their float32 weights
+    rounded       parameters in bfloat16, besides the others; the optimizer has their float32 weights
+    low_moments   Adam's moments are in 8 bits
     """
     return {
         "weights": WEIGHT * parameters + LOW_WEIGHT * rounded,
         "gradients": GRADIENT * (parameters + rounded),
-        "optimizer": MOMENTS * parameters + (MOMENTS + WEIGHT) * rounded,
+        "optimizer": moment_bytes(parameters + rounded, low_moments) + WEIGHT * rounded,
     }
+
+
+def moment_bytes(parameters: int, low: bool) -> int:
+    """Bytes of Adam's two moments; ``low``: in 8 bits, with a scale for each block."""
+    return MOMENTS * parameters if not low else 2 * (parameters + WEIGHT * -(-parameters // BLOCK))
 
 
 def frozen_bytes(parameters: int, each: int = WEIGHT) -> dict[str, int]:
@@ -288,14 +297,16 @@ def _permanent_of_whole_models(workload: Workload) -> dict[str, dict[str, int]]:
     if workload.adapter is not None:
         return _permanent_with_adapters(workload, workload.adapter)
 
+    low = workload.low_moments
+
     def trained(model: int, head: int = 0) -> dict[str, int]:
-        return trained_bytes(head, model) if workload.rounded else trained_bytes(model + head)
+        return trained_bytes(head, model, low) if workload.rounded else trained_bytes(model + head, low_moments=low)
 
     if workload.kind == "reward":
         return {"reward": trained(own.trunk, own.width + 1)}
     sizes = {"policy": trained(own.total)}
     if workload.value == "head":
-        sizes["value"] = trained_bytes(own.width + 1)
+        sizes["value"] = trained_bytes(own.width + 1, low_moments=low)
     elif workload.value == "own":
         critic = count_parameters(workload.critic or workload.policy)
         sizes["value"] = trained(critic.trunk, critic.width + 1)
@@ -315,12 +326,13 @@ def _frozen_roles(workload: Workload) -> dict[str, dict[str, int]]:
 def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> dict[str, dict[str, int]]:
     """The same if all roles are adapters of one frozen base."""
     own, size = count_parameters(workload.policy), adapter_size(workload.policy, adapter)
+    low = workload.low_moments
     head, each = own.width + 1, LOW_WEIGHT if workload.rounded else WEIGHT
     if workload.kind == "reward":
-        return {"base": _base_bytes(workload, own.trunk, each), "reward": trained_bytes(size + head)}
-    sizes = {"base": _base_bytes(workload, own.total, each), "policy": trained_bytes(size)}
+        return {"base": _base_bytes(workload, own.trunk, each), "reward": trained_bytes(size + head, low_moments=low)}
+    sizes = {"base": _base_bytes(workload, own.total, each), "policy": trained_bytes(size, low_moments=low)}
     if workload.value != "none":
-        sizes["value"] = trained_bytes(head + (size if workload.value == "own" else 0))
+        sizes["value"] = trained_bytes(head + (size if workload.value == "own" else 0), low_moments=low)
     sizes |= _frozen_roles(workload)
     adapters = sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
     if adapters:
@@ -413,7 +425,7 @@ class _Estimator:
             width = LOW_WEIGHT if s.bf16 or s.low_weights else WEIGHT
             whole = {"weights of a layer": width * max(map(int, linear_sizes(s.policy).layers))}
             phases = {name: PhaseMemory({**phase.parts, **whole}) for name, phase in phases.items()}
-        phases["saving"] = PhaseMemory({"copies": (WEIGHT + MOMENTS) * trained})
+        phases["saving"] = PhaseMemory({"copies": WEIGHT * trained + moment_bytes(trained, s.low_moments)})
         return Estimate(always, phases, tuple(self.failed), host)
 
     @cached_property
@@ -586,7 +598,7 @@ class _Estimator:
 def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """Other settings for the same run, the ones that cost only time first."""
     layout = workload.layout
-    if layout.ranks > 1 and not layout.sharded:
+    if layout.ranks > 1 and not layout.sharded and not is_whole(workload):
         yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
     if not workload.checkpointing:
         yield "gradient_checkpointing = true", replace(workload, checkpointing=True)
@@ -601,6 +613,8 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield 'precision = "bfloat16"', replace(workload, bf16=True)
     if can_quantise(workload) and workload.quantize is None:
         yield 'adapter.quantize = "nf4"', replace(workload, quantize="nf4")
+    if not workload.low_moments and not layout.sharded:
+        yield 'optimizer.kind = "adam-8bit"', replace(workload, low_moments=True)
     frozen = tuple(role for role in ("reference", "reward") if role in _frozen_roles(workload))
     if frozen and not workload.idle and layout.gpu and not layout.sharded:
         yield f"offload = {json.dumps(frozen)}", replace(workload, idle=frozen)
@@ -613,6 +627,11 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield "offload = true", replace(workload, layout=replace(layout, offload=True))
     if layout.sharded and layout.shards < layout.ranks:
         yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
+
+
+def is_whole(workload: Workload) -> bool:
+    """Whether the workload has something that can't be sharded: a base in 4 or 8 bits, or moments in 8 bits."""
+    return workload.quantize is not None or workload.low_moments
 
 
 def can_quantise(workload: Workload) -> bool:

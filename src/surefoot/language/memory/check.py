@@ -27,6 +27,7 @@ from surefoot.language.memory import (
     alternatives,
     estimate,
     host_bytes,
+    is_whole,
     on_device_and_host,
     permanent,
     permanent_bytes,
@@ -174,7 +175,7 @@ class MemoryCheck:
 
     def _more_ranks(self, workload: Workload) -> Iterator[tuple[str, Workload]]:
         """Models shared by more of the GPUs of this machine, if a single process was to use one of them."""
-        if not self.recipe.device.startswith("cuda") or workload.layout.ranks > 1 or workload.quantize is not None:
+        if not self.recipe.device.startswith("cuda") or workload.layout.ranks > 1 or is_whole(workload):
             return
         for ranks in range(2, torch.cuda.device_count() + 1):
             yield f'sharding = "full" and add --ranks {ranks}', with_ranks(workload, ranks)
@@ -228,6 +229,7 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         "objective": recipe.objective,
         "bf16": recipe.autocast,
         "low_weights": recipe.low_weights,
+        "low_moments": settings.kind == "adam-8bit",
         "checkpointing": recipe.gradient_checkpointing,
         "micro_batch": settings.micro_batch,
         "micro_batch_tokens": settings.micro_batch_tokens,

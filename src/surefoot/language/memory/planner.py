@@ -21,6 +21,7 @@ from surefoot.language.memory import (
     can_quantise,
     estimate,
     host_bytes,
+    is_whole,
     permanent_bytes,
     quick_peak,
     with_adapters,
@@ -78,7 +79,7 @@ class MemoryPlan:
     @cached_property
     def several(self) -> dict[int, dict[int, Fit | None]]:
         """The same for several GPUs that share the models, by their number; empty if the plan has several ranks."""
-        ranks = () if self.workload.layout.ranks > 1 or self.workload.quantize is not None else GPUS
+        ranks = () if self.workload.layout.ranks > 1 or is_whole(self.workload) else GPUS
         return {count: cheapest(with_ranks(self.workload, count)) for count in ranks}
 
     @cached_property
@@ -132,7 +133,8 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
     layout = workload.layout
     if layout.ranks > 1:
         yield "whole models on every rank", replace(workload, layout=replace(layout, sharding=None))
-        yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
+        if not is_whole(workload):
+            yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
     if layout.sharded:
         yield "reshard_after_forward = false", replace(workload, layout=replace(layout, reshard=False))
         yield "offload = true", replace(workload, layout=replace(layout, offload=True))
@@ -154,6 +156,8 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield "bfloat16 passes", replace(workload, bf16=True, low_weights=False)
     if not workload.low_weights:
         yield "bfloat16 weights", replace(workload, bf16=False, low_weights=True)
+    if not workload.low_moments and not layout.sharded:
+        yield "Adam's moments in 8 bits", replace(workload, low_moments=True)
     if not workload.checkpointing:
         yield "gradient checkpointing", replace(workload, checkpointing=True)
     tokens = workload.width * workload.sides
@@ -252,6 +256,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
             "gradient_checkpointing": s.checkpointing,
             "adapter_rank": None if s.adapter is None else s.adapter.rank,
             "quantize": s.quantize,
+            "optimizer": "adam-8bit" if s.low_moments else "adam",
             "responses": s.responses,
             "minibatch_rows": s.rows,
             "micro_batch_rows": s.micro(s.rows).rows,

@@ -29,6 +29,12 @@ QUANTISED = ("Linear4bit", "Linear8bitLt")
 """the classes of ``bitsandbytes``"""
 
 
+def require_bitsandbytes(purpose: str) -> None:
+    """Raise SurefootError, naming the extra, if ``bitsandbytes`` is not installed; import it."""
+    require_package("bitsandbytes", purpose, extra="quantized")
+    prepare_bitsandbytes()
+
+
 def prepare_bitsandbytes() -> None:
     """Import ``bitsandbytes`` if it is installed; ``peft`` would import it, and it logs each cast of its inputs.
 
@@ -57,8 +63,7 @@ def quantise(model: nn.Module, trunk: nn.Module, settings: "AdapterSettings", dt
     """
     kind = settings.quantize
     assert kind is not None
-    require_package("bitsandbytes", f"adapter.quantize={kind!r}", extra="quantized")
-    prepare_bitsandbytes()
+    require_bitsandbytes(f"adapter.quantize={kind!r}")
     names = [name for name, module in trunk.named_modules() if isinstance(module, nn.Linear)]
     if not names or any(type(module).__name__ == "Conv1D" for module in trunk.modules()):
         raise SurefootError(
