@@ -102,7 +102,7 @@ def test_a_token_depends_on_no_other_row_and_no_later_token(model: Path, kind: s
 
 
 def test_passes_with_nf4_are_those_of_the_restored_weights_in_value_and_gradient(model: Path) -> None:
-    """The gradient once passed a kernel that has none: a pass without gradient had repacked the weights."""
+    """Also after a pass without gradient, in which bitsandbytes would repack weights for a kernel that has no gradient."""
     gradients: list[dict[str, Tensor]] = []
     outputs = []
     for plain in (False, True):
@@ -147,12 +147,15 @@ def test_checkpointed_layers_have_the_same_gradient_with_two_roles(model: Path) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("padding_free", [False, True])
 def test_the_reference_is_the_quantised_base_and_the_first_ratios_are_one(
     files: dict[str, str],  # noqa: F811
     model: Path,
     kind: str,
+    padding_free: bool,
 ) -> None:
     changes = {"objective": {"reuse": {"epochs": 1, "minibatches": 1}}, "reference": {"beta": 0.1}}
+    changes |= {"padding_free": padding_free}  # type: ignore[dict-item]
     world = LanguageWorld(make_recipe(table("language", files, model, **quantised(kind), **changes)))  # type: ignore[arg-type]
     assert world.engine.name == "model"
     assert "quantised" in world.engine.reason

@@ -122,6 +122,14 @@ def test_an_adapter_is_sent_merged(server: StandIn, files: Path, folders: dict[s
     world.close()
 
 
+def test_a_base_in_4_bits_is_sent_restored(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    pytest.importorskip("bitsandbytes")
+    changes = {"adapter": {"rank": 2, "quantize": "nf4"}}
+    world = LanguageWorld(make_recipe({"kind": "language", **fields(files, folders["llama"], server.url), **changes}))  # type: ignore[arg-type]
+    assert world.collector.collect(LearnerState.seeded(1, 48)).metrics["sampler_gap"] < 1e-4
+    world.close()
+
+
 def test_the_token_of_the_server_is_sent_with_every_request(
     server: StandIn, files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
