@@ -1,0 +1,76 @@
+"""CPU microseconds of one update and of one action, with the eager and the compiled engine in turn.
+
+    python benchmarks/updates.py --rounds 5
+
+The time is the process's CPU time with one torch thread, so it means something beside other work too. An update is one
+minibatch, with its share of what the learner does once per rollout; an action is one call of the policy for all environments.
+A round is the update on one rollout, and 2,000 actions. The table has the smallest and the largest round.
+"""
+
+import argparse
+import time
+
+import torch
+
+from surefoot.compare.statistics import markdown_table
+from surefoot.control.world import ControlWorld
+from surefoot.core.credit import assign_credit
+from surefoot.core.rollout import LearnerState
+from surefoot.recipes.presets import find_recipe
+from surefoot.runs.session import make_learner
+
+WORK: dict[str, list[tuple[int, int]]] = {"HalfCheetah-v5": [(8, 256), (1, 2048)], "CartPole-v1": [(8, 32)]}
+ENGINES = ("eager", "compiled")
+ACTIONS = 2_000
+
+
+class Contestant:
+    """A run of one engine."""
+
+    def __init__(self, task: str, environments: int, steps: int, engine: str) -> None:
+        rollout = {"environments": environments, "steps": steps}
+        self.recipe = find_recipe(task, {"rollout": rollout, "engine": engine})
+        self.world = ControlWorld(self.recipe)
+        self.learner = make_learner(self.recipe, self.world.policy)
+        self.state = LearnerState.seeded(1, 10_000_000)
+
+    def update(self) -> float:
+        """Microseconds of an update."""
+        rollout = self.world.collector.collect(self.state)
+        before, start = self.state.updates, time.process_time()
+        self.learner.update(rollout, assign_credit(rollout, self.recipe.objective), self.state)
+        return (time.process_time() - start) / (self.state.updates - before) * 1e6
+
+    def action(self) -> float:
+        """Microseconds of an action."""
+        collector = self.world.collector
+        act, seen = collector.actor(torch.Generator()), (collector.observations, None, collector.starts)
+        start = time.process_time()
+        for _ in range(ACTIONS):
+            act(*seen)
+        return (time.process_time() - start) / ACTIONS * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for task, shapes in WORK.items():
+        for environments, steps in shapes:
+            contestants = [Contestant(task, environments, steps, engine) for engine in ENGINES]
+            for contestant in contestants:  # compile, or load
+                contestant.update()
+                contestant.action()
+            rounds = [[x for each in contestants for x in (each.update(), each.action())] for _ in range(args.rounds)]
+            spans = [f"{min(column):,.0f}–{max(column):,.0f}" for column in zip(*rounds, strict=True)]
+            reuse = contestants[0].recipe.objective.reuse
+            rows_per_update = environments * steps // (reuse.minibatches if reuse else 1)
+            rows.append([f"{task}, {environments} x {steps}", str(rows_per_update), spans[0], spans[2], spans[1], spans[3]])
+    header = ["work", "rows", "update, eager", "update, compiled", "action, eager", "action, compiled"]
+    print(markdown_table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
