@@ -25,6 +25,7 @@ from surefoot.functional import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.supervised.demonstrations import Rows
 from surefoot.language.supervised.preferences import DpoPolicy, answer_log_probs
+from surefoot.language.supervised.reference import Reference
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.session import make_learner
@@ -262,6 +263,29 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_runs_the_reference_aga
     resumed = surefoot.resume(tmp_path / "cut")
     for name, weights in whole.model.state_dict().items():
         assert torch.equal(weights, resumed.model.state_dict()[name]), name
+
+
+def test_the_reference_reads_each_row_of_a_run_once_and_no_other_also_when_the_run_is_extended(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    plain = Reference.log_probs
+
+    def counting(self: Reference, tensors: Any, count: int) -> Tensor:
+        counted.append(count)
+        return plain(self, tensors, count)
+
+    monkeypatch.setattr(Reference, "log_probs", counting)
+    rows = uneven(tmp_path / "rows.jsonl", 40)
+    fields = {"model": str(folders["llama"]), "data": {"train": rows, "max_length": 64, "batch": 8}}
+    fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "constant", "warmup": 0.0}}
+    surefoot.train("dpo", run_dir=tmp_path / "short", steps=12, **fields)  # the second batch is whole
+    extended = surefoot.resume(tmp_path / "short", steps=64)
+    assert counted == [16, 24]
+    whole = surefoot.train("dpo", steps=64, **fields)
+    assert counted == [16, 24, 40]
+    for name, weights in whole.model.state_dict().items():
+        torch.testing.assert_close(weights, extended.model.state_dict()[name], rtol=0, atol=1e-5)
 
 
 def test_simpo_has_a_beta_of_its_own_unless_the_recipe_sets_one() -> None:

@@ -41,6 +41,10 @@ class EpochSampler:
             self.position = end
         return taken[rank() :: world_size()]
 
+    def first(self, rows: int) -> list[int]:
+        """The rows that all ranks together read first, each once: all of them from one epoch on."""
+        return self._order_of(0)[:rows]
+
     @property
     def epochs(self) -> float:
         """Passes over the rows so far."""

@@ -1,7 +1,7 @@
 """The frozen reference of DPO, IPO and KTO: log-probabilities of every answer, computed once before training."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -31,31 +31,40 @@ class ReferenceLogProbs:
     """Adds the reference's log-probabilities to rows. They are computed once, when first needed; the model is then freed.
 
     rows      whose tensors include them from now on
-    compute   returns Σ log π_ref of both sides of the first ``count`` rows   -> [N, 2]
-    count     rows to compute; none: all
+    compute   returns Σ log π_ref of both sides of the first rows of some, as many as its second argument   -> [n, 2]
+    read      the rows that will be read; any other is computed when it is
     """
 
-    def __init__(self, rows: Rows, compute: Callable[[RowTensors, int], Tensor], count: int | None = None) -> None:
-        self._plain, self.count = rows.tensors, min(count or rows.count, rows.count)
-        self._compute = compute
-        self._values: Tensor | None = None
+    def __init__(self, rows: Rows, compute: Callable[[RowTensors, int], Tensor], read: Iterable[int]) -> None:
+        self._plain, self._compute, self._read = rows.tensors, compute, frozenset(read)
+        self._values = torch.full((rows.count, 2), torch.nan)
+        self._known = torch.zeros(rows.count, dtype=torch.bool)
         rows.tensors = self.tensors
 
     @property
     def values(self) -> Tensor:
-        """Σ log π_ref of both sides, on the CPU.   [N, 2]"""
-        if self._values is None:
-            self._values = self._compute(self._plain, self.count).cpu()
+        """Σ log π_ref of both sides, on the CPU; NaN for rows that are not read.   [N, 2]"""
+        self._make(())
         return self._values
 
     @values.setter
     def values(self, values: Tensor) -> None:
         self._values = values.cpu()
+        self._known = ~self._values.isnan().any(-1)
+
+    def _make(self, rows: Sequence[int]) -> None:
+        """Compute what is missing of ``rows`` and of all that will be read."""
+        wanted, self._read = torch.tensor(sorted(self._read.union(rows)), dtype=torch.long), frozenset()
+        missing = wanted[~self._known[wanted]].tolist()
+        if missing:
+            self._values[missing] = self._compute(lambda some: self._plain([missing[n] for n in some]), len(missing)).cpu()
+            self._known[missing] = True
 
     def tensors(self, rows: Sequence[int]) -> Batch:
         """The rows with their reference log-probabilities."""
         inputs, actions, mask = self._plain(rows)
-        return {**inputs, REFERENCE: self.values[list(rows)]}, actions, mask
+        self._make(rows)
+        return {**inputs, REFERENCE: self._values[list(rows)]}, actions, mask
 
 
 class Reference:

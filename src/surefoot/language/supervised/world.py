@@ -206,8 +206,10 @@ class SupervisedWorld:
         held_out = () if self.held_out is None else self.held_out.lengths
         reference = self.frozen_model = Reference(recipe, self.tokens, max([*train.lengths, *held_out]), shared)
         if self.held_out is not None:
-            ReferenceLogProbs(self.held_out, reference.log_probs, recipe.evaluation.rows)
-        return ReferenceLogProbs(train, reference.log_probs)
+            ReferenceLogProbs(self.held_out, reference.log_probs, range(min(recipe.evaluation.rows, self.held_out.count)))
+        batches = -(-recipe.steps // recipe.data.batch)
+        read = EpochSampler(train.count, recipe.seed).first(batches * recipe.data.batch)
+        return ReferenceLogProbs(train, reference.log_probs, read)
 
     def _with_baseline(
         self, policy: KtoPolicy, inputs: Mapping[str, Tensor], recipe: DpoRecipe
