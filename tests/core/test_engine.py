@@ -113,13 +113,8 @@ def test_micro_batches_of_a_program_must_have_one_size() -> None:
         make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, "optimizer": {"micro_batch": 3}})
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param({}, id="whole"),
-        pytest.param({"micro_batch": 8}, id="micro-batches", marks=pytest.mark.slow),  # compiles another program: 20 s
-    ],
-)
+@pytest.mark.slow  # each case compiles a program: 20 s
+@pytest.mark.parametrize("optimizer", [pytest.param({}, id="whole"), pytest.param({"micro_batch": 8}, id="micro-batches")])
 def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trace(optimizer: dict[str, Any]) -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, "optimizer": TINY["optimizer"] | optimizer})
     results, weights = [], []

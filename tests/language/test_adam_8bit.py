@@ -125,6 +125,7 @@ def test_what_cannot_be_is_rejected_in_one_line(
         make_learner(recipe, world.policy)
 
 
+@pytest.mark.slow
 def test_the_command_plans_moments_in_8_bits_and_bases_in_4(command: Any) -> None:
     def peak(*words: str) -> Any:
         code, out, err = command(

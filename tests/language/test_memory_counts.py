@@ -55,7 +55,8 @@ def test_the_package_has_the_counts_of_these_versions() -> None:
 def test_the_plan_of_a_size_needs_no_count_that_the_package_lacks(size: str, cache: Path, never: Any, surefoot: Any) -> None:
     plan = json.loads(surefoot("memory", size, "--json"))
     assert plan["uncounted"] == [], f"run python benchmarks/{SCRIPT.name}"
-    surefoot("memory", size)  # with several GPUs
+    if size == "7B":
+        surefoot("memory", size)  # with several GPUs
     assert not cache.exists()
 
 

@@ -285,7 +285,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes"), CASES)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [pytest.param(*case, marks=pytest.mark.slow if number >= len(RUNS) else ()) for number, case in enumerate(CASES)],
+)
 def test_metrics_and_weights_of_runs_are_those_with_padding(
     name: str, changes: dict[str, Any], files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -95,7 +95,7 @@ if find_spec("peft") is not None:
     CASES |= ADAPTED
 
 
-FAST = ("sft", "ppo of bfloat16", "row by row", "reward", "dpo row by row", "ppo", "minibatches", "ppo on a shared base")
+FAST = ("sft", "ppo of bfloat16", "row by row", "reward", "dpo row by row", "ppo", "ppo on a shared base")
 """cases of make test; make slow has all"""
 
 

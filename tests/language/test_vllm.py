@@ -238,6 +238,7 @@ def test_responses_sampled_ahead_are_those_of_the_weights_before(
     assert all(row["responses_missing"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_ahead_resumes_at_its_position_with_present_weights(
     server: StandIn, files: Path, folders: dict[str, Path]
 ) -> None:
@@ -268,6 +269,7 @@ def test_two_ranks_sample_ahead_and_none_loses_its_responses_to_new_weights(
     assert all(row["responses_missing"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_beside_the_learner_ends_the_run_in_one_line(
     server: StandIn, files: Path, folders: dict[str, Path]
 ) -> None:

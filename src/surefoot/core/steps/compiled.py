@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from surefoot.core.algorithms import Objective
+from surefoot.core.distributed import in_float64
 from surefoot.core.minibatches import global_count, micro_batches, normalised, random_order, select_rows
 from surefoot.core.objective import Batch, loss, ratio_range
 from surefoot.core.optimizer import BETAS, FlatOptimizer, adam
@@ -193,7 +194,7 @@ class CompiledStepper:
         accepted = torch.stack([*values[: len(terms)], *norms]).isfinite().all()
         limit, kl = self.objective.largest_kl, self.objective.kl_metric
         if limit is not None and kl in metrics:
-            accepted = accepted & ~(values[len(terms) + metrics.index(kl)].double() > limit)
+            accepted = accepted & ~(in_float64(values[len(terms) + metrics.index(kl)]) > limit)
         return accepted.unsqueeze(0)
 
 
