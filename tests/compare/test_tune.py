@@ -295,9 +295,10 @@ def test_a_study_killed_at_a_trial_ends_with_the_same_trials_and_numbers(undistu
 @pytest.mark.slow
 def test_two_processes_on_one_study_share_its_trials(tmp_path):
     command, study = program(tmp_path, "--trials", "8", "--seeds", "1", "--no-pruning", "--name", "s"), tmp_path / "runs" / "s"
-    both = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    lines = [child.communicate()[0] for child in both]
-    assert [child.returncode for child in both] == [0, 0]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    both = [subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) for _ in range(2)]
+    lines, errors = zip(*(child.communicate() for child in both), strict=True)
+    assert [child.returncode for child in both] == [0, 0], errors
     trials = outcome(study)
     assert [(number, state) for number, state, *_ in trials] == [(number, "COMPLETE") for number in range(8)]
     for number in range(8):
