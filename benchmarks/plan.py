@@ -4,7 +4,8 @@
     python benchmarks/plan.py --only ppo-2-full    some of them
 
 Each configuration is one JSON file in benchmarks/results/plan; an existing one is skipped. The machine's rates (matrices,
-memory, small operations, exchanges) and the run are measured one after the other in the same cell. Both are seconds of CPU of
+memory, small operations, exchanges) and the run are measured one after the other in the same cell; the page is calculated from
+these rates by the present formulas. Both are seconds of CPU of
 one process (``time.process_time``), so other load on the machine, and ranks that share a core, count less. A rank that waits
 for another uses no CPU. ``--clock wall`` measures elapsed seconds instead, for a quiet machine with a core for every rank.
 """
@@ -30,7 +31,7 @@ from surefoot.core.ranks import join_ranks, leave_ranks
 from surefoot.core.rollout import LearnerState
 from surefoot.language.memory.check import workload_of
 from surefoot.language.memory.layout import Layout
-from surefoot.language.speed.machines import measured_machine
+from surefoot.language.speed.machines import cpu_machine, measured_machine
 from surefoot.language.speed.plan import iteration_time
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
@@ -44,6 +45,8 @@ WIDTH = 512
 CELLS = [(kind, ranks, sharding) for kind in ("sft", "ppo") for ranks, sharding in ((1, "none"), (2, "none"), (2, "full"))]
 CELLS += [("sft", 4, "none"), ("ppo", 4, "full")]
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
+RATES = ("flops", "bandwidth", "launch", "latency", "link", "few_rows")
+"""of the machine, which are measured"""
 ITERATIONS = 2
 """measured, after one that is not"""
 
@@ -115,23 +118,31 @@ def measured(kind: str, ranks: int, sharding: str, clock: str) -> dict[str, Any]
     """Measure the machine and a run in new processes, and calculate the same."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        recipe = make_recipe(table_of(folder, kind, ranks, sharding))
+        table_of(folder, kind, ranks, sharding)  # makes the files before the ranks read them
         machine = measured_machine(WIDTH, WIDTH * 11 // 4, ROWS * (PROMPT + ANSWER), ROWS, ranks, CLOCKS[clock], seconds=2.0)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += [__file__, "--rank-of", str(folder), kind, str(ranks), sharding, clock]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         seconds = json.loads((folder / "measured.json").read_text())
-        workload = workload_of(recipe, prompt=PROMPT, response=ANSWER)
-    layout = Layout(ranks, recipe.sharding, ranks, gpu=False)
-    planned = iteration_time(replace(workload, layout=layout), machine)
     about = {"kind": kind, "ranks": ranks, "sharding": sharding, "clock": clock}
-    rates = {name: getattr(machine, name) for name in ("flops", "bandwidth", "launch", "latency", "link", "few_rows")}
-    return {**about, "machine": rates, "measured": seconds, "calculated": planned.seconds}
+    return {**about, "machine": {name: getattr(machine, name) for name in RATES}, "measured": seconds}
+
+
+def calculated(cell: dict[str, Any]) -> dict[str, float]:
+    """The seconds of each phase by the present formulas, from the rates that were measured with the run."""
+    ranks = cell["ranks"]
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = make_recipe(table_of(Path(folder), cell["kind"], ranks, cell["sharding"]))
+        workload = workload_of(recipe, prompt=PROMPT, response=ANSWER)
+    rates = cell["machine"]
+    machine = cpu_machine(ranks, **{name: rates[name] for name in RATES})
+    layout = Layout(ranks, recipe.sharding, ranks, gpu=False)
+    return iteration_time(replace(workload, layout=layout), machine).seconds
 
 
 def lines(cell: dict[str, Any]) -> list[list[str]]:
     """Rows of the table: each phase, and all together."""
-    both = [(name, cell["calculated"][name], cell["measured"][name]) for name in cell["calculated"]]
+    both = [(name, seconds, cell["measured"][name]) for name, seconds in calculated(cell).items()]
     if len(both) > 1:
         both.append(("all", sum(c for _, c, _ in both), sum(m for _, _, m in both)))
     title = f"{cell['kind']}, {cell['ranks']} x {cell['sharding']}"

@@ -1,9 +1,11 @@
-"""Steps per second of training on tensor environments, beside rsl_rl: the same task, network and batch, alternately.
+"""Steps per second of training on tensor environments, beside a peer: the same task, network and batch, alternately.
 
     taskset -c 0 python benchmarks/tensor.py --python PEER/bin/python --rounds 3
+    PUREJAXRL=FOLDER taskset -c 0 python benchmarks/tensor.py --task tensor/CartPole-v1 --python JAX/bin/python --rounds 3
 
-Batched Pendulum, 4,096 environments x 32 steps, two 64-64 tanh networks, 4 epochs x 4 minibatches, one torch thread. A cell is
-one training in a fresh process: some iterations that are not counted (they load or compile programs), then the counted ones.
+Pendulum beside rsl_rl, CartPole beside PureJaxRL; 4,096 environments x 32 steps, two 64-64 tanh networks, 4 epochs x 4
+minibatches, one thread. A cell is one training in a fresh process: some iterations that are not counted (they load or compile
+programs), then the counted ones. PureJaxRL's one program is compiled and run once before.
 Cells are JSON files in ``benchmarks/results/tensor``; finished ones are skipped, so an interrupted benchmark continues. Run it
 on an otherwise idle machine; elsewhere only the ratios of CPU seconds within a round are meaningful.
 """
@@ -20,8 +22,13 @@ import numpy as np
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "tensor"
-CONTESTANTS = ("eager", "compiled", "rsl_rl", "rsl_rl compiled")
+PEERS = {"tensor/Pendulum-v1": ("rsl_rl", "rsl_rl compiled"), "tensor/CartPole-v1": ("PureJaxRL",)}
+SCRIPTS = {"rsl_rl": "rsl.py", "rsl_rl compiled": "rsl.py", "PureJaxRL": "purejax.py"}
 MICRO_BATCH = 4096
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "tensor/Pendulum-v1": {"gamma": 0.9, "normalise_advantages": "batch"},
+    "tensor/CartPole-v1": {"gamma": 0.99, "normalise_advantages": "minibatch", "value_clip": 0.2},  # as PureJaxRL
+}
 
 
 def train_surefoot(cell: dict[str, Any]) -> dict[str, Any]:
@@ -37,19 +44,14 @@ def train_surefoot(cell: dict[str, Any]) -> dict[str, Any]:
 
     batch = cell["environments"] * cell["steps"]
     surefoot.train(
-        cell.get("task", "tensor/Pendulum-v1"),
+        cell["task"],
         preset="none",
         steps=batch * (cell["warm"] + cell["iterations"]),
         seed=cell["seed"],
         run_dir=None,
         engine=cell["contestant"],
         rollout={"environments": cell["environments"], "steps": cell["steps"]},
-        objective={
-            "gamma": 0.9,
-            "gae_lambda": 0.95,
-            "normalise_advantages": "batch",
-            "reuse": {"epochs": 4, "minibatches": 4},
-        },
+        objective={**OBJECTIVES[cell["task"]], "gae_lambda": 0.95, "reuse": {"epochs": 4, "minibatches": 4}},
         optimizer={"learning_rate": 1e-3, "micro_batch": min(MICRO_BATCH, batch // 4)},
         normalise={"actions": False},
         evaluation={"episodes": 0},
@@ -61,13 +63,14 @@ def train_surefoot(cell: dict[str, Any]) -> dict[str, Any]:
 def run_cell(python: str, cell: dict[str, Any]) -> dict[str, Any]:
     """The result of a cell: kept from before, or trained in a fresh process."""
     name = "-".join(str(cell[key]).replace(" ", "_") for key in ("contestant", "environments", "steps", "seed"))
+    name = name if cell["task"] == "tensor/Pendulum-v1" else f"{cell['task'].partition('/')[2]}-{name}"
     path = RESULTS / f"{name}.json"
     if not path.exists():
         RESULTS.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        if cell["contestant"].startswith("rsl_rl"):
-            cell = cell | ({"compile": "default"} if cell["contestant"].endswith("compiled") else {})
-            command = [python, str(HERE / "peers" / "rsl.py"), json.dumps(cell), str(partial)]
+        if script := SCRIPTS.get(cell["contestant"]):
+            cell = cell | ({"compile": "default"} if cell["contestant"] == "rsl_rl compiled" else {})
+            command = [python, str(HERE / "peers" / script), json.dumps(cell), str(partial)]
         else:
             command = [sys.executable, __file__, "--cell", json.dumps(cell), str(partial)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -87,30 +90,32 @@ def run_cell(python: str, cell: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", help="Python of rsl_rl's environment; without it only Surefoot runs")
+    parser.add_argument("--task", default="tensor/Pendulum-v1", choices=PEERS)
+    parser.add_argument("--python", help="Python of the peer's environment; without it only Surefoot runs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--environments", type=int, nargs="+", default=[4096])
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--warm", type=int, default=2)
-    parser.add_argument("--contestants", nargs="+", default=CONTESTANTS, choices=CONTESTANTS)
+    parser.add_argument("--contestants", nargs="+", choices=("eager", "compiled", *SCRIPTS))
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
         Path(args.cell[1]).write_text(json.dumps(train_surefoot(json.loads(args.cell[0]))))
         return
-    contestants = [name for name in args.contestants if args.python or not name.startswith("rsl_rl")]
-    print("| environments | contestant | steps/s, wall | steps/s, CPU | beside rsl_rl, CPU | return, last 100 |")
+    contestants = args.contestants or ["eager", "compiled", *(PEERS[args.task] if args.python else ())]
+    peer = PEERS[args.task][0]
+    print(f"| environments | contestant | steps/s, wall | steps/s, CPU | beside {peer}, CPU | return, last 100 |")
     print("|---" * 6 + "|", flush=True)
     for count in args.environments:
         cells: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
         for seed in range(1, args.rounds + 1):
             for name in contestants:
-                cell = {"contestant": name, "environments": count, "steps": args.steps, "seed": seed}
+                cell = {"task": args.task, "contestant": name, "environments": count, "steps": args.steps, "seed": seed}
                 cells[name].append(run_cell(args.python, cell | {"warm": args.warm, "iterations": args.iterations}))
         for name in contestants:
             wall, cpu = ([cell[key] for cell in cells[name]] for key in ("steps_per_second", "steps_per_cpu_second"))
-            peers = [cell["steps_per_cpu_second"] for cell in cells.get("rsl_rl", [])]
+            peers = [cell["steps_per_cpu_second"] for cell in cells.get(peer, [])]
             ratios = ", ".join(f"{mine / peer:.2f}" for mine, peer in zip(cpu, peers, strict=False)) or "–"
             returns = ", ".join(f"{cell['last_100_mean']:,.0f}" for cell in cells[name])
             spans = (f"{min(speeds):,.0f}–{max(speeds):,.0f}" for speeds in (wall, cpu))

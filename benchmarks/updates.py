@@ -1,10 +1,12 @@
 """CPU microseconds of one update and of one action, with the eager and the compiled engine in turn.
 
     python benchmarks/updates.py --rounds 5
+    python benchmarks/updates.py --rounds 5 --algorithm TRPO
 
 The time is the process's CPU time with one torch thread, so it means something beside other work too. An update is one
 minibatch, with its share of what the learner does once per rollout; an action is one call of the policy for all environments.
-A round is the update on one rollout, and 2,000 actions. The table has the smallest and the largest round.
+A round is the update on one rollout, and 2,000 actions. The table has the smallest and the largest round. With an algorithm, it
+has the CPU seconds of whole iterations instead: collecting and learning.
 """
 
 import argparse
@@ -27,9 +29,9 @@ ACTIONS = 2_000
 class Contestant:
     """A run of one engine."""
 
-    def __init__(self, task: str, environments: int, steps: int, engine: str) -> None:
-        rollout = {"environments": environments, "steps": steps}
-        self.recipe = find_recipe(task, {"rollout": rollout, "engine": engine})
+    def __init__(self, task: str, environments: int, steps: int, engine: str, algorithm: str | None = None) -> None:
+        changes = {"rollout": {"environments": environments, "steps": steps}, "engine": engine}
+        self.recipe = find_recipe(task, changes | ({} if algorithm is None else {"algorithm": algorithm}))
         self.world = ControlWorld(self.recipe)
         self.learner = make_learner(self.recipe, self.world.policy)
         self.state = LearnerState.seeded(1, 10_000_000)
@@ -40,6 +42,14 @@ class Contestant:
         before, start = self.state.updates, time.process_time()
         self.learner.update(rollout, assign_credit(rollout, self.recipe.objective), self.state)
         return (time.process_time() - start) / (self.state.updates - before) * 1e6
+
+    def iteration(self) -> tuple[float, float]:
+        """Seconds of collecting, and of learning."""
+        start = time.process_time()
+        rollout = self.world.collector.collect(self.state)
+        collected = time.process_time()
+        self.learner.update(rollout, assign_credit(rollout, self.recipe.objective), self.state)
+        return collected - start, time.process_time() - collected
 
     def action(self) -> float:
         """Microseconds of an action."""
@@ -54,8 +64,14 @@ class Contestant:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--algorithm", help="such as TRPO: whole iterations")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    print(updates(args.rounds) if args.algorithm is None else iterations(args.rounds, args.algorithm))
+
+
+def updates(count: int) -> str:
+    """The table of updates and actions."""
     rows = []
     for task, shapes in WORK.items():
         for environments, steps in shapes:
@@ -63,13 +79,28 @@ def main() -> None:
             for contestant in contestants:  # compile, or load
                 contestant.update()
                 contestant.action()
-            rounds = [[x for each in contestants for x in (each.update(), each.action())] for _ in range(args.rounds)]
+            rounds = [[x for each in contestants for x in (each.update(), each.action())] for _ in range(count)]
             spans = [f"{min(column):,.0f}–{max(column):,.0f}" for column in zip(*rounds, strict=True)]
             reuse = contestants[0].recipe.objective.reuse
             rows_per_update = environments * steps // (reuse.minibatches if reuse else 1)
             rows.append([f"{task}, {environments} x {steps}", str(rows_per_update), spans[0], spans[2], spans[1], spans[3]])
     header = ["work", "rows", "update, eager", "update, compiled", "action, eager", "action, compiled"]
-    print(markdown_table(header, rows))
+    return markdown_table(header, rows)
+
+
+def iterations(count: int, algorithm: str) -> str:
+    """The table of an algorithm's iterations."""
+    rows = []
+    for task, shapes in WORK.items():
+        for environments, steps in shapes:
+            contestants = [Contestant(task, environments, steps, engine, algorithm) for engine in ENGINES]
+            for contestant in contestants:  # compile, or load
+                contestant.iteration()
+            rounds = [[x for each in contestants for x in each.iteration()] for _ in range(count)]
+            spans = [f"{min(column):.3f}–{max(column):.3f}" for column in zip(*rounds, strict=True)]
+            rows.append([f"{task}, {environments} x {steps}", *spans])
+    columns = [f"{part}, {engine}" for engine in ENGINES for part in ("collecting", "learning")]
+    return markdown_table([f"{algorithm}, CPU s of an iteration", *columns], rows)
 
 
 if __name__ == "__main__":

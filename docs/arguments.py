@@ -129,8 +129,7 @@ def arguments_module() -> str:
             everything.setdefault(field, []).extend(text.split(" | "))
     any_kind = {field: " | ".join(dict.fromkeys(texts)) for field, texts in everything.items()}
     parts = list(writer.tables.values())
-    for name, fields in kinds.items():
-        parts.append(typed_dict(f"{name.capitalize()}Arguments", f'The fields of a recipe of kind "{name}".', fields))
+    parts.append(typed_dict("ControlArguments", 'The fields of a recipe of kind "control".', kinds["control"]))
     parts.append(typed_dict("Arguments", "The fields of recipes of all kinds.", any_kind))
     lines = (f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(writer.imports.items()))
     return "\n\n\n".join([f"{HEADER}\n{formatted(lines)}\n\n{names_of_presets()}", *parts]) + "\n"

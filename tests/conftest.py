@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from surefoot import sandbox
 from surefoot.cli import main as cli
+from surefoot.core.steps import programs as engine
 from surefoot.errors import SurefootError
 
 os.environ.setdefault("MUJOCO_GL", "disable")
@@ -79,6 +80,34 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         use_hub(monkeypatch, server.address, tmp_path / "cache")
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
+
+
+TRACED: dict[str, torch.fx.GraphModule] = {}
+"""what ``programs`` interprets, by the name of its library in a cache that the whole session shares"""
+
+
+@pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.slow)])
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """For tests of ``engine = "compiled"``: ``make test`` interprets the traced programs, ``make slow`` compiles them."""
+
+    def trace(traced: torch.fx.GraphModule, arguments: Sequence[torch.Tensor], library: Path) -> None:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+        TRACED[library.name] = traced
+
+    def load(library: Path) -> engine.Program:
+        def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            arguments = tuple(tensors)
+            tensors.clear()
+            with torch.no_grad():
+                return [x.clone() for x in TRACED[library.name](*arguments)]
+
+        return run
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / request.param))
+    if request.param == "interpreted":
+        monkeypatch.setattr(engine, "_compile", trace)
+        monkeypatch.setattr(engine, "_load", load)
 
 
 @pytest.fixture

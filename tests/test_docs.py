@@ -38,6 +38,12 @@ KNOWN = {".", "cd", "git", "kill", "ls", "make", "mlflow", "pip", "python", "sle
 KNOWN |= {"trackio", "wandb"}
 LONG = (
     "tune-a-recipe",
+    "recipes",
+    "check-a-run",
+    "your-own-network",
+    "clip-table",
+    "environments-in-processes",
+    "align-a-public-model",
     "align-your-own-model",
     "adapters",
     "export-an-agent",

@@ -72,6 +72,7 @@ def test_it_runs(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert [output for cell in code(done) for output in cell.outputs if output.get("name") == "stderr"] == []
 
 
+@pytest.mark.slow
 def test_a_claim_that_is_not_so_stops_it(tool: dict[str, Any]) -> None:
     from nbclient.exceptions import CellExecutionError
 

@@ -69,6 +69,7 @@ def test_a_broken_site_is_noticed(tool: dict[str, Any], tmp_path: Path, body: st
     assert list(tool["broken"](tmp_path)) == ([] if wrong is None else [f"a.html: {wrong}"])
 
 
+@pytest.mark.slow
 def test_the_site_is_whole_and_works_from_a_folder(tool: dict[str, Any], tmp_path: Path, page: Any) -> None:
     """``page`` fails on any request beyond this machine, and on any formula that KaTeX does not understand."""
     assert tool["build"](tmp_path) == []

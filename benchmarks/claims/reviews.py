@@ -90,8 +90,8 @@ def reviews(experiment: str, name: str, seed: int, changes: Mapping[str, Any], p
         elif not (run / "finished.json").exists():
             api.resume(run)
         rows = read_metrics(run / "metrics.jsonl")
-        names = ("held_out_reward", "held_out_gold", "held_out_kl")
-        curve = [[row["steps"], *(row[name] for name in names)] for row in rows if row.get("held_out_gold") is not None]
+        names = ("held_out_reward", "held_out_gold", "held_out_kl")  # without a reference (β = 0) there is no KL
+        curve = [[row["steps"], *(row.get(name) for name in names)] for row in rows if row.get("held_out_gold") is not None]
         return {"seed": seed, "engine": "eager", **measured(run, begun, seed), "curve": curve}
 
     return Cell(f"{name}-{seed}", work, LEDGER / experiment / f"{name}-{seed}.json")

@@ -22,7 +22,7 @@ def silent(name: str, steps: int) -> None:
 
 def recipe_of(task: str, algorithm: str, seed: int, changes: Mapping[str, Any] | None = None) -> ControlRecipe:
     """A task's own recipe with an algorithm, a seed and changes; no evaluation while training."""
-    fixed = {"seed": seed, "algorithm": algorithm, "evaluation": {"episodes": 0}, "traces": {"rows": 0}}
+    fixed = {"seed": seed, "algorithm": algorithm, "engine": "eager", "evaluation": {"episodes": 0}, "traces": {"rows": 0}}
     return as_control(find_recipe(task, merge_tables(fixed, changes or {})))
 
 

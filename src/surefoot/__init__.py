@@ -8,7 +8,7 @@ The public names are listed in ``__all__``; ``surefoot.functional`` holds the fo
 import sys
 
 if sys.argv[:1] == ["-m"] and sys.orig_argv[1:3] == ["-m", "surefoot"] and not sys.flags.safe_path:
-    del sys.path[0]  # the working folder, which may be a stranger's; see surefoot.recipes.import_object
+    del sys.path[0]  # the working folder, which may be a stranger's; see surefoot.recipes.callables
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -22,6 +22,10 @@ class NotFiniteError(SurefootError):
     """An observation, reward, loss or gradient is NaN or infinite: its update is skipped."""
 
 
+class NotCompiledError(SurefootError):
+    """A program of the compiled engine can't be made here."""
+
+
 class RankLostError(SurefootError):
     """Another of several ranks has died or does not answer."""
 

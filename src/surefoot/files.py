@@ -17,8 +17,12 @@ from surefoot.errors import SurefootError, cause_of
 
 RUNS = Path("runs")
 """the folder of runs that are only named"""
+FULL = "free space and resume"
+"""remedy for a run that can't write"""
 DEEPEST = 64
 """levels of nested tables"""
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+"""of a container: microseconds of CPU time per period, or ``max`` (cgroup v2)"""
 
 
 def read_text(path: Path) -> str:
@@ -38,7 +42,7 @@ def read_text(path: Path) -> str:
 def check_plain(path: Path) -> None:
     """Raise SurefootError for a folder, a pipe or a device, FileNotFoundError if there is nothing."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise SurefootError(f"{path}: is no plain file")
+        raise SurefootError(f"{path}: is not a regular file")
 
 
 def parsed(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
@@ -73,7 +77,7 @@ def read_table(path: Path) -> dict[str, Any]:
     """The table in a JSON file. Raises SurefootError when it is anything else."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise SurefootError(f"{path}: can't be read (it holds a {type(value).__name__} instead of a table)")
+        raise SurefootError(f"{path}: can't be read (it has a {type(value).__name__} instead of a table)")
     return value
 
 
@@ -106,13 +110,13 @@ def check_name(field: str, name: str) -> None:
     """Raise SurefootError unless a name is that of one folder, in printable characters."""
     check_shown(field, name)
     if name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise SurefootError(f"{field}={name!r}: is no name of a folder; use letters, digits, - and _, and --run-dir for a path")
+        raise SurefootError(f"{field}={name!r}: is not a folder name; use letters, digits, - and _, and --run-dir for a path")
 
 
 def check_shown(field: str, name: str) -> None:
     """Raise SurefootError for a name with an unprintable character, such as a line break."""
     if not name.isprintable():
-        raise SurefootError(f"{field}={name!r}: is no name of a folder, since it can't be shown; use letters, digits, - and _")
+        raise SurefootError(f"{field}={name!r}: is not a folder name, since it can't be shown; use letters, digits, - and _")
 
 
 def steps_named(name: str) -> int | None:
@@ -128,7 +132,16 @@ def made_from(where: Path, remedy: str = "take another checkpoint") -> Iterator[
     except SurefootError:
         raise
     except Exception as error:
-        raise SurefootError(f"{where}: holds what can't be used ({cause_of(error)}); {remedy}") from None
+        raise SurefootError(f"{where}: has content that can't be used ({cause_of(error)}); {remedy}") from None
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Turn a failure to write into one line that names the file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise SurefootError(f"{path}: can't be written ({error.strerror}); {remedy}") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -144,3 +157,16 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+# ---- the machine, as the kernel's files show it -------------------------------------------------------------------------
+
+
+def available_cores(limit: Path = CPU_LIMIT) -> int:
+    """CPU cores that the affinity of this process and the CPU limit of its container allow, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        time, period = map(int, limit.read_text().split())
+    except (OSError, ValueError):  # no limit
+        return cores
+    return max(1, min(cores, -(-time // period)))

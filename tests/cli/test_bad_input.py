@@ -104,6 +104,11 @@ CASES = [
     (["compare-algorithms", "CartPole-v1", "--algorithms", "A2C", "--jobs", "0"], ["--jobs", "1<=x"]),
     (["train", "CartPole-v1", "--total_timesteps", "5"], ["'--total_timesteps'", "Did you mean '--steps'?"]),
     (["train", "CartPole-v1", "--batch-size=5"], ["'--batch-size'", "'--data.batch', '--objective.reuse.minibatches'"]),
+    *(
+        ([name, option, "2"], [f"{option}: only train, resume, rounds and demo run on several ranks; leave it out"])
+        for name in ("evaluate", "export", "generate", "ladder", "tune", "watch")
+        for option in ("--ranks", "--rank-timeout")
+    ),
     (["resume", "runs/none"], ["runs/none", "no such run folder"]),
     (["evaluate", "runs/none"], ["runs/none", "no such run folder"]),
     (["evaluate", "runs/none", "--episodes", "0"], ["--episodes"]),
@@ -398,7 +403,7 @@ def test_the_same_environment_twice_and_an_environment_for_a_task_are_rejected()
     one = gymnasium.make("CartPole-v1")
     with pytest.raises(SurefootError, match="the same environment twice"):
         api.train(lambda: one, steps=10)
-    with pytest.raises(SurefootError, match="is no task"):
+    with pytest.raises(SurefootError, match="is not a task"):
         api.train(one, steps=10)
 
 
@@ -543,4 +548,4 @@ def test_a_name_that_is_taken_is_rejected_before_anything_is_made(command, tmp_p
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "notes.txt").write_text("mine")
     monkeypatch.setattr(api, "make_world", None)
-    rejected(command("train", "CartPole-v1", "--steps", "64", "--name", "mine"), "runs/mine: holds a run or other files")
+    rejected(command("train", "CartPole-v1", "--steps", "64", "--name", "mine"), "runs/mine: contains a run or other files")

@@ -15,6 +15,7 @@ from surefoot.cli.options import changes_from
 from surefoot.demos import command_here
 from surefoot.files import parse_value
 from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import make_recipe, merge_tables
 from surefoot.terminal import LOG_COLUMNS
 
 
@@ -57,7 +58,20 @@ def test_version(surefoot):
 
 
 def test_train_then_evaluate_then_resume(surefoot, tmp_path):
-    out = surefoot("train", "CartPole-v1", "--steps", "512", "--name", "one", "--seed", "3", "--objective.gae-lambda", "0.9")
+    out = surefoot(
+        "train",
+        "CartPole-v1",
+        "--steps",
+        "512",
+        "--name",
+        "one",
+        "--seed",
+        "3",
+        "--objective.gae-lambda",
+        "0.9",
+        "--evaluation.every",
+        "256",
+    )
     assert re.search(r"512 steps \(first [\d.]+ at 256, best [\d.]+ at [\d,]+\) -> runs/one", out)
     recipe = tomllib.loads((tmp_path / "runs" / "one" / "config.toml").read_text())
     assert recipe["objective"]["gae_lambda"] == 0.9
@@ -170,14 +184,43 @@ def test_a_boolean_option_without_a_value_is_on_and_takes_no_other_word(words, o
     assert find_recipe("CartPole-v1", changes).normalise.rewards is on
 
 
-@pytest.mark.parametrize(("words", "value"), [(['["arm"]'], ("arm",)), ([], True), (["no"], False)], ids=str)
-def test_an_option_that_is_a_boolean_or_a_list_takes_either(words, value):
-    name, resolved, rest = cli.resolve_command(click.Context(cli), ["train", "--normalise.observations", *words, "CartPole-v1"])
+@pytest.mark.parametrize("task_first", [True, False])
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [(['["arm"]'], ("arm",)), (["arm"], ("arm",)), (["arm,leg"], ("arm", "leg")), ([], True), (["no"], False)],
+    ids=str,
+)
+def test_an_option_that_is_a_boolean_or_a_list_takes_either(words, value, task_first):
+    option, task = ["--normalise.observations", *words], ["CartPole-v1"]
+    line = [*task, *option] if task_first else [*option, *task]
+    name, resolved, rest = cli.resolve_command(click.Context(cli), ["train", *line])
     with resolved.make_context(name, rest) as context:
         params = dict(context.params)
     assert params["what"] == "CartPole-v1"
     changes = changes_from({"normalise__observations": params["normalise__observations"]})
     assert find_recipe("CartPole-v1", changes).normalise.observations == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "word", "values"),
+    [
+        ("offload", "critic", ("critic",)),
+        ("offload", "critic,reference", ("critic", "reference")),
+        ("adapter__targets", "q_proj, v_proj", ("q_proj", "v_proj")),
+        ("adapter__targets", "all-linear", "all-linear"),
+        ("sampling__stop", "one, two", ("one, two",)),
+        ("tracking__tags", "one,two", ("one", "two")),
+        ("trackers", "tensorboard,wandb", ("tensorboard", "wandb")),
+    ],
+)
+def test_an_option_with_a_list_of_names_takes_words(flag, word, values):
+    own = {"critic": {"own_model": True}} if flag == "offload" else {}
+    start = {"model": "m", "data": {"train": "rows.jsonl"}, "reward": {"terms": "file.py:score"}} | own
+    changes = merge_tables(start, changes_from({flag: word}))
+    recipe = make_recipe({"kind": "language", **changes})
+    for part in flag.split("__"):
+        recipe = getattr(recipe, part)
+    assert recipe == values
 
 
 @pytest.mark.parametrize(

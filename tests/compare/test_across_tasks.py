@@ -143,6 +143,7 @@ def test_bad_words_are_one_line(words: list[str], part: str, runs: dict[str, Pat
     assert part in error
 
 
+@pytest.mark.slow
 def test_the_page_of_a_report_has_the_tables_of_the_command_and_the_profiles(
     runs: dict[str, Path], command: Any, tmp_path: Path
 ) -> None:

@@ -1,11 +1,13 @@
 """Cells: finished ones are skipped, interrupted ones resume to the same numbers, failures lose nothing."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium
 import pytest
@@ -13,9 +15,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from surefoot import Interrupted, SurefootError
 from surefoot.compare.algorithms import compare_algorithms, recipes_for
-from surefoot.compare.cells import Cell, locked_folder, run_cells, summary
+from surefoot.compare.cells import REQUEST, Cell, folder_lock, locked_folder, run_cells, summary
 from surefoot.compare.ladder import run_ladder
-from surefoot.compare.processes import OverallProgress
+from surefoot.compare.processes import OverallProgress, end
 from surefoot.runs import api
 
 from .conftest import TINY
@@ -294,3 +296,41 @@ def test_a_command_that_is_killed_continues_when_it_is_repeated(undisturbed, tmp
     results = json.loads(again.stdout)["results"]
     for name in undisturbed:
         assert [{**cell, "seconds": 0} for cell in results[name]] == [{**cell, "seconds": 0} for cell in undisturbed[name]]
+
+
+def test_a_process_that_comes_while_another_writes_the_request_waits_for_it(tmp_path):
+    def second():
+        with folder_lock(tmp_path / "s", REQUEST, timeout=60):
+            return (tmp_path / "s" / REQUEST).read_text()
+
+    with ThreadPoolExecutor(1) as pool, folder_lock(tmp_path / "s", REQUEST):
+        unfinished = tmp_path / "s" / ".request.json.half"
+        unfinished.write_text("{}")
+        waiting = pool.submit(second)
+        time.sleep(0.2)
+        unfinished.rename(tmp_path / "s" / REQUEST)
+    assert waiting.result() == "{}"
+
+
+def save_for_a_second(ready):
+    def save(number, frame):
+        time.sleep(1)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    ready.release()
+    time.sleep(60)
+
+
+def test_processes_that_are_stopped_save_at_the_same_time_and_none_is_left():
+    """One after another would take a second each, and a second Ctrl-C would leave the rest running."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Semaphore(0)
+    children = [context.Process(target=save_for_a_second, args=(ready,)) for _ in range(4)]
+    for child in children[:3]:
+        child.start()
+        ready.acquire()
+    began = time.monotonic()
+    end(children)
+    assert time.monotonic() - began < 2.5
+    assert [child.exitcode for child in children] == [0, 0, 0, None]

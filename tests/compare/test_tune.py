@@ -78,6 +78,7 @@ def outcome(folder: Path):
     ]
 
 
+@pytest.mark.slow
 def test_the_best_trial_is_near_a_planted_optimum(planted, tmp_path):
     result = studied(tmp_path / "s", trials=30, seeds=2)
     best = result.results["trials"][result.results["best"]]
@@ -376,7 +377,7 @@ def test_a_bad_space_is_one_line(command, tmp_path):
     (tmp_path / "space.toml").write_text("[optimizer]\nlearning_rate = { low = 1e-2, high = 1e-4 }\n")
     code, _, err = command("tune", "CartPole-v1", "--steps", "64", "--space", "space.toml")
     assert code == 2
-    assert err == "surefoot: space.toml: optimizer.learning_rate: low=0.01 must be below high=0.0001; exchange them\n"
+    assert err == "surefoot: space.toml: optimizer.learning_rate: low=0.01 must be below high=0.0001; swap them\n"
     code, _, err = command("tune", "CartPole-v1", "--steps", "64", "--space", "none.toml")
     assert (code, err.count("\n")) == (2, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["space.toml"]

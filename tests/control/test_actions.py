@@ -113,6 +113,7 @@ def test_beyond_are_the_numbers_that_are_clipped_of_those_with_a_bound() -> None
 # ---- everyone agrees --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_predicting_evaluating_and_exported_files_all_stretch_alike(tmp_path: Path) -> None:
     world = world_of(Far, PPO_CLIP, **FEW)
     rollout = world.collector.collect(fresh_state())

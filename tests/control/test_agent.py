@@ -272,7 +272,7 @@ def test_an_agent_is_shown_in_one_line_and_only_an_agent_is_evaluated() -> None:
     assert re.fullmatch(r"<Agent PPO_CLIP on CartPole-v1, [\d,]+ parameters>", repr(cartpole(steps=1)))
     with pytest.raises(SurefootError, match="runs/first: no such run folder; see what there is with: ls runs"):
         surefoot.evaluate("runs/first", episodes=1)
-    with pytest.raises(SurefootError, match=r"3: is no agent, model or run; load one with surefoot.load\(RUN\)"):
+    with pytest.raises(SurefootError, match=r"3: is not an agent, model or run; load one with surefoot.load\(RUN\)"):
         surefoot.evaluate(3, episodes=1)
 
 

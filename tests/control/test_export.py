@@ -3,7 +3,7 @@
 import json
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 import torch
 from gymnasium import spaces
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import surefoot
 from surefoot import SurefootError
@@ -57,6 +58,14 @@ def program(path: Path) -> Program:
 def action_of(outputs: dict[str, np.ndarray]) -> np.ndarray:
     """The first output."""
     return next(iter(outputs.values()))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_registry() -> Iterator[None]:
+    """PyTorch parses the signatures of 500 ONNX functions at each export, half of its time: once is enough."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -606,6 +615,7 @@ def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, rememb
             memory = after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["action", "value", "next_memory"])
 def test_a_program_whose_memory_differs_is_detected(name: str, probed: Any) -> None:
     agent, acting, probes = probed

@@ -1,6 +1,8 @@
 """Policies with an LSTM: what is remembered, what is forgotten, and when."""
 
+import math
 import runpy
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import surefoot
 from surefoot.control.agent import Agent
-from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM
+from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM, narrowing
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.errors import SurefootError
@@ -67,26 +70,71 @@ def collected(rollouts: int = 1, **changes: Any) -> tuple[ControlWorld, list[Rol
 # ---- the LSTM ---------------------------------------------------------------------------------------------------------
 
 
+def one_step_at_a_time(memory: EpisodicLSTM, features: Tensor, starts: Tensor, state: Tensor) -> Tensor:
+    """The law: the state is zero again where an episode starts."""
+    outputs = []
+    for t in range(features.shape[1]):
+        state = state.masked_fill(starts[:, t, None, None], 0)
+        output, state = memory.step(features[:, t : t + 1], torch.zeros_like(starts[:, :1]), state)
+        outputs.append(output)
+    return torch.cat(outputs, 1)
+
+
+def by_segments(memory: EpisodicLSTM, features: Tensor, starts: Tensor, state: Tensor) -> Tensor:
+    """The same by a call of nn.LSTM for each segment of each row."""
+    rows = []
+    for row in range(len(features)):
+        cuts = [0, *(t for t in starts[row].nonzero().flatten().tolist() if t), features.shape[1]]
+        outputs = []
+        for begin, end in pairwise(cuts):
+            before = torch.zeros_like(state[row]) if starts[row, begin] else state[row]
+            output, _ = memory.lstm(features[row, begin:end], (before[:1], before[1:]))
+            outputs.append(output)
+        rows.append(torch.cat(outputs))
+    return torch.stack(rows)
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4), st.integers(0, 99))
 def test_what_was_before_a_start_does_not_matter(starts: list[list[bool]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     memory, flags = EpisodicLSTM(3, 4, generator), torch.tensor(starts)
     features, state = torch.randn(len(starts), 7, 3, generator=generator), torch.randn(len(starts), 2, 4, generator=generator)
-    outputs, after = memory(features, flags, state)
-    for row in range(len(starts)):
-        hidden = state[row : row + 1]
-        for t in range(7):  # the law, one step at a time
-            hidden = torch.zeros_like(hidden) if flags[row, t] else hidden
-            single, hidden = memory(features[row : row + 1, t : t + 1], torch.zeros(1, 1, dtype=torch.bool), hidden)
-            torch.testing.assert_close(outputs[row, t], single[0, 0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(after[row], hidden[0], rtol=1e-5, atol=1e-6)
+    expected = one_step_at_a_time(memory, features, flags, state)
+    torch.testing.assert_close(memory(features, flags, state), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.9, 1.0])
+def test_segments_in_common_calls_have_the_outputs_and_gradients_of_each_alone(share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    memory, starts = EpisodicLSTM(3, 4, generator), torch.rand(9, 40, generator=generator) < share
+    features, state = torch.randn(9, 40, 3, generator=generator), torch.randn(9, 2, 4, generator=generator)
+    weights, results = torch.randn(9, 40, 4, generator=generator), []
+    for run in (memory, partial(by_segments, memory)):
+        leaves = [features.clone().requires_grad_(), state.clone().requires_grad_(), *memory.parameters()]
+        outputs = run(leaves[0], starts, leaves[1])
+        gradients = torch.autograd.grad((outputs * weights).mean(), leaves, allow_unused=True, materialize_grads=True)
+        results.append([outputs, *gradients])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
+def test_common_calls_take_every_step_once_and_half_as_many_again_at_most(lengths: list[int]) -> None:
+    lengths.sort(reverse=True)
+    calls = list(narrowing(lengths))
+    taken = [(row, t) for live, begin, end in calls for row in range(live) for t in range(begin, end)]
+    assert len(taken) == len(set(taken))
+    needed = {(row, t) for row, length in enumerate(lengths) for t in range(length)}
+    assert needed <= set(taken)
+    assert len(taken) <= 1.5 * len(needed)
+    assert len(calls) <= 1 + math.log(len(lengths), 1.5)
 
 
 def test_no_gradient_crosses_a_start() -> None:
     memory = EpisodicLSTM(3, 4, torch.Generator().manual_seed(1))
     features = torch.randn(1, 6, 3, requires_grad=True)
     starts = torch.tensor([[False, False, False, True, False, False]])
-    outputs, _ = memory(features, starts, torch.zeros(1, 2, 4))
+    outputs = memory(features, starts, torch.zeros(1, 2, 4))
     outputs[:, 3:].sum().backward()
     assert features.grad is not None
     assert features.grad[:, :3].abs().max() == 0 < features.grad[:, 3:].abs().min()

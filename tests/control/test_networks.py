@@ -1,5 +1,6 @@
 """Laws of trunks: what each encoder computes, and what a network of the user's own must be and may rely on."""
 
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -81,6 +82,18 @@ def test_images_in_pieces_give_the_same_features(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(networks, "PASS_AT_ONCE", 3)
     with torch.no_grad():
         torch.testing.assert_close(network(seen), whole)
+
+
+@pytest.mark.parametrize("shape", [(36, 40, 1), (3, 36, 40, 1)])
+def test_one_channel_is_read_alike_first_or_last_and_lies_in_memory_alike(shape: tuple[int, ...]) -> None:
+    """A compiler takes other strides for channels that are last, and then its own program for wrong."""
+    network = NatureCNN(shape, stream(1))
+    first = NatureCNN((math.prod(shape[:-3]), 36, 40), stream(1))
+    seen, strides = torch.randint(256, (5, *shape), dtype=torch.uint8, generator=stream(2)), []
+    for each in (network, first):
+        each.convolutions[0].register_forward_pre_hook(lambda layer, inputs: strides.append(inputs[0].stride()))
+    assert torch.equal(network(seen), first(seen.view(5, -1, 36, 40)))
+    assert strides[0] == strides[1]
 
 
 def test_leaves_stand_side_by_side_in_order() -> None:

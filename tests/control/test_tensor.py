@@ -1,8 +1,10 @@
 """Tensor environments: what a step means, what stays on the device, what is rejected, and runs from start to end."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import surefoot
 from surefoot import SurefootError
 from surefoot.control.collect.tensors import TensorCollector
-from surefoot.control.environments.adapters import DLPackEnvironment
+from surefoot.control.environments.adapters import BraxEnvironment, DLPackEnvironment
 from surefoot.control.environments.classic import KINDS, CartPole, ClassicControl
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.spaces import BARE, MASK
@@ -672,15 +674,110 @@ def test_arrays_of_another_library_are_read_and_sent_by_dlpack() -> None:
     assert direct.terminated.any()
 
 
+class BraxCartPole:
+    """CartPole in Brax's form, wrapped for training; tensors stand for JAX's arrays."""
+
+    observation_size, action_size = 4, 1
+
+    def __init__(self, rows: int) -> None:
+        self.inner = CartPole(rows)
+
+    def state(self, observations: Tensor, reward: Tensor, terminated: Tensor, truncated: Tensor) -> SimpleNamespace:
+        info = {"truncation": truncated.float(), "inner": self.inner.state_dict()}
+        done = (terminated | truncated).float()
+        return SimpleNamespace(obs=observations, reward=reward, done=done, info=info, metrics={"upright": reward})
+
+    def reset(self, keys: Tensor) -> SimpleNamespace:
+        no = torch.zeros(len(keys), dtype=torch.bool)
+        return self.state(self.inner.reset(seed=int(keys[0]))[0], no.float(), no, no)
+
+    def step(self, state: SimpleNamespace, actions: Tensor) -> SimpleNamespace:
+        self.inner.load_state_dict(state.info["inner"])
+        return self.state(*self.inner.step((actions[:, 0] > 0).long())[:4])
+
+
+@pytest.fixture
+def jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of JAX that the adapter calls, for tensors and without compiling."""
+
+    def flatten(tree: Any) -> tuple[list[Tensor], Any]:
+        key, state = tree
+        inner = state.info["inner"]
+        return [key, state.obs, state.reward, state.done, state.info["truncation"], *inner.values()], list(inner)
+
+    def unflatten(names: Any, leaves: list[Tensor]) -> Any:
+        key, observations, reward, done, truncated, *inner = leaves
+        info = {"truncation": truncated, "inner": dict(zip(names, inner, strict=True))}
+        return key, SimpleNamespace(obs=observations, reward=reward, done=done, info=info, metrics={"upright": reward})
+
+    module: Any = ModuleType("jax")
+    module.jit = lambda function: function
+    module.random = SimpleNamespace(PRNGKey=torch.tensor, split=lambda key, count=2: key + torch.arange(1, count + 1))
+    module.numpy = SimpleNamespace(from_dlpack=torch.from_dlpack)
+    module.tree = SimpleNamespace(leaves=lambda tree: flatten(tree)[0], flatten=flatten, unflatten=unflatten)
+    monkeypatch.setitem(sys.modules, "jax", module)
+
+
+def test_an_environment_of_brax_ends_its_episodes_as_they_end_and_logs_its_metrics(jax: None) -> None:
+    rows = 8
+    environment = BraxEnvironment(BraxCartPole(rows), rows)
+    assert environment.single_observation_space.shape == (4,)
+    assert environment.single_action_space == gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    environment.reset(seed=3)
+    terminated, truncated = torch.zeros(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.bool)
+    for _ in range(600):
+        pushes = environment.state.obs[:, 2:3] + environment.state.obs[:, 3:4]  # these balance
+        pushes[: rows // 2] = 1.0  # these fall
+        _, rewards, falls, cuts, infos = environment.step(pushes)
+        assert not (falls & cuts).any()
+        assert torch.equal(infos["log"]["upright"], rewards.mean())
+        terminated, truncated = terminated | falls, truncated | cuts
+    assert terminated[: rows // 2].all()
+    assert not truncated[: rows // 2].any()
+    assert truncated[rows // 2 :].all()
+
+
+def test_an_environment_of_brax_that_is_not_wrapped_is_one_line(jax: None) -> None:
+    class Bare(BraxCartPole):
+        def step(self, state: SimpleNamespace, actions: Tensor) -> SimpleNamespace:
+            after = super().step(state, actions)
+            del after.info["truncation"]
+            return after
+
+    environment = BraxEnvironment(Bare(2), 2)
+    environment.reset(seed=1)
+    with pytest.raises(SurefootError, match=r"^BraxEnvironment: [^\n]* wrap the environment for training first$"):
+        environment.step(torch.ones(2, 1))
+
+
+def test_an_environment_of_brax_goes_on_from_a_saved_state(jax: None) -> None:
+    first, second = (BraxEnvironment(BraxCartPole(4), 4) for _ in range(2))
+    push = torch.ones(4, 1)
+    first.reset(seed=3)
+    first.step(push)
+    saved = first.state_dict()
+    expected = [first.step(push)[0].clone() for _ in range(40)]  # through ends and resets
+    second.reset(seed=7)
+    second.load_state_dict(saved)
+    assert all(torch.equal(second.step(push)[0], observations) for observations in expected)
+    with pytest.raises(ValueError, match="other arrays"):
+        second.load_state_dict({**saved, "1": torch.zeros(5, 4)})
+
+
 # ---- runs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
 @pytest.mark.parametrize("lstm", [None, 8])
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, lstm: int | None, engine: str) -> None:
-    if lstm and engine == "compiled":
-        pytest.skip("compiled programs have no LSTM")
-    options: dict[str, Any] = SMALL | {"rollout": {"environments": 8, "steps": 16}, "network": {"lstm": lstm}, "engine": engine}
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, lstm: int | None) -> None:
+    resumes_exactly(tmp_path, network={"lstm": lstm})
+
+
+def test_so_is_one_with_compiled_programs(tmp_path: Path, programs: None) -> None:
+    resumes_exactly(tmp_path, engine="compiled")
+
+
+def resumes_exactly(tmp_path: Path, **changes: Any) -> None:
+    options: dict[str, Any] = SMALL | {"rollout": {"environments": 8, "steps": 16}} | changes
     options |= {"checkpoint": {"every": 128, "keep": 9}, "normalise": {"observations": True, "rewards": True}}
     whole = surefoot.train("tensor/CartPole-v1", steps=512, run_dir=tmp_path / "whole", **options)
     surefoot.train("tensor/CartPole-v1", steps=512, run_dir=tmp_path / "half", callback=stop_after(2), **options)
@@ -769,8 +866,15 @@ def test_wrong_parts_are_one_line(network: dict[str, Any], message: str) -> None
         surefoot.train(Grouped, algorithm="REINFORCE", network={"critic_parts": ["critic"]}, run_dir=None)
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
-def test_an_adaptive_learning_rate_follows_the_kl_of_each_minibatch_and_resumes(tmp_path: Path, engine: str) -> None:
+def test_an_adaptive_learning_rate_follows_the_kl_of_each_minibatch_and_resumes(tmp_path: Path) -> None:
+    adapts_and_resumes(tmp_path, "eager")
+
+
+def test_so_it_does_with_compiled_programs(tmp_path: Path, programs: None) -> None:
+    adapts_and_resumes(tmp_path, "compiled")
+
+
+def adapts_and_resumes(tmp_path: Path, engine: str) -> None:
     """Against the rule, applied by hand to the KL before each step."""
     options: dict[str, Any] = {
         "rollout": {"environments": 8, "steps": 16},

@@ -337,7 +337,7 @@ def test_an_agent_saved_elsewhere_is_recorded_on_the_named_task(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     agent.save("agent")
-    assert "surefoot: agent: belongs to no run; say where to write with --out FILE" in command("watch", "agent")[2]
+    assert "surefoot: agent: belongs to no run; set --out FILE" in command("watch", "agent")[2]
     assert command("watch", "agent", "--out", "a.mp4", "--max-steps", "1")[0] == 0
 
 

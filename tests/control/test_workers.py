@@ -10,6 +10,8 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 
 import surefoot
-from surefoot import SurefootError
+from surefoot import Interrupted, SurefootError
 from surefoot.control.environments import make_environments
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, Step, episode_seed
 from surefoot.control.environments.workers import WorkerEnvironments
@@ -166,7 +168,9 @@ def go_on(environments: Environments) -> None:
         ("segfaults", 2, "ended its worker process (SIGSEGV) in step(), episode 1, step 2;"),
         ("is killed", 0, "ended its worker process (SIGKILL, perhaps out of memory) in reset(), episode 1, step 0;"),
         ("sleeps", 1, "did not return within 1 s (rollout.deadline) in step(), episode 1, step 1;"),
-        ("spins", 0, "did not return within 1 s (rollout.deadline) in reset(), episode 1, step 0;"),
+        pytest.param(
+            "spins", 0, "did not return within 1 s (rollout.deadline) in reset(), episode 1, step 0;", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(how: str, at: int, message: str) -> None:
@@ -186,6 +190,7 @@ def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(ho
         assert "misbehaving.py" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_slow_environment_is_no_hanging_one_as_long_as_each_call_comes_back() -> None:
     environments = in_workers(Misbehaving, 4, 1, 1.0, how="dawdles", doom=None, at=0)
     started = time.monotonic()
@@ -215,6 +220,34 @@ def test_what_can_not_be_made_in_a_worker_is_a_one_line_error() -> None:
 def test_a_task_that_can_not_be_sent_is_rejected_with_the_remedy() -> None:
     with pytest.raises(SurefootError, match=r"task='<lambda>': can't be sent to a worker process .*module:function"):
         in_workers(lambda: Misbehaving(), 1, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_workers_start_leaves_no_process_behind(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the first in this process, with which Python starts a process of its own and unblocks signals."""
+    started: list[SpawnProcess] = []
+    start = SpawnProcess.start
+
+    def start_and_signal(process: SpawnProcess) -> None:
+        start(process)
+        started.append(process)
+        signal.raise_signal(number)
+
+    def stop(number: int, frame: object) -> None:
+        raise Interrupted("stopped")
+
+    monkeypatch.setattr(SpawnProcess, "start", start_and_signal)
+    tracker = resource_tracker.ResourceTracker()
+    for name in ("ensure_running", "register", "unregister", "getfd"):
+        monkeypatch.setattr(resource_tracker, name, getattr(tracker, name))
+    before = signal.signal(number, stop)
+    try:
+        with pytest.raises(Interrupted):
+            in_workers("CartPole-v1", 2, 2)
+    finally:
+        signal.signal(number, before)
+        tracker._stop()
+    assert [process.exitcode is not None for process in started] == [True]
 
 
 def test_a_run_that_is_rejected_leaves_no_process_behind() -> None:

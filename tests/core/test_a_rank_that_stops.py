@@ -45,6 +45,7 @@ LINE = r"ranks.py: rank 1 of 2: another rank has died, or did not answer in time
 SAID = ("return Rollout(", "if state.iteration == 3:\n            print('at work', flush=True)\n        return Rollout(")
 
 
+@pytest.mark.slow
 def test_the_documented_program_prints_what_the_page_shows(start: Start) -> None:
     first, second = start()
     code, out, err = first.finish(120)
@@ -64,6 +65,7 @@ def test_a_rank_whose_companion_dies_or_stops_ends_in_one_line(start: Start, num
     assert code == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_nobody_joins_ends_in_one_line(start: Start) -> None:
     (first,) = start(1, (("timeout=60", "timeout=3"),))
     _, _, err = first.finish()

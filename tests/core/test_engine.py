@@ -1,16 +1,20 @@
 """The compiled update against the eager one."""
 
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from chain import check_chain
+from gymnasium import spaces
 from ranked import on_ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,12 +24,12 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.ranks import join_ranks
-from surefoot.core.rollout import Credit, LearnerState, Metrics
+from surefoot.core.rollout import Credit, LearnerState, Metrics, map_tensors
 from surefoot.core.steps.compiled import CompiledStepper
 from surefoot.core.steps.programs import _fingerprint, announced, loop, program_of, structure
 from surefoot.core.traces import Recorder
-from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.recipes.reading import make_recipe
+from surefoot.errors import NotCompiledError, NotFiniteError, SurefootError
+from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.events import Event, Message
 from surefoot.runs.session import make_learner
 
@@ -45,11 +49,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def trained(engine: str, iterations: int, **changes: Any) -> tuple[list[Metrics], torch.Tensor, Learner]:
+def trained(engine: str, iterations: int, make: Any = None, **changes: Any) -> tuple[list[Metrics], torch.Tensor, Learner]:
     """A few iterations on a task: their metrics, all parameters, and the learner."""
     table = {"task": "Pendulum-v1", "engine": engine, **TINY, **changes}
     recipe = make_recipe(table)
-    world = ControlWorld(recipe)
+    world = ControlWorld(recipe, make)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
     history = []
     for _ in range(iterations):
@@ -70,8 +74,7 @@ def agree(**changes: Any) -> None:
         assert compiled[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
-@pytest.mark.slow
-def test_compiled_updates_move_the_parameters_as_eager_ones_do() -> None:
+def test_compiled_updates_move_the_parameters_as_eager_ones_do(programs: None) -> None:
     agree()
 
 
@@ -108,14 +111,64 @@ def test_compiled_gradients_are_summed_over_ranks_as_eager_ones_are(environments
             assert compiled[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+def mirrored(observations: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pendulum's mirror image."""
+    return observations * torch.tensor([1.0, -1.0, -1.0]), -actions
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "symmetry"),
+    [pytest.param("TRPO", None, marks=pytest.mark.slow), ("PPO_CLIP", mirrored), ("TRPO", mirrored)],
+    ids=["TRPO", "symmetry", "TRPO with symmetry"],
+)
+def test_a_compiled_step_of_two_ranks_is_that_of_one_eager_process(
+    algorithm: str, symmetry: Any, tmp_path: Path, programs: None
+) -> None:
+    """Each rank learns from its environments, with their mirror images."""
+    rollout_settings = {"environments": 4, "steps": 16} | ({"symmetry": "tests:mirrored"} if symmetry else {})
+    objective = {"reuse": {"epochs": 1, "minibatches": 1}, "normalise_advantages": "minibatch"}
+    table = {**TINY, "task": "Pendulum-v1", "algorithm": algorithm, "objective": objective, "rollout": rollout_settings}
+    eager, compiled = [make_recipe({**table, "engine": engine}) for engine in ("eager", "compiled")]
+    world = ControlWorld(eager, functions={"rollout.symmetry": symmetry} if symmetry else {})
+    rollout = world.collector.collect(LearnerState.seeded(1, 10_000))
+    world.close()
+
+    def updated(recipe: Any, rows: list[int]) -> tuple[Metrics, torch.Tensor, Learner]:
+        learner, part = make_learner(recipe, world.policy), map_tensors(lambda x: x[rows], rollout)
+        metrics = learner.update(part, assign_credit(part, recipe.objective), LearnerState.seeded(1, 10_000))
+        return metrics, torch.cat([p.detach().reshape(-1) for p in world.policy.parameters()]), learner
+
+    def body(rank: int) -> Any:
+        os.environ["XDG_CACHE_HOME"] = str(tmp_path / f"cache {rank}")  # interpreted programs are known to their process
+        join_ranks()
+        own = [row for row in range(len(rollout.actions)) if row % 4 // 2 == rank]  # images follow the steps
+        metrics, parameters, learner = updated(compiled, own)
+        passes = learner.compiled_natural.passes if learner.compiled_natural else learner.compiled.gradients  # type: ignore
+        return metrics, parameters, passes.program is not None
+
+    outcomes = on_ranks(2, body, tmp_path, timeout=300)
+    before = torch.cat([p.detach().reshape(-1) for p in world.policy.parameters()]).clone()
+    expected, moved, _ = updated(eager, list(range(len(rollout.actions))))
+    assert not [x for x in outcomes if isinstance(x, str)], outcomes
+    assert not torch.allclose(moved, before, rtol=1e-3, atol=1e-4)
+    for metrics, parameters, made in outcomes:
+        assert made
+        torch.testing.assert_close(parameters, moved, rtol=1e-4, atol=1e-5)
+        for name in ("policy_loss", "value_loss", "kl"):
+            if name in expected:
+                assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
 def test_micro_batches_of_a_program_must_have_one_size() -> None:
     with pytest.raises(SurefootError, match=r"optimizer.micro_batch=3:.*does not divide the minibatch of 16 steps.*: 2"):
         make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, "optimizer": {"micro_batch": 3}})
 
 
-@pytest.mark.slow  # each case compiles a program: 20 s
 @pytest.mark.parametrize("optimizer", [pytest.param({}, id="whole"), pytest.param({"micro_batch": 8}, id="micro-batches")])
-def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trace(optimizer: dict[str, Any]) -> None:
+def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trace(
+    optimizer: dict[str, Any], programs: None
+) -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, "optimizer": TINY["optimizer"] | optimizer})
     results, weights = [], []
     for engine, recorder in (("compiled", None), ("compiled", Recorder(1, 2)), ("eager", Recorder(1, 2))):
@@ -140,7 +193,7 @@ def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trac
             torch.testing.assert_close(getattr(ours.visits, name), getattr(theirs.visits, name), rtol=1e-3, atol=1e-4)
 
 
-def test_an_update_that_is_not_finite_is_not_taken() -> None:
+def test_an_update_that_is_not_finite_is_not_taken(programs: None) -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
     world = ControlWorld(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
@@ -155,7 +208,7 @@ def test_an_update_that_is_not_finite_is_not_taken() -> None:
     world.close()
 
 
-def test_a_step_that_is_not_finite_ends_a_pass_where_the_eager_engine_ends_it() -> None:
+def test_a_step_that_is_not_finite_ends_a_pass_where_the_eager_engine_ends_it(programs: None) -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
     results = []
     for engine in ("compiled", "eager"):
@@ -210,12 +263,30 @@ def test_a_loop_of_a_program_may_read_constants_and_change_its_own_tensors() -> 
         pytest.param({"algorithm": "PPO_PENALTY_ADAPTIVE"}, id="penalty"),
         pytest.param({"objective": TINY["objective"] | {"trust_region": {"beta": 3.0, "fraction": 0.2}}}, id="penalty-on-some"),
         pytest.param({"algorithm": "A2C", "objective": {}}, id="one-update"),
+        pytest.param({"algorithm": "TRPO"}, id="natural"),
+        pytest.param({"algorithm": "TRPO", "optimizer": {"learning_rate": 1e-2, "micro_batch": 8}}, id="natural-in-parts"),
         pytest.param({"optimizer": {"learning_rate": 1e-1}, "objective": TINY["objective"] | {"target_kl": 0.01}}, id="stop"),
         pytest.param({"objective": TINY["objective"] | {"value_clip": 0.1, "entropy_coefficient": 0.01}}, id="more-terms"),
     ],
 )
 def test_compiled_updates_agree_with_eager_ones_whatever_the_switches(changes: dict[str, Any]) -> None:
     agree(**changes)
+
+
+@pytest.mark.slow
+def test_pictures_of_one_channel_with_the_channel_last_are_compiled() -> None:
+    class Noise(gymnasium.Env[np.ndarray, int]):
+        observation_space = spaces.Box(0, 255, (36, 36, 1), np.uint8)
+        action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+            super().reset(seed=seed)
+            return self.np_random.integers(0, 255, (36, 36, 1)).astype(np.uint8), {}
+
+        def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            return self.reset()[0], 1.0, False, False, {}
+
+    agree(make=Noise, rollout={"environments": 2, "steps": 4}, network={"hidden": []})
 
 
 @pytest.mark.slow
@@ -231,7 +302,7 @@ def test_what_is_frozen_is_part_of_the_program_and_of_its_name() -> None:
 
 
 def test_a_program_in_the_cache_is_loaded_without_tracing_and_moves_parameters_alike(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, programs: None
 ) -> None:
     first, before, _ = trained("compiled", 1)
     monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)  # tracing would raise
@@ -250,14 +321,16 @@ def test_a_program_in_the_cache_is_loaded_without_tracing_and_moves_parameters_a
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_program_of_other_settings_is_traced(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_of_other_settings_is_traced(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, programs: None
+) -> None:
     trained("compiled", 1)
     monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)
     with pytest.raises(SurefootError, match="can't be traced"):
         trained("compiled", 1, **changes)
 
 
-def test_the_learning_rate_is_no_part_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learning_rate_is_no_part_of_a_program(monkeypatch: pytest.MonkeyPatch, programs: None) -> None:
     trained("compiled", 1)
     monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)
     trained("compiled", 1, optimizer={"learning_rate": 3e-3})
@@ -282,8 +355,10 @@ def test_constants_of_a_network_are_part_of_its_structure_and_code_of_others_is_
     assert structure(torch.nn.Sequential(Scaled(2, 2)), constants=True) is None
 
 
-def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["PPO_CLIP", pytest.param("TRPO", marks=pytest.mark.slow)])
+def test_a_compiled_run_resumes_bit_for_bit(algorithm: str, tmp_path: Path, programs: None) -> None:
     settings = {**TINY, "engine": "compiled", "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, "seed": 3}
+    settings["algorithm"] = algorithm
     whole = surefoot.train("Pendulum-v1", steps=384, run_dir=tmp_path / "whole", **settings)
     half: list[float] = []
 
@@ -297,7 +372,7 @@ def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(a, b), name
 
 
-def test_batches_of_another_size_take_the_eager_path() -> None:
+def test_batches_of_another_size_take_the_eager_path(programs: None) -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
     world = ControlWorld(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
@@ -312,7 +387,6 @@ def test_batches_of_another_size_take_the_eager_path() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"algorithm": "TRPO", "objective": {}}, "TRPO takes natural steps"),
         ({"algorithm": "REINFORCE", "objective": {}}, "REINFORCE collects whole episodes, whose lengths differ"),
         ({"device": "cuda"}, "device = 'cuda' is not the CPU"),
         (
@@ -367,6 +441,16 @@ def test_a_program_in_the_cache_needs_no_compiler_in_memory(tmp_path: Path) -> N
 # ---- engine = "auto" ---------------------------------------------------------------------------------------------------
 
 
+def saying(lines: list[str]) -> Callable[[Event], None]:
+    """A listener that keeps a run's messages."""
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Message):
+            lines.append(event.text)
+
+    return listen
+
+
 LONG = {
     "task": "HalfCheetah-v5",
     "steps": 1_000_000,
@@ -382,7 +466,12 @@ LONG = {
         ({"steps": 100_000}, "eager", r"15,680 updates and 100,352 calls of the policy save about 9 s"),
         ({"algorithm": "A2C", "objective": {}}, "eager", r"489 updates and 1,001,472 calls"),
         ({"device": "cuda"}, "eager", r"device = 'cuda' is not the CPU$"),
-        ({"algorithm": "TRPO", "objective": {}}, "eager", "TRPO takes natural steps$"),
+        (
+            {"algorithm": "TRPO"},
+            "compiled",
+            r"156,969 updates and 1,001,472 calls of the policy save about 102 s, .* take 100 s",
+        ),
+        ({"algorithm": "TRPO", "steps": 900_000}, "eager", r"compiling may take 100 s"),
         ({"optimizer": {"schedule": "adaptive"}}, "eager", r"optimizer\.schedule='adaptive': a compiled step has"),
         ({"network": {"custom": "net.py:make"}}, "eager", r"network\.custom may have code that can't be compiled$"),
         ({"task": "ALE/Pong-v5", "normalise": {}}, "eager", "pictures take most of the time$"),
@@ -397,7 +486,7 @@ def test_auto_is_compiled_if_the_run_is_long_enough_to_win_the_compiling_back(
     assert re.search(reason, why), why
 
 
-def test_auto_depends_on_neither_the_cache_nor_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_rule_of_auto_reads_neither_the_cache_nor_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recipe = make_recipe({**LONG, "rollout": {"environments": 1, "steps": 2048}})
     before = recipe.engine_choice()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -409,21 +498,90 @@ def test_a_run_with_auto_is_that_of_its_choice_to_the_last_bit_records_it_and_ke
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lines: list[str] = []
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Message):
-            lines.append(event.text)
-
+    listen = saying(lines)
     settings = {"steps": 128, "seed": 3, "evaluation": {"episodes": 1}, **TINY}
-    auto = surefoot.train("Pendulum-v1", engine="auto", run_dir=tmp_path / "run", display=listen, **settings)
+    assert make_recipe({"task": "Pendulum-v1"}).engine == "auto"
+    auto = surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", display=listen, **settings)
     eager = surefoot.train("Pendulum-v1", engine="eager", display=listen, **settings)
     for a, b in zip(auto.policy.parameters(), eager.policy.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert lines[0].startswith("engine: eager (16 updates and 64 calls of the policy save about 0 s")
-    assert sum(line.startswith("engine:") for line in lines) == 1
+    assert not any(line.startswith("engine:") for line in lines)
     assert 'engine = "eager"' in (tmp_path / "run" / "config.toml").read_text()
     monkeypatch.setattr("surefoot.recipes.control.COMPILING", 0.0)  # it would choose otherwise now
     assert surefoot.resume(tmp_path / "run", steps=256, display=listen).recipe.engine == "eager"
+
+
+@pytest.fixture
+def long_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every recipe that can be is compiled by "auto", with an empty cache."""
+    monkeypatch.setattr("surefoot.recipes.control.COMPILING", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (None, r"no C\+\+ compiler \(g\+\+ or clang\+\+\) is installed"),
+        ("/bin/false", "/bin/false can't compile a small program"),
+    ],
+)
+def test_auto_without_a_compiler_that_works_is_the_eager_run_to_the_last_bit_and_one_line(
+    found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long_enough: None
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: found)
+    settings = {"steps": 128, "seed": 3, "evaluation": {"episodes": 0}, **TINY}
+    auto = surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", display=saying(lines), **settings)
+    eager = surefoot.train("Pendulum-v1", engine="eager", **settings)
+    for a, b in zip(auto.policy.parameters(), eager.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert re.fullmatch(rf"engine: eager \({reason}; with one, this run would be compiled, and faster\)", lines[0])
+    assert 'engine = "eager"' in (tmp_path / "run" / "config.toml").read_text()
+    assert "engine: eager" not in "".join(lines[1:])
+
+
+@pytest.mark.parametrize("failing", ["acting", "the update"])
+@pytest.mark.parametrize("task", ["Pendulum-v1", "tensor/Pendulum-v1"])
+def test_a_program_that_fails_to_compile_under_auto_is_one_line_and_the_run_goes_on_and_resumes_exactly(
+    failing: str, task: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long_enough: None, programs: None
+) -> None:
+    lines: list[str] = []
+
+    def fail(name: str, *arguments: Any) -> Any:
+        if name == failing:
+            raise NotCompiledError("engine='compiled': g++ could not compile the program (Full); set engine = 'eager'")
+        return program_of(name, *arguments)
+
+    for part in ("core.steps.compiled", "control.agent", "control.collect.scoring"):
+        monkeypatch.setattr(f"surefoot.{part}.program_of", fail)
+    settings = {"seed": 3, "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, **TINY}
+    whole = surefoot.train(task, steps=256, run_dir=tmp_path / "whole", display=saying(lines), **settings)
+    assert lines.count("engine: eager from here on (g++ could not compile the program (Full))") == 1
+    assert whole.recipe.engine == "eager"
+    assert 'engine = "eager"' in (tmp_path / "whole" / "config.toml").read_text()
+    assert json.loads((tmp_path / "whole" / "environment.json").read_text())["engine"] == "eager"
+    surefoot.train(task, steps=256, run_dir=tmp_path / "cut", callback=lambda row: row["steps"] >= 128, **settings)
+    resumed = surefoot.resume(tmp_path / "cut")
+    for a, b in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_that_was_asked_to_be_compiled_and_a_resumed_one_never_change_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long_enough: None, programs: None
+) -> None:
+    settings = {"steps": 256, "seed": 3, "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, **TINY}
+    surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", callback=lambda row: row["steps"] >= 128, **settings)
+    assert 'engine = "compiled"' in (tmp_path / "run" / "config.toml").read_text()
+    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    with pytest.raises(SurefootError, match=r"engine='compiled': needs a C\+\+ compiler"):
+        surefoot.resume(tmp_path / "run")
+
+
+def test_a_run_of_before_the_engine_was_recorded_was_eager() -> None:
+    table = to_table(make_recipe({"task": "Pendulum-v1", "steps": 10_000_000}))
+    del table["engine"]
+    assert make_recipe(table).engine == "eager"
 
 
 def test_other_kinds_have_one_engine() -> None:

@@ -6,7 +6,7 @@ is claimed of a step is computed again from the probabilities of the policies be
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from surefoot.control.policy import ActorCritic
 from surefoot.control.spaces import BARE
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
-from surefoot.core.minibatches import global_count, micro_batches, rows_of
-from surefoot.core.optimizer import AdamSettings
+from surefoot.core.minibatches import global_count, rows_of
+from surefoot.core.optimizer import AdamSettings, FlatParameters
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
-from surefoot.core.steps.trpo import NaturalStep, damped_fisher
+from surefoot.core.steps import GradientSum
+from surefoot.core.steps.trpo import EagerPasses, NaturalStep, damped_fisher
 from surefoot.functional import token_entropy, token_log_probs
 from surefoot.recipes.control import Network
 
@@ -140,6 +141,10 @@ def explicit_hessian(policy: Policy, rollout: Rollout, exact: bool = True) -> Te
     return torch.autograd.functional.hessian(mean_kl, flat)
 
 
+def eager_passes(policy: Policy, actor: Iterable[nn.Parameter], micro_batch: int | None = None) -> EagerPasses:
+    return EagerPasses(GradientSum(policy, TRPO, micro_batch, None), FlatParameters(actor))
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_the_fisher_vector_product_of_a_policy_is_that_of_the_explicit_hessian(world: str, micro_batch: int | None) -> None:
@@ -147,9 +152,9 @@ def test_the_fisher_vector_product_of_a_policy_is_that_of_the_explicit_hessian(w
     hessian = explicit_hessian(policy, rollout)
     actor = [p for p in policy.parameters() if id(p) not in {id(q) for q in policy.critic_parameters()}]
     batch = rows_of(rollout, assign_credit(rollout, TRPO))
-    parts, count = list(micro_batches(batch, micro_batch)), global_count(batch, "token-mean")
-    matvec = damped_fisher(policy, parts, actor, TRPO, count, damping=0.1)
-    assert len(parts) > 1 or micro_batch is None
+    passes, count = eager_passes(policy, actor, micro_batch), global_count(batch, "token-mean")
+    matvec = damped_fisher(passes.curvature(batch, count), damping=0.1)
+    assert len(list(passes.gradients.parts(batch))) > 1 or micro_batch is None
     assert hessian.abs().max() > 1e-3
     for seed in range(2):
         v = torch.randn(len(hessian), generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
@@ -176,9 +181,66 @@ def test_the_fisher_vector_product_of_a_transformer_is_the_difference_of_two_gra
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(sum(p.numel() for p in actor), generator=generator, dtype=DOUBLE)
     expected = (gradient(1e-4 * v) - gradient(-1e-4 * v)) / 2e-4
-    actual = damped_fisher(policy, [batch], actor, TRPO, count, damping=0.0)(v)
+    actual = damped_fisher(eager_passes(policy, actor).curvature(batch, count), damping=0.0)(v)
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+
+
+# ---- the programs of the compiled engine --------------------------------------------------------------------------------
+
+
+def uncompiled(
+    name: str, function: Callable[..., tuple[Tensor, ...]], arguments: Any, *others: Any
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """A program that runs the function itself, so that its law holds in float64 and without a compiler."""
+    return lambda tensors: list(function(*tensors))
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("compiled", "compiled_trpo"):
+        monkeypatch.setattr(f"surefoot.core.steps.{module}.program_of", uncompiled)
+    monkeypatch.setattr("surefoot.core.steps.compiled.require_programs", lambda: None)
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("world", ["Discrete", "Box", "steps"])
+@pytest.mark.parametrize("changes", [{}, {"entropy_coefficient": 0.1}, {"kl_estimator": "exact"}], ids=str)
+def test_a_compiled_natural_step_is_the_eager_one(world: str, changes: dict[str, Any]) -> None:
+    """With the same KL, the same tries, and the same critic after it, in one part and in several."""
+    results = []
+    for rows, micro_batch in ((None, None), ("all", None), ("all", 1)):
+        policy, rollout = WORLDS[world]()
+        count = int(rollout.mask.sum()) if rows else None
+        learner = Learner(policy, replace(BATCHED, **changes), ADAM, micro_batch=micro_batch, compiled_rows=count)
+        learner.compiled = None  # its loop is of float32
+        assert (learner.compiled_natural is None) == (rows is None)
+        before = [x.clone() for x in actor_and_critic(policy)]
+        metrics = update(learner, rollout)
+        assert metrics["step_taken"] == 1
+        assert rows is None or learner.compiled_natural.passes.of_curvature is not None
+        assert all(not torch.equal(a, b) for a, b in zip(before, actor_and_critic(policy), strict=True))
+        results.append((metrics, actor_and_critic(policy)))
+    for metrics, moved in results[1:]:
+        assert metrics == pytest.approx(results[0][0], rel=1e-8, abs=1e-11)
+        torch.testing.assert_close(moved, results[0][1], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "of samples"])
+@pytest.mark.parametrize("world", ["Discrete", "Box", "steps"])
+def test_the_compiled_curvature_is_that_of_the_explicit_hessian(world: str, exact: bool) -> None:
+    policy, rollout = WORLDS[world]()
+    hessian = explicit_hessian(policy, rollout, exact)
+    rollout = rollout if exact else replace(rollout, old_distribution=None)
+    learner = Learner(policy, TRPO, ADAM, compiled_rows=int(rollout.mask.sum()))
+    batch = rows_of(rollout, assign_credit(rollout, TRPO))
+    assert learner.compiled_natural is not None
+    matvec = learner.compiled_natural.passes.curvature(batch, global_count(batch, "token-mean"))
+    assert hessian.abs().max() > 1e-3
+    for seed in range(2):
+        v = torch.randn(len(hessian), generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+        torch.testing.assert_close(matvec(v), hessian @ v, rtol=1e-9, atol=1e-10)
 
 
 # ---- the step -----------------------------------------------------------------------------------------------------------

@@ -58,7 +58,8 @@ def test_what_a_machine_lacks_is_listed_with_its_fix() -> None:
 
 def test_a_missing_compiler_is_serious_only_if_the_recipe_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: None)
-    assert [check_compiler(needed).state for needed in (False, True)] == ["absent", "failed"]
+    assert [check_compiler(engine).state for engine in ("eager", "auto", "compiled")] == ["absent", "warning", "failed"]
+    assert "this run would be compiled with one" in check_compiler("auto").what
 
 
 def test_a_sound_environment_passes() -> None:

@@ -167,6 +167,27 @@ def test_a_metric_that_is_nowhere_known_is_no_finding() -> None:
     assert "passes_end_at_once" not in names(rows)
 
 
+def test_curves_are_the_finite_values_of_metrics_that_may_begin_late_or_never() -> None:
+    rows = [
+        {"steps": 10, "entropy": 0.1},
+        {"steps": 20, "kl": 0.5},
+        {"steps": 30, "kl": None},
+        {"steps": 40, "kl": float("nan")},
+    ]
+    curves = RunCurves([*rows, {"steps": 50, "kl": 2.0, "entropy": 3.0}])
+    assert curves["kl"].steps.tolist() == [20, 50]
+    assert curves["kl"].values.tolist() == [0.5, 2.0]
+    assert curves["entropy"].values.tolist() == [0.1, 3.0]
+    assert curves["entropy"].steps.tolist() == [10, 50]
+    assert len(curves["gold"]) == 0
+
+
+def test_a_run_keeps_eight_bytes_of_a_metric_that_it_has_and_none_of_the_others() -> None:
+    curves = RunCurves({"steps": i, "kl": 0.1, "entropy": 1.0} for i in range(10_000))
+    kept = sum(len(column) * column.itemsize for column in (curves._steps, *curves._columns.values()))
+    assert kept == 10_000 * (8 + 2 * 8)
+
+
 def test_numbers_in_words_are_rounded_before_they_are_called_large() -> None:
     text = {999.4: "999", 999.7: "1,000", -999.7: "−1,000", 1234.5: "1,234", 0.00012: "0.00012", 123.45: "123"}
     assert {value: in_words(value) for value in text} == text

@@ -338,7 +338,7 @@ def test_folders_without_runs_are_an_error_of_one_line(command: Any, tmp_path: P
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("")
     for words, wrong in (
-        ((), "no runs/"),
+        ((), "no folder runs/"),
         (("empty",), "is empty"),
         (("other",), "has no runs"),
         (("nowhere",), "no such run"),

@@ -138,6 +138,7 @@ def test_a_step_earns_on_its_own_token_and_the_chain_adds_up(page: Any, dense: P
         assert following(page) == pytest.approx(float(row.advantages[t + 1]), rel=2e-3), "one step of the same response on"
 
 
+@pytest.mark.slow
 def test_messages_of_others_are_shown_and_skipped_and_the_chain_continues_after_them(
     page: Any, turns: Path, inspector: Begin
 ) -> None:
@@ -181,8 +182,8 @@ def test_messages_of_others_are_shown_and_skipped_and_the_chain_continues_after_
     ("region", "branch", "text"),
     [
         ({"max_weight": 1.01}, "weighted", "J = min(ρ, 1.01) Â log π"),
-        ({"clip": 0.2}, "left_out", "J = 0: the response is left out"),
-        ({"beta": 2.0, "fraction": 0.3}, "unclipped", "J = ρÂ"),
+        pytest.param({"clip": 0.2}, "left_out", "J = 0: the response is left out", marks=pytest.mark.slow),
+        pytest.param({"beta": 2.0, "fraction": 0.3}, "unclipped", "J = ρÂ", marks=pytest.mark.slow),
     ],
 )
 def test_the_chain_of_a_clipped_weight_and_of_a_response_that_is_left_out_adds_up(
@@ -224,7 +225,7 @@ def test_the_chain_of_a_clipped_weight_and_of_a_response_that_is_left_out_adds_u
         assert ("β · (exp(x) − 1 − x) = 2 · " if applies else "0: the KL penalty does not apply") in shown
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", ["token_truncate", pytest.param("sequence_mask", marks=pytest.mark.slow)])
 def test_the_weight_against_the_sampler_is_written_out(page: Any, tmp_path: Path, inspector: Begin, mode: str) -> None:
     run = train(
         tmp_path,

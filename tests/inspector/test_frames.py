@@ -87,6 +87,7 @@ def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: 
     assert page.get_attribute("#audit", "data-wrong") == "0"
 
 
+@pytest.mark.slow
 def test_videos_of_whole_episodes_are_shown_and_nothing_about_answers(
     page: Any, recorded: Path, inspector: Begin, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_videos_of_whole_episodes_are_shown_and_nothing_about_answers(
     assert page.locator("#before").is_hidden(), "an agent gave no answers"
 
 
+@pytest.mark.slow
 def test_a_step_without_a_video_shows_the_command_that_records_one(
     page: Any, recorded: Path, text_run: Path, inspector: Begin
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_step_that_is_chosen_shows_its_arithmetic(how: Any) -> None:
     assert how.locator("#chain .taken").count() == 1
 
 
+@pytest.mark.slow
 def test_the_memory_of_every_role_is_the_planners(how: Any) -> None:
     for size in (0.5, 7, 70):
         for way, roles in textbook(int(size * 1e9)).items():

@@ -83,6 +83,7 @@ def test_damaged_lines_are_shown_under_the_name_of_the_run(page: Any, cart: Path
     assert shown == "metrics.jsonl has 8 lines, of which line 3 can't be read"
 
 
+@pytest.mark.slow
 def test_looking_closer_and_moving_along_takes_little_of_a_frame(page: Any, cart: Path, inspector: Begin) -> None:
     page.goto(inspector([cart]))
     page.wait_for_selector(".chart[data-metric=kl] canvas")
@@ -213,6 +214,7 @@ def test_the_same_over_the_steps_of_an_episode(page: Any, cart: Path, inspector:
     assert page.locator("#cells td").count() == 99
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_are_shown_and_nothing_is_learned_from_them(
     page: Any, cart: Path, tmp_path: Path, inspector: Begin
 ) -> None:

@@ -42,7 +42,7 @@ def test_clipped_samples_are_counted_without_reading_the_whole_trace(cart: Path,
         for file in traces_in(run / "traces"):
             assert clipped_samples(file) == stopped(file)
     (tmp_path / "5.safetensors").write_bytes(b"nothing")
-    with pytest.raises(SurefootError, match="is no trace that can be read"):
+    with pytest.raises(SurefootError, match="is not a readable trace"):
         clipped_samples(tmp_path / "5.safetensors")
 
 
@@ -249,7 +249,7 @@ def overflow(page: Any) -> list[str]:
             .map((x) => x.outerHTML.slice(0, 120))]""")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_no_page_is_wider_than_a_phone(
     chromium: Any, cart: Path, text_run: Path, tmp_path: Path, inspector: Begin, scheme: str
 ) -> None:
@@ -303,6 +303,7 @@ def test_the_clip_table_is_not_wider_than_a_phone(chromium: Any, tmp_path: Path)
 # ---- the profile ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_profile_has_the_sections_of_the_file_with_bars_as_long_as_their_shares(
     page: Any, cart: Path, inspector: Begin
 ) -> None:
@@ -351,6 +352,7 @@ def test_a_damaged_or_missing_profile_is_an_error_of_one_line(cart: Path, tmp_pa
 # ---- another browser, and the table -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_browser_is_let_in_by_the_address_that_the_first_one_gets(
     chromium: Any, page: Any, cart: Path, inspector: Begin
 ) -> None:
@@ -441,6 +443,7 @@ def test_tags_are_typed_into_the_table_and_filter_it(table: Any, tmp_path: Path)
     assert table.locator("tr[data-run=alpha] .tag").all_inner_texts() == ["paper", "<b>best</b>"]
 
 
+@pytest.mark.slow
 def test_deleted_runs_are_taken_back_by_undo_and_from_the_trash(table: Any, tmp_path: Path) -> None:
     table.check("input[aria-label='select alpha']")
     table.check("input[aria-label='select beta']")

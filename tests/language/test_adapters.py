@@ -41,12 +41,13 @@ SMALL = {"rank": 4, "alpha": 8}
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Demonstrations, pairs, prompts and a reward."""
-    rows: dict[str, list[dict[str, str]]] = {"demonstrations": [], "pairs": [], "prompts": []}
+    """Demonstrations, pairs, answers in steps, prompts and a reward."""
+    rows: dict[str, list[dict[str, Any]]] = {"demonstrations": [], "pairs": [], "steps": [], "prompts": []}
     for i in range(16):
         prompt = "abcd"[i % 4] * (1 + i % 3)
         rows["demonstrations"].append({"prompt": prompt, "completion": "yes" * (1 + i % 2)})
         rows["pairs"].append({"prompt": prompt, "chosen": "yes" * (1 + i % 2), "rejected": "no"})
+        rows["steps"].append({"prompt": prompt, "completions": ["yes", "no"], "labels": [True, i % 4 == 0]})
         rows["prompts"].append({"prompt": prompt})
     for name, lines in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
@@ -65,7 +66,7 @@ def table(kind: str, files: dict[str, str], model: Path, /, **changes: Any) -> d
             "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
         }
     else:
-        rows = files["demonstrations" if kind == "sft" else "pairs"]
+        rows = files["steps" if "preference" in changes else "demonstrations" if kind == "sft" else "pairs"]
         fields |= {"steps": 32, "data": {"train": rows, "held_out": rows, "max_length": 32, "batch": 8}}
     return {**fields, **changes}
 
@@ -270,7 +271,7 @@ def test_a_reward_model_of_another_base_is_loaded_as_its_own(
     assert made.base is not None
     assert set(made.base.configs) == {POLICY}
     critic = {"critic": {"own_model": True, "start": str(tmp_path / "scores")}}
-    with pytest.raises(SurefootError, match=r"^critic.start=.*is no adapter of model="):
+    with pytest.raises(SurefootError, match=r"^critic.start=.*is not an adapter of model="):
         LanguageWorld(make_recipe(table("language", files, folders["llama"], **critic)))  # type: ignore[arg-type]
 
 
@@ -300,18 +301,27 @@ def test_the_fast_sampler_draws_with_the_adapters_log_probabilities(loaded: tupl
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
 @pytest.mark.parametrize(
-    "kind", ["sft", pytest.param("reward", marks=pytest.mark.slow), pytest.param("dpo", marks=pytest.mark.slow), "language"]
+    "kind", ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reward", "steps", "dpo")), "language"]
 )
 def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     kind: str, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     from peft import PeftModel
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
     model = folders["llama"]
     extra: dict[str, Any] = {"critic": {"own_model": True}} if kind == "language" else {}
     if kind != "language":
         extra = {"adapter": {**SMALL, "dropout": 0.2}}
+    classifier: Any = AutoModelForSequenceClassification
+    if kind == "steps":
+        kind, classifier = "reward", AutoModelForTokenClassification
+        extra["preference"] = {"loss": "steps"}
     started(kind, files, model, tmp_path / "whole", **extra)
     fields = table(kind, files, model, **extra)
     fields.pop("kind")
@@ -330,14 +340,19 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     folder = tmp_path / "whole"
     if kind == "reward":
         adapter = PeftModel.from_pretrained(AutoModel.from_pretrained(model), str(folder / "adapter")).eval()
-        merged = AutoModelForSequenceClassification.from_pretrained(folder / "model").base_model.eval()
+        merged = classifier.from_pretrained(folder / "model").base_model.eval()
         ids = torch.arange(20).view(2, 10) + 5
         with torch.no_grad():
             one, two = (m(input_ids=ids).last_hidden_state for m in (adapter, merged))
         loaded = surefoot.load(folder)
         left = RewardModel.load(folder / "model")
+        assert loaded.of_steps == left.of_steps == ("preference" in extra)
+        assert (float(loaded.mean), float(loaded.std)) == (float(left.mean), float(left.std)) != (0, 1)
         with torch.no_grad():
             torch.testing.assert_close(loaded(ids, ids > 0), left(ids, ids > 0), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                loaded.prefix_scores(ids, ids > 0), left.prefix_scores(ids, ids > 0), atol=1e-5, rtol=1e-4
+            )
     else:
         adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(folder / "adapter")).eval()
         merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()

@@ -100,10 +100,10 @@ def test_values_that_json_cannot_hold_stay_in_memory_as_they_are(large: Path) ->
     import pyarrow
     from pyarrow.parquet import write_table
 
-    row = {"prompt": "a", "day": datetime.date(2020, 1, 1), "image": b"\x00"}
+    row = {"prompt": "a", "day": datetime.date(2020, 1, 1), "blob": b"\x00"}
     write_table(pyarrow.Table.from_pylist([row]), large.with_suffix(".parquet"))
     made = prompts(open_rows(large.with_suffix(".parquet")), TOKENS, 300)
-    assert made.columns == {"day": [row["day"]], "image": [row["image"]]}
+    assert made.columns == {"day": [row["day"]], "blob": [row["blob"]]}
     assert folders(large) == []
 
 
@@ -265,7 +265,8 @@ def many(path: Path, count: int = 40) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("make", [pytest.param(pairs, marks=pytest.mark.slow), prompts])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [pairs, prompts])
 def test_several_processes_make_the_rows_notes_and_bytes_of_one(
     make: Callable[..., Any], large: Path, two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +311,22 @@ def test_a_process_that_dies_is_one_line_and_ends_the_others(
         list(processes.in_processes(at_nine, range(30), 2))
     assert len(started) == 2
     assert all(worker.process.poll() is not None for worker in started)
+
+
+def test_an_interrupt_while_processes_start_ends_them(two: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def interrupted(worker: Any) -> bool:
+        started.append(worker)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes._Worker, "is_ready", interrupted)
+    start = processes._Worker.__init__
+    monkeypatch.setattr(processes._Worker, "__init__", lambda self, work: (started.append(self), start(self, work))[1])
+    with pytest.raises(KeyboardInterrupt):
+        list(processes.in_processes(len, range(30), 2))
+    assert len(started) == 3
+    assert all(worker.process.returncode is not None for worker in started)
 
 
 def test_work_that_cannot_be_sent_is_done_here(two: None) -> None:

@@ -85,6 +85,16 @@ def test_eos_ends_a_response_and_nothing_else_but_the_limit_does(engine: Engine)
     assert reasons == {"stop", "length"}
 
 
+def test_a_response_that_ends_is_passed_on_with_its_number_and_tokens_where_the_engine_knows(engine: Engine) -> None:
+    finished: dict[int, list[int]] = {}
+    drawn = engine.sample(request(on_finished=lambda number, ids: finished.update({number: list(ids)})))
+    responses, reasons = drawn.responses(), drawn.finish_reasons
+    ended = {number: responses[number] for number, reason in enumerate(reasons) if reason == "stop"}
+    known = {} if engine.name == "continuous" else ended
+    assert {number: ids for number, ids in finished.items() if number in ended} == known
+    assert all(ids == responses[number] for number, ids in finished.items())
+
+
 def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine: Engine) -> None:
     free = engine.sample(request(eos_ids=(1,)))
     first, second = [text_of(response) for response in free.responses() if len(response) > 7][:2]

@@ -134,7 +134,7 @@ def test_sft_has_the_golden_loss_and_none_on_what_is_not_trained() -> None:
     wanted = torch.full((len(labels), tiny.VOCABULARY), SILENT)
     wanted[:, classes] = torch.tensor(x["shifted_logits"])
     tiny.teach(model.get_output_embeddings(), hidden(model, ids)[:-1], wanted)
-    shown = Demonstrations([ids], [trained], 0)
+    shown = Demonstrations([ids], [trained])
     rows = Rows(lambda chosen: demonstration_tensors(shown, chosen, 0), "", [len(ids)], [sum(trained)])
     rollout = RowCollector(rows, 1, 1).collect(LearnerState.seeded(1, 1))
     policy, objective = LanguagePolicy(model, None, 0), Objective(gamma=0.0)

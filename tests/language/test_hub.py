@@ -68,7 +68,7 @@ def test_a_name_has_a_configuration_a_revision_and_a_split_or_not() -> None:
         assert is_hub_name(Path(text))
     assert not is_hub_name("data/hf.jsonl")
     for text in ("hf://", "hf://org/name:", "hf://a/b/c/d:train", "hf://a b:train", "hf://org/name@:train"):
-        with pytest.raises(SurefootError, match="is no name of a data set on the hub; write hf://org/name:split"):
+        with pytest.raises(SurefootError, match="is not the name of a data set on the hub; write hf://org/name:split"):
             open_rows(text)
 
 

@@ -90,6 +90,7 @@ def test_a_pushed_model_has_the_same_logits_in_plain_transformers_and_its_recipe
     assert f'model = "hf://org/adder@{hub.model("org/adder").head}"' in Path("runs/next/config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_the_card_of_a_model_has_its_task_base_model_data_set_and_results(hub: Hub, command: Command) -> None:
     from surefoot.language.models.loading import load_model, save_model
 

@@ -1,5 +1,6 @@
-"""Frozen models that rest on the CPU: they are on the device in their own passes alone, and no number changes."""
+"""Models that rest on the CPU: they are on the device in their own passes alone, and no number changes."""
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,27 @@ import torch
 from torch import Tensor, nn
 
 import surefoot
+from surefoot.core.credit import assign_credit
+from surefoot.core.optimizer import FlatOptimizer
 from surefoot.core.rollout import LearnerState
 from surefoot.core.sharding import gathered
 from surefoot.core.sharding.idle import idle_weights, rest_on_cpu
 from surefoot.errors import SurefootError
 from surefoot.language.memory import Workload, alternatives, check, estimate, host_bytes, permanent_bytes
-from surefoot.language.memory.check import MemoryCheck, running_peak
+from surefoot.language.memory.check import MemoryCheck, running_peak, upper_bound
 from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.planner import model_config
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.metrics import TIMING
+from surefoot.runs.session import make_learner
 
 from .test_precision import files, table  # noqa: F401
 from .test_sharded import trained
 
 ROLES = ["reference", "reward"]
+IN_8_BITS = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 
 class Device:
@@ -44,6 +49,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setattr("surefoot.core.sharding.idle.on_device", made.copy)
+    monkeypatch.setattr("surefoot.core.sharding.idle.has_own_memory", lambda device: True)
     return made
 
 
@@ -52,14 +58,29 @@ def idle_recipe(files: Path, start: Path, **changes: Any) -> Any:  # noqa: F811
     return make_recipe({"kind": "language", **fields})
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16-weights"])
+@pytest.mark.parametrize(
+    ("roles", "precision", "optimizer"),
+    [
+        (ROLES, "float32", {}),
+        (ROLES, "bfloat16-weights", {}),
+        (["critic"], "float32", {}),
+        (["critic"], "bfloat16-weights", {}),
+        (["critic"], "float32", {"critic_learning_rate": 1e-2, "weight_decay": 0.1}),
+        (["critic", *ROLES], "bfloat16-weights", {"critic_learning_rate": 1e-2}),
+        pytest.param(["critic"], "float32", {"kind": "adam-8bit"}, marks=IN_8_BITS),
+        (["critic"], "float32", {"kind": "rmsprop"}),
+    ],
+)
 def test_models_that_rest_change_no_number(
+    roles: list[str],
     precision: str,
+    optimizer: dict[str, Any],
     files: Path,  # noqa: F811
     folders: dict[str, Path],
     device: Device,
 ) -> None:
-    resting = idle_recipe(files, folders["llama"], precision=precision)
+    steps = {"learning_rate": 1e-3, "micro_batch": 4, **optimizer}
+    resting = idle_recipe(files, folders["llama"], precision=precision, offload=roles, optimizer=steps)
     moved, stayed = trained(resting), trained(resting.model_copy(update={"offload": False}))
     assert device.copies, "else nothing was tried"
     ours, theirs = ([{k: v for k, v in row.items() if k not in TIMING} for row in run["metrics"]] for run in (moved, stayed))
@@ -98,6 +119,88 @@ def test_a_role_is_on_the_device_once_for_each_batch_in_its_own_passes_alone(
         assert all(x.data_ptr() == y.data_ptr() for x, y in zip(idle.tensors, idle.host, strict=True)), "copies are dropped"
 
 
+def test_the_critic_is_on_the_device_for_its_values_and_for_updates_alone(
+    files: Path,  # noqa: F811
+    folders: dict[str, Path],
+    device: Device,
+) -> None:
+    rows, score = f"{files}/rows.jsonl", f"{files}/rewards.py:score"
+    fields = {"data": {"train": rows, "held_out": rows, "max_length": 64}, "reward": {"terms": [{"function": score}]}}
+    recipe = idle_recipe(files, folders["llama"], offload=["critic"], **fields)
+    world: Any = make_world(recipe)
+    learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 100)
+    policy, critic, optimizer = world.policy, world.policy.critic, learner.optimizers["policy"]
+    assert isinstance(optimizer, FlatOptimizer)
+    own = sum(parameter.numel() for parameter in critic.parameters())
+    others = len(optimizer.values) - own
+    seen: list[tuple[str, int, set[int]]] = []
+
+    def elements() -> set[int]:
+        """Of weights, gradients and moments that have memory on the device."""
+        flats = (optimizer.values, optimizer.gradients, *(x for x in optimizer.state.values() if x.dim()))
+        return {flat.untyped_storage().nbytes() // 4 for flat in flats}
+
+    def watch(name: str, module: nn.Module) -> None:
+        def note(*_: Any) -> None:
+            uses = idle.uses if (idle := idle_weights(critic)) is not None else -1
+            if not seen or seen[-1] != (name, uses, elements()):
+                seen.append((name, uses, elements()))
+
+        module.register_forward_pre_hook(note)
+
+    for name, module in {"policy": policy.model.base_model, "critic": critic, "reference": world.reference.policy}.items():
+        watch(name, module)
+
+    def iterate() -> None:
+        with learner.resting():
+            rollout = world.collector.collect(state)
+        learner.update(rollout, assign_credit(rollout, recipe.objective), state)
+
+    iterate()  # makes the moments
+    seen.clear()
+    device.copies.clear()
+    iterate()
+    away, whole = {others}, {others + own}
+    begin = next(index for index, (_, uses, _) in enumerate(seen) if uses == -1)
+    assert list(dict.fromkeys((name, uses) for name, uses, _ in seen[:begin])) == [
+        ("policy", 0),
+        ("policy", 1),
+        ("critic", 1),
+        ("reference", 0),
+    ]
+    assert all(there == away for *_, there in seen[:begin]), "collecting"
+    assert all(uses == -1 and there == whole for _, uses, there in seen[begin:]), "updates"
+    assert sum(device.copies) == 4 * own, "the weights are copied once, besides the way back to the update"
+    seen.clear()
+    device.copies.clear()
+    with learner.resting():
+        world.evaluate_responses(world.sample_held_out())
+    assert not device.copies, "no value is read in an evaluation"
+    assert {name for name, *_ in seen} == {"policy", "reference"}
+
+
+def test_an_error_while_collecting_brings_the_critic_back(files: Path, folders: dict[str, Path], device: Device) -> None:  # noqa: F811
+    recipe = idle_recipe(files, folders["llama"], offload=["critic"])
+    world: Any = make_world(recipe)
+    learner = make_learner(recipe, world.policy)
+    before = {name: x.clone() for name, x in world.policy.state_dict().items()}
+
+    def fail() -> None:
+        with learner.resting():
+            assert idle_weights(world.policy.critic) is not None
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert idle_weights(world.policy.critic) is None
+    optimizer = learner.optimizers["policy"]
+    assert isinstance(optimizer, FlatOptimizer)
+    start, end = optimizer.values.data_ptr(), optimizer.values.data_ptr() + optimizer.values.nbytes
+    assert all(start <= parameter.data_ptr() < end for parameter in world.policy.parameters())
+    assert all(parameter.grad is not None for parameter in world.policy.parameters())
+    assert all(torch.equal(x, before[name]) for name, x in world.policy.state_dict().items())
+
+
 def test_uses_within_each_other_share_copies_and_an_error_drops_them(device: Device) -> None:
     layer = nn.Linear(3, 2).requires_grad_(False)
     rest_on_cpu(layer, "cpu")
@@ -117,31 +220,68 @@ def test_uses_within_each_other_share_copies_and_an_error_drops_them(device: Dev
     assert len(device.copies) == 2
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16-weights"])
+@pytest.mark.parametrize(("roles", "precision"), [(ROLES, "float32"), (ROLES, "bfloat16-weights"), (["critic"], "float32")])
 def test_a_run_whose_models_rest_resumes_and_ends_as_one_whose_models_stay(
+    roles: list[str],
     precision: str,
     files: Path,  # noqa: F811
     folders: dict[str, Path],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("surefoot.core.sharding.idle.has_own_memory", lambda device: True)
     fields = table("language", files, folders["llama"], precision)
     surefoot.train("language", run_dir=tmp_path / "stays", **fields)
-    fields["offload"] = ROLES
+    fields["offload"] = roles
     surefoot.train("language", run_dir=tmp_path / "rests", callback=lambda metrics: metrics["steps"] >= 16, **fields)
     surefoot.resume(tmp_path / "rests")
     stays, rests = (load_checkpoint(tmp_path / run / "checkpoints" / "32") for run in ("stays", "rests"))
     assert stays["sources"] == rests["sources"], "hashes of frozen models"
     assert all(torch.equal(x, rests["agent"][name]) for name, x in stays["agent"].items())
+    moments, others = stays["learner"]["policy"], rests["learner"]["policy"]
+    assert moments.keys() == others.keys()
+    assert all(torch.equal(x, others[name]) for name, x in moments.items())
+
+
+def test_a_run_may_begin_with_the_critic_in_its_place_and_go_on_with_one_that_rests(
+    files: Path,  # noqa: F811
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("surefoot.core.sharding.idle.has_own_memory", lambda device: True)
+    fields = table("language", files, folders["llama"], "float32")
+    surefoot.train("language", run_dir=tmp_path / "stays", **fields)
+    surefoot.train("language", run_dir=tmp_path / "changes", callback=lambda metrics: metrics["steps"] >= 16, **fields)
+    config = tmp_path / "changes" / "config.toml"
+    config.write_text(config.read_text().replace("offload = false", 'offload = ["critic"]'))
+    surefoot.resume(tmp_path / "changes", allow_changes=True)
+    assert load_checkpoint(tmp_path / "changes" / "checkpoints" / "32")["recipe"]["offload"] == ["critic"]
+    stays, changes = (load_checkpoint(tmp_path / run / "checkpoints" / "32")["agent"] for run in ("stays", "changes"))
+    assert all(torch.equal(x, changes[name]) for name, x in stays.items())
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"offload": True}, r"offload=true: is for sharded models; set sharding = 'full', or name frozen models"),
-        ({"offload": ["critic"]}, r"offload=\['critic'\]: 'critic' is no frozen model; name 'reference', 'reward' or both"),
+        ({"offload": True}, r"offload=true: is for sharded models; set sharding = 'full', or name models, such as"),
+        ({"offload": ["policy"]}, r"offload=\['policy'\]: 'policy' is always in use; name 'reference', 'reward' or 'critic'"),
         (
-            {"offload": "critic"},
-            r"offload='critic': must be true, false or a list, such as \[",
+            {"offload": ["critic"], "critic": {"own_model": False}},
+            r"offload: names the critic, which is a head on the policy's model, and that is always in use; set",
+        ),
+        ({"offload": ["critic"], "adapter": {"rank": 2}}, r"offload: names the critic, which is on the base of the adapters"),
+        (
+            {"offload": ["critic"], "algorithm": "GRPO", "critic": {"own_model": False}, "objective": {}},
+            r"offload: names the critic, and GRPO has none; leave it out",
+        ),
+        (
+            {"offload": ["critic"], "sharding": "full"},
+            r"offload: names the critic, which is sharded with the policy by sharding='full'; set offload = true",
+        ),
+        (
+            {"offload": "critic,value"},
+            r"offload=\['critic', 'value'\]: 'value' is always in use; name 'reference', 'reward' or",
         ),
         ({"reference": {"beta": 0.0}}, r"offload: names the reference, and nothing reads one; leave it out"),
         ({"adapter": {"rank": 2}}, r"offload: names the reference, which is the base of the adapters, and that is always in"),
@@ -156,7 +296,7 @@ def test_what_can_not_rest_is_one_line(changes: dict[str, Any], line: str, files
 
 def test_kinds_without_frozen_models_have_nothing_that_rests(files: Path, folders: dict[str, Path]) -> None:  # noqa: F811
     fields = table("sft", files, folders["llama"], "float32", offload=["reference"])
-    with pytest.raises(SurefootError, match=r"^offload=\['reference'\]: names frozen models of online runs, and kind = 'sft'"):
+    with pytest.raises(SurefootError, match=r"^offload=\['reference'\]: names models of online runs, and kind = 'sft'"):
         make_recipe({"kind": "sft", **fields})
 
 
@@ -180,6 +320,27 @@ def test_what_rests_is_in_the_memory_of_the_cpu_and_in_that_of_the_device_in_its
     largest = max(sum(parts.values()) for parts in away.host.values())
     assert there.phases["scoring"].total < away.phases["scoring"].total <= there.phases["scoring"].total + largest
     assert running_peak(away) < running_peak(there)
+
+
+def test_a_critic_that_rests_needs_the_device_in_updates_and_its_weights_in_its_passes(workload: Workload) -> None:
+    own = replace(workload, value="own", reference=None, rewards=())
+    there, away = estimate(own), estimate(replace(own, idle=("critic",)))
+    critic = there.always["value"]
+    assert away.host == {"value": {"weights": critic["weights"], "optimizer": critic["optimizer"]}}
+    assert there.permanent - away.permanent == sum(critic.values())
+    assert {name: away.at(name) - there.at(name) for name in there.phases} == {
+        "learning": 0,
+        "saving": 0,
+        "sampling": -sum(critic.values()),
+        "scoring": critic["weights"] - sum(critic.values()),
+    }
+    assert permanent_bytes(replace(own, idle=("critic",))) == permanent_bytes(own) - sum(critic.values())
+    long = replace(own, max_tokens=4_000)
+    assert running_peak(estimate(replace(long, idle=("critic",)))) < running_peak(estimate(long)), "where sampling is the peak"
+    assert any(
+        name == 'offload = ["reference", "reward", "critic"]' for name, _ in alternatives(replace(workload, value="own"))
+    )
+    assert upper_bound(replace(own, idle=("critic",))) >= away.peak
 
 
 def test_nothing_rests_where_the_cpu_is_the_device(workload: Workload) -> None:

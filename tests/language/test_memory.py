@@ -70,6 +70,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small models of three families with a vocabulary that matters, prompts, demonstrations, pairs and a reward."""
     root = tmp_path_factory.mktemp("memory")
     MEASURING.rows_in(root, PROMPT, TOKENS, count=16)
+    rows = [json.loads(line) for line in (root / "demonstrations.jsonl").read_text().splitlines()]
+    halves = [(row["prompt"], row["completion"][: TOKENS // 2], row["completion"][TOKENS // 2 + 1 :]) for row in rows]
+    steps = [{"prompt": prompt, "completions": both, "labels": [True, False]} for prompt, *both in halves]
+    (root / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     for family in ("llama", "qwen2", "gpt2"):
         MEASURING.built(root / family, family, width=128, layers=2, vocabulary=512, context=64, tied=family == "qwen2")
     new_reward_model(*load_model(root / "llama")[:1], seed=1, tokenizer=load_model(root / "llama")[1]).save(root / "scores")
@@ -77,7 +81,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(here: Path) -> dict[str, str]:
-    names = {name: str(here / f"{name}.jsonl") for name in ("prompts", "demonstrations", "pairs")}
+    names = {name: str(here / f"{name}.jsonl") for name in ("prompts", "demonstrations", "pairs", "steps")}
     return names | {"function": f"{here / 'rewards.py'}:vowels"}
 
 
@@ -87,9 +91,10 @@ def online(here: Path, family: str = "llama", **fields: Any) -> dict[str, Any]:
 
 
 def supervised(here: Path, kind: str, rows: str) -> dict[str, Any]:
-    """The table of a run of kind sft or reward."""
+    """The table of a run of kind sft or reward, or of a process reward model."""
     data = {"train": files(here)[rows], "max_length": 64, "batch": 8}
-    return {"kind": kind, "model": str(here / "llama"), "steps": 16, "data": data}
+    table = {"model": str(here / "llama"), "steps": 16, "data": data}
+    return table | ({"kind": "reward", "preference": {"loss": "steps"}} if kind == "steps" else {"kind": kind})
 
 
 @pytest.fixture
@@ -205,7 +210,8 @@ def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case:
     assert max(peaks.values()) > 1.15 * stays, "else the passes would not have been tried"
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param({}, marks=pytest.mark.slow), {"micro_batch_tokens": 120}])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [{}, {"micro_batch_tokens": 120}])
 def test_long_demonstrations_that_are_evaluated_or_mixed_in_are_counted_within_15_percent(
     optimizer: dict[str, Any], here: Path
 ) -> None:
@@ -247,13 +253,15 @@ def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
     [
         ("sft", "demonstrations", None),
         ("reward", "pairs", {"rank": 8}),
+        pytest.param("steps", "steps", None, marks=pytest.mark.slow),
+        pytest.param("steps", "steps", {"rank": 8}, marks=pytest.mark.slow),
         pytest.param("sft", "demonstrations", {"rank": 8}, marks=pytest.mark.slow),
         pytest.param("reward", "pairs", None, marks=pytest.mark.slow),
     ],
 )
 def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: str, adapter: Any, here: Path) -> None:
     table = supervised(here, kind, rows) | ({"adapter": adapter} if adapter else {})
-    response = 0 if kind == "reward" else TOKENS
+    response = TOKENS if kind == "sft" else 0
     estimated = estimate(workload_of(make_recipe(table), prompt=PROMPT + TOKENS - response, response=response))
     assert estimated.uncounted == ()
     assert estimated.at("learning") == pytest.approx(measured_peaks(table)["learning"], rel=0.15)
@@ -302,6 +310,7 @@ LINES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "switches"), LINES)
 def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(
     name: str, switches: str, monkeypatch: pytest.MonkeyPatch
@@ -334,6 +343,7 @@ def test_rows_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatc
     assert results[1] == results[0]
 
 
+@pytest.mark.slow
 def test_the_quick_upper_bound_is_never_less_than_the_count() -> None:
     for family, shapes_of_rows in (("llama", ((1, 4, 1), (512, 10, 100))), ("gemma", ((64, 100, 20),))):
         config = model(family).config
@@ -364,12 +374,13 @@ def test_weights_that_do_not_fit_are_rejected_before_they_are_read(here: Path, s
         surefoot.runs.api.make_world(recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param("gradient_checkpointing = true", marks=pytest.mark.slow),
+        "gradient_checkpointing = true",
         "optimizer.micro_batch_tokens = ",
-        pytest.param("sampling.prompts = ", marks=pytest.mark.slow),
+        "sampling.prompts = ",
     ],
 )
 def test_the_best_setting_that_is_named_helps(here: Path, scarce: Any, setting: str) -> None:
@@ -443,6 +454,7 @@ def test_resuming_is_rejected_in_the_same_way_and_continues_without_the_check(he
     surefoot.resume(tmp_path / "run", steps=32)
 
 
+@pytest.mark.slow
 def test_a_run_that_fits_only_while_responses_are_short_is_warned_of(here: Path, scarce: Any) -> None:
     recipe = make_recipe(online(here))
     short = least_needed(estimate(workload_of(recipe, prompt=PROMPT, response=1)))
@@ -559,7 +571,7 @@ def test_the_settings_that_are_tried_need_less_and_less(here: Path) -> None:
     peaks = [running_peak(estimate(workload)) for _, workload in tried]
     adapters = next(at for at, each in enumerate(names) if each == ("adapter.rank = 16",))
     for branch in (peaks[:adapters], peaks[adapters:]):
-        assert all(later <= earlier for earlier, later in pairwise(branch))
+        assert all(later <= 1.001 * earlier for earlier, later in pairwise(branch))  # the head stays where its own model left
 
 
 @pytest.mark.slow

@@ -222,6 +222,7 @@ def test_ranks_of_a_machine_share_its_memory_and_each_has_its_own_gpu(monkeypatc
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plan_of_one_process_has_settings_for_several_gpus_and_that_of_several_ranks_has_its_own(
     workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +255,7 @@ def test_the_command_plans_ranks(here: Path, command: Any) -> None:  # noqa: F81
         (["--sharding", "full"], "--sharding full: shares models among ranks, and there is one; add --ranks 8"),
         (["--ranks", "2", "--offload"], "--offload: is for sharded models; add --sharding full"),
         (["--ranks", "2", "--no-reshard-after-forward"], "--no-reshard-after-forward: is for sharded models"),
-        (["--ranks", "12", "--sharding", "hybrid"], "--ranks 12: is no multiple of --ranks-per-machine 8"),
+        (["--ranks", "12", "--sharding", "hybrid"], "--ranks 12: is not a multiple of --ranks-per-machine 8"),
         (["--ranks", "128"], "--ranks 128: more than 64 prompts; use fewer ranks"),
     ],
 )

@@ -441,7 +441,7 @@ def test_weights_that_are_not_finite_are_rejected_by_the_name_of_the_first(tmp_p
     name = sorted(name for name in weights if "down_proj" in name)[0]
     weights[name].view(-1)[3] = float("nan")
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SurefootError, match=rf"^model='.*model': {name} holds numbers that are not finite \(1 of .*\); take"):
+    with pytest.raises(SurefootError, match=rf"^model='.*model': {name} has numbers that are not finite \(1 of .*\); take"):
         load_model(tmp_path / "model")
 
 
@@ -453,3 +453,48 @@ def test_a_head_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
     scores.save(tmp_path / "reward")
     with pytest.raises(SurefootError, match=r"offset=-inf: is not finite; copy the whole folder$"):
         RewardModel.load(tmp_path / "reward")
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_a_checkpoint_with_a_vision_tower_is_one_line_before_its_weights_are_read(
+    family: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Of some families ``transformers`` would load it as a causal model, with a tower that no row reaches."""
+    from transformers import AutoConfig
+
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
+    text = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    AutoConfig.for_model(family, vision_config=vision, text_config=text).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    save_file({}, tmp_path / "model" / "model.safetensors")
+    message = rf"has vision_config in its config.json \({family}\), and only text is trained; use a model of text alone"
+    for load in (load_model, RewardModel.load):
+        with pytest.raises(SurefootError, match=message):
+            load(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    code, _, shown = command("train", "sft", "--model", "model", "--data.train", str(rows), "--name", "mine")
+    assert code == 2
+    assert "has vision_config in its config.json" in " ".join(shown.split())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_quantised_weights_are_one_line_before_they_are_read(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "llama", vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    save_file({}, tmp_path / "model" / "model.safetensors")
+    for load in (load_model, RewardModel.load):
+        with pytest.raises(SurefootError, match=r"its weights are quantised \(bitsandbytes\); use the model"):
+            load(tmp_path / "model")

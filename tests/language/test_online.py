@@ -372,6 +372,7 @@ def test_combinations_that_cannot_work_are_rejected_before_a_model_is_loaded(fil
         ({"algorithm": "REINFORCE", "optimizer": {"critic_learning_rate": 1e-3}}, "optimizer.critic_learning_rate=0.001"),
         ({"objective": {"kl_estimator": "exact", "target_kl": 0.1}}, "objective.kl_estimator='exact': is for control"),
         ({"reward": {"terms": [{"fun": "x:y"}]}}, r"reward\.terms\.0\.fun='x:y': unknown key$"),
+        ({"reward": {"terms": [{"transfer": "x"}]}}, r"reward\.terms\.0\.transfer='x': unknown key$"),
         ({"sampling": {"prompts": 8, "stop": [""]}}, r"sampling\.stop\.0=''"),
         ({"reference": {"beta": 0.0, "target": 1.0}}, "reference.target=1.0: .* reference.beta=0 stays 0"),
         ({"reference": {"target": 1.0, "horizon": 10}}, "reference.horizon=10: .* at least the 16 responses"),

@@ -160,13 +160,19 @@ def test_reward_models_score_texts_padded_on_either_side_as_with_padding(kind: s
         near(model.prefix_scores(tokens, real)[real.bool()], everywhere[real.bool()])
 
 
-def test_no_token_of_a_pass_is_padding_and_no_mask_is_of_all_tokens() -> None:
-    """Otherwise the same numbers would cost as much as before."""
-    model, batch = make("llama"), text(rows=5)
+def passes_of(model: Any) -> list[tuple[Any, Any]]:
+    """The shape of rows and tokens, and the mask, of each pass that the first layer makes from now on."""
     seen: list[tuple[Any, Any]] = []
     model.base_model.layers[0].register_forward_pre_hook(
         lambda _, args, named: seen.append((args[0].shape[:2], named["attention_mask"])), with_kwargs=True
     )
+    return seen
+
+
+def test_no_token_of_a_pass_is_padding_and_no_mask_is_of_all_tokens() -> None:
+    """Otherwise the same numbers would cost as much as before."""
+    model, batch = make("llama"), text(rows=5)
+    seen = passes_of(model)
     policy = both(model)[1]
     seen.clear()
     policy(*batch)
@@ -174,7 +180,7 @@ def test_no_token_of_a_pass_is_padding_and_no_mask_is_of_all_tokens() -> None:
     assert shape == (1, real)
     assert isinstance(mask, RowMask)
     assert mask.causal is None
-    assert sum(mask.lengths) == real
+    assert sum(mask.layout.lengths) == real
 
 
 def test_other_passes_of_the_process_keep_their_bits() -> None:
@@ -220,7 +226,8 @@ def test_places_are_those_of_the_padded_tokens() -> None:
     real = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 0, 0]]).bool()
     rows, columns = real.nonzero(as_tuple=True)
     read = end_to_end(ids, real)
-    assert read.lengths == (2, 3, 1)
+    assert read.layout is not None
+    assert read.layout.lengths == (2, 3, 1)
     assert read.options["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0]]
     assert torch.equal(read.ids[read.at(rows, columns)], ids[rows, columns])
     assert torch.equal(padded(ids, real).ids[padded(ids, real).at(rows, columns)], ids[rows, columns])

@@ -124,7 +124,7 @@ def test_what_is_no_row_is_rejected_and_leaves_no_folder(rows: Any, message: str
 def test_rows_never_reach_the_folder_of_another_run(tmp_path: Path) -> None:
     surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"]))
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))}
-    with pytest.raises(SurefootError, match="holds a run or other files"):
+    with pytest.raises(SurefootError, match="contains a run or other files"):
         surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"][:2]))
     assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))} == before
 

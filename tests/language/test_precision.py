@@ -151,8 +151,11 @@ def test_losses_and_gradients_are_near_those_of_float32(kind: str, files: Path, 
             assert first["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=2e-2)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS[1:])
-@pytest.mark.parametrize("kind", ["sft", pytest.param("reward", marks=pytest.mark.slow), "language", "adapter"])
+RESUMED = [("sft", "bfloat16"), ("sft", "bfloat16-weights"), ("language", "bfloat16"), ("adapter", "bfloat16-weights")]
+ALSO = [("reward", "bfloat16"), ("reward", "bfloat16-weights"), ("language", "bfloat16-weights"), ("adapter", "bfloat16")]
+
+
+@pytest.mark.parametrize(("kind", "precision"), RESUMED + [pytest.param(*each, marks=pytest.mark.slow) for each in ALSO])
 def test_an_interrupted_run_resumes_bit_for_bit(
     kind: str, precision: str, files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -268,7 +268,7 @@ def test_a_reward_model_of_the_same_quantised_base_is_a_role_and_of_another_one_
         planned = workload_of(recipe, prompt=8, response=6)  # type: ignore[arg-type]
         assert (len(planned.reward_adapters), len(planned.rewards)) == ((1, 0) if shared else (0, 1))
     changes = quantised("int8", critic={"own_model": True, "start": str(tmp_path / "reward")})
-    with pytest.raises(SurefootError, match=r"^critic.start=.*is no adapter of model="):
+    with pytest.raises(SurefootError, match=r"^critic.start=.*is not an adapter of model="):
         LanguageWorld(make_recipe(table("language", files, model, **changes)))  # type: ignore[arg-type]
 
 

@@ -102,6 +102,7 @@ def timeless(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(run / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_been(start: Path, command: Command) -> None:
     words = ("rounds", "ppo.toml", "--rounds", "2", "--pairs", "20", "--name", "r", "--quiet", "--json")
     code, out, err = command(*words)
@@ -154,7 +155,7 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     assert rounds_table(report) in shown
     code, _, err = command(*words, "--noise", "1")
     assert code == 2
-    assert "has rounds with other settings (noise: 0.0 -> 1.0)" in err
+    assert "was started with other settings (noise: 0.0 -> 1.0); repeat those, or choose another --name" in err
 
 
 @pytest.mark.slow
@@ -230,6 +231,7 @@ def test_the_critic_follows_the_refreshed_reward_model_however_it_is_spelled(
     assert ppo_recipe(RoundsSettings(other, "j:j"), folder, 2).critic.start == "elsewhere"
 
 
+@pytest.mark.slow
 def test_a_judge_has_the_time_that_the_recipe_gives_rewards_and_more_of_it_is_no_other_plan(
     start: Path, command: Command
 ) -> None:
@@ -269,7 +271,7 @@ def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
     ("changes", "message"),
     [
         ({"reward": {"terms": [{"function": "a:b"}]}}, "this recipe names 0"),
-        ({"reward": {"terms": [{"model": "nowhere"}]}}, "is no run of kind 'reward'"),
+        ({"reward": {"terms": [{"model": "nowhere"}]}}, "is not a run of kind 'reward'"),
         ({"model": "pocket"}, "model='pocket'"),
         ({"adapter": {"merge": False}}, "adapter.merge=false: each round starts from the merged model"),
         ({"adapter": {}}, "critic.start=.*every round has another base; unset it"),

@@ -1,6 +1,7 @@
 """Responses are drawn from the model's own distribution, whichever path decodes them, and nothing else has a say in them."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -218,9 +219,12 @@ def test_a_temperature_near_zero_is_greedy() -> None:
     assert draw(model, temperature=1e-4).actions.equal(draw(model, greedy=True).actions)
 
 
+tokens = cache(lambda: Tokens(tiny.tokenizer()))
+
+
 def text_of(ids: Sequence[int]) -> str:
     """A token per character; see tiny.tokenizer."""
-    return Tokens(tiny.tokenizer()).decode(ids)
+    return tokens().decode(ids)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -9,7 +9,7 @@ import pytest
 from surefoot.errors import SurefootError
 from surefoot.language.data.datasets import demonstrations, pairs, prompts
 from surefoot.language.data.preview import preview
-from surefoot.language.data.sources import read_rows
+from surefoot.language.data.sources import open_rows, read_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import pocket
 
@@ -173,6 +173,16 @@ def test_labelled_answers_to_the_same_prompt_become_pairs_and_the_rest_is_counte
 def test_what_is_wrong_with_a_foreign_row_names_file_and_line(row: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=rf"a\.jsonl, line 1: .*{expected}"):
         demonstrations(rows(tmp_path, row), TOKENS, 300)
+
+
+@pytest.mark.parametrize("name", ["image", "images", "videos"])
+def test_images_in_the_rows_are_an_error_unless_another_name_says_that_a_reward_reads_them(name: str, tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    with pytest.raises(SurefootError, match=rf"a\.jsonl, line 2: has a column '{name}', and only text is trained; remove"):
+        rows(tmp_path, row, {**row, name: ["cat.png"]})
+    renamed = list(open_rows(tmp_path / "a.jsonl", {name: "picture"}))
+    assert [made.columns.get("picture") for made in renamed] == [None, ["cat.png"]]
+    assert len(demonstrations(rows(tmp_path, {**row, name: None}, {**row, name: []}), TOKENS, 300).ids) == 2
 
 
 # ---- control tokens -----------------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "row by row": ("sft", {"optimizer": {"micro_batch": 1, "micro_batch_tokens": None}}),  # three passes, and two
     "routed": ("sft", {"model": "mixture", "objective": {"router_coefficient": 0.5}}),
     "reward": ("reward", {}),
+    "steps": ("reward", {"preference": {"loss": "steps"}, "data": {"train": "steps.jsonl"}}),
     "kto": ("dpo", {"preference": {"loss": "kto"}, "data": {"train": "labels.jsonl"}}),
     "dpo": ("dpo", {}),
     "dpo row by row": ("dpo", {"optimizer": {"micro_batch": 1, "micro_batch_tokens": None}}),
@@ -89,6 +90,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "sft with an adapter": ("sft", {"adapter": {"rank": 2}}),
     "dpo with an adapter": ("dpo", {"adapter": {"rank": 2}}),
+    "steps with an adapter": (
+        "reward",
+        {"adapter": {"rank": 2}, "preference": {"loss": "steps"}, "data": {"train": "steps.jsonl"}},
+    ),
     "ppo on a shared base": ("language", {"adapter": {"rank": 2}, "gradient_checkpointing": True}),
 }
 if find_spec("peft") is not None:
@@ -128,7 +133,8 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     learner.auxiliary_loss = world.auxiliary_loss
     history = []
     for _ in range(2):
-        rollout = world.collector.collect(state)
+        with learner.resting():
+            rollout = world.collector.collect(state)
         metrics = learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         state.steps += sum_count(rollout.steps, rollout.rewards)
         history.append({**rollout.metrics, **metrics})
@@ -160,6 +166,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     labels = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1), "label": i % 3 > 0} for i in range(13)]
     (folder / "labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
+    steps = [
+        {"prompt": f"{i} says ", "completions": ["abc", "x", "yy"][: i % 3 + 1], "labels": [i % 2 > 0, False, True]}
+        for i in range(13)
+    ]
+    for row in steps:
+        row["labels"] = row["labels"][: len(row["completions"])]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     source = "def score(responses):\n    return [float(len(set(t))) for t in responses]\n"
     (folder / "rewards.py").write_text(source)
     return folder
@@ -264,7 +277,7 @@ def evaluated(recipe: Recipe) -> Any:
     return report.metrics
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "kto"])
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "kto", pytest.param("steps", marks=pytest.mark.slow)])
 def test_an_evaluation_gathers_one_block_at_a_time_with_the_numbers_of_one_process(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,7 +397,7 @@ def test_in_bfloat16_weights_stay_float32_and_the_loss_is_near(kind: str, folder
         ({"sharding": "some"}, r"sharding='some': input should be 'full' or 'hybrid'"),
         (
             {"sharding": "none", "offload": True},
-            r"offload=true: is for sharded models; set sharding = 'full', or name frozen models, such as \['reference'\]",
+            r"offload=true: is for sharded models; set sharding = 'full', or name models, such as \['reference'\]",
         ),
         ({"engine": "compiled"}, r"engine='compiled': is not for sharded models"),
     ],

@@ -44,6 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = [{"prompt": f"{i} says ", "chosen": "abc" * (i % 4 + 1), "rejected": "x" * (i % 3 + 1)} for i in range(13)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    steps = [{"prompt": f"{i} says ", "completions": ["abc", "x"], "labels": [i % 3 > 0, i % 2 > 0]} for i in range(13)]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     (folder / "rewards.py").write_text("def score(responses):\n    return [float(len(set(t))) for t in responses]\n")
     return folder
 
@@ -63,12 +65,24 @@ def fields(folder: Path, kind: str) -> dict[str, Any]:
         return table | {"objective": {"reuse": {"epochs": 1, "minibatches": 3}}, "optimizer": {"learning_rate": 1e-3}}
     if kind == "reward":
         rows |= {"train": str(folder / "pairs.jsonl"), "held_out": str(folder / "pairs.jsonl")}
+    if kind.startswith("steps"):
+        rows |= {"train": str(folder / "steps.jsonl"), "held_out": str(folder / "steps.jsonl")}
+        table |= {"preference": {"loss": "steps"}}
+    if kind == "steps of an adapter":
+        table |= {"adapter": {"rank": 2, "dropout": 0.2}}
     return table | {"data": {**rows, "batch": 9}}
 
 
 def train(folder: Path, kind: str, run_dir: Path, steps: int, **changes: Any) -> None:
     options = {"kind": kind} if kind == "language" else {}
-    surefoot.train(kind, steps=steps, run_dir=run_dir, seed=1, **{**fields(folder, kind), **changes}, **options)
+    surefoot.train(
+        "reward" if kind.startswith("steps") else kind,
+        steps=steps,
+        run_dir=run_dir,
+        seed=1,
+        **{**fields(folder, kind), **changes},
+        **options,
+    )
 
 
 def whole(run_dir: Path) -> dict[str, Any]:
@@ -127,7 +141,10 @@ def test_checkpoints_continue_bit_for_bit_on_other_numbers_of_ranks(folder: Path
     assert {run: mismatches(tmp_path / run) for run in right} == right
 
 
-@pytest.mark.parametrize("kind", ["sft", "language", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("language", "reward", "steps", "steps of an adapter"))],
+)
 def test_a_sharded_run_repeats_and_resumes_bit_for_bit_and_leaves_a_model(kind: str, folder: Path, tmp_path: Path) -> None:
     def body(rank: int) -> None:
         train(folder, kind, tmp_path / "whole", 36)
@@ -143,8 +160,10 @@ def test_a_sharded_run_repeats_and_resumes_bit_for_bit_and_leaves_a_model(kind: 
             assert same(parts[part], whole(tmp_path / other)[part]), (other, part)
     result = surefoot.load(tmp_path / "whole")
     saved = surefoot.load(tmp_path / "whole" / "model")
-    if kind == "reward":
+    if kind == "reward" or kind.startswith("steps"):
         assert float(saved.std) != 1
+        assert result.of_steps == saved.of_steps == kind.startswith("steps")
+        assert (float(result.mean), float(result.std)) == (float(saved.mean), float(saved.std))
         assert torch.equal(result.backbone.get_input_embeddings().weight, saved.backbone.get_input_embeddings().weight)
     else:
         assert result.generate(["1 says "], seed=1, max_tokens=4) == saved.generate(["1 says "], seed=1, max_tokens=4)
@@ -291,8 +310,16 @@ def test_a_best_checkpoint_that_the_first_rank_cannot_commit_ends_all_at_once(
 PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (choose_engine, "sample"), "gathering": (collecting, "gathered")}
 
 
-@pytest.mark.parametrize("what", ["raises", "dies", pytest.param("hangs", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("place", PLACES)
+FAILURES = [("learning", "raises"), ("sampling", "raises"), ("sampling", "dies"), ("gathering", "raises")]
+FAILURES += [
+    pytest.param(place, what, marks=pytest.mark.slow)
+    for place in PLACES
+    for what in ("dies", "hangs")
+    if (place, what) not in FAILURES
+]
+
+
+@pytest.mark.parametrize(("place", "what"), FAILURES)
 def test_a_rank_that_fails_in_a_pass_of_a_sharded_model_ends_the_others(
     place: str, what: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

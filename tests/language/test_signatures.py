@@ -4,6 +4,8 @@ import asyncio
 import functools
 import json
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +21,7 @@ from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import Dialogue
 from surefoot.language.rewards.signatures import signature_of
 from surefoot.language.rewards.terms import FunctionReward, WeightedSum
-from surefoot.recipes.callables import is_importable, object_path, take_functions
-from surefoot.recipes.import_object import import_object
+from surefoot.recipes.callables import import_object, is_importable, object_path, take_functions
 
 PROMPTS = ["one: ", "two: ", "three: "]
 RESPONSES = ["a", "bb", "ccc"]
@@ -200,6 +201,37 @@ def test_an_asynchronous_function_that_fails_or_hangs_is_one_line() -> None:
     assert "raised RuntimeError: SystemExit: 3" in error(exits)
     assert "took longer than reward.deadline=0.2 s for 3 responses" in error(hangs, deadline=0.2)
     assert score(lambda completion: 1.0) == [1, 1, 1], "the loop still runs"
+
+
+TINY_DEADLINES = """
+import asyncio, time
+from surefoot.language.calls import DeadlineExceeded, with_deadline
+from surefoot.language.rewards.signatures import _event_loop, signature_of
+
+async def hangs(completion):
+    await asyncio.sleep(60)
+
+async def count():
+    return len(asyncio.all_tasks()) - 1
+
+passed = 0
+for trial in range(400):
+    try:
+        with_deadline(2e-6 * trial + 1e-6, lambda: signature_of(hangs).call(hangs, {"completion": ["a", "b", "c"]}, {}))
+    except DeadlineExceeded:
+        passed += 1
+end = time.monotonic() + 60
+while (left := asyncio.run_coroutine_threadsafe(count(), _event_loop()).result()) and time.monotonic() < end:
+    time.sleep(0.01)
+print(passed, left)
+"""
+
+
+def test_a_deadline_leaves_no_coroutine_behind_whenever_it_passes() -> None:
+    """Also while they are being started. In a process of its own, because Python may warn about one at any later time."""
+    words = [sys.executable, "-W", "ignore", "-c", TINY_DEADLINES]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.stdout.split() == ["400", "0"], done.stderr
 
 
 @pytest.mark.parametrize("array", [np.array([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [3.0]])])

@@ -1,6 +1,8 @@
 """The time of an iteration by arithmetic: laws of the formulas, of the plan, and of what is measured; the command."""
 
 import json
+import multiprocessing
+import os
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import surefoot
+from surefoot import SurefootError
 from surefoot.language.memory import Workload
 from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.planner import model_config
@@ -23,6 +26,7 @@ from surefoot.language.speed import (
     exchange_seconds,
     forward_flops,
     gather_bytes,
+    machines,
     moved_bytes,
     together,
     transformer_of,
@@ -165,6 +169,22 @@ def test_this_machine_is_measured_in_seconds_of_a_clock() -> None:
     assert 1e-8 < machine.launch < 1e-2
     assert machine.link > 1e6
     assert not machine.overlap
+
+
+def fail_on_rank_one(rank: int, *rest: Any) -> None:
+    os._exit(3) if rank else time.sleep(60)
+
+
+def test_a_rank_of_the_measurement_that_fails_is_an_error_at_once_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others would wait for it for half an hour."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
+    monkeypatch.setattr(machines, "_exchange", fail_on_rank_one)
+    with pytest.raises(SurefootError, match="--ranks 3: a process that measures exchanges ended with code 3; use fewer ranks"):
+        machines._exchange_rates(3, time.perf_counter)
+    assert multiprocessing.active_children() == []
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------

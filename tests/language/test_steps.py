@@ -195,8 +195,6 @@ def test_steps_of_one_label_and_settings_of_other_losses_are_rejected_in_one_lin
     for changes, message in (
         ({"preference": {"loss": "binary", "separator": "; "}}, r"preference.separator='; ': is for preference.loss = 'steps'"),
         ({"demonstrations": "x.jsonl"}, r"demonstrations='x.jsonl': is not for preference.loss = 'steps'"),
-        ({"adapter": {"rank": 2}}, r"adapter: is not for preference.loss = 'steps'"),
-        ({"sharding": "full"}, r"sharding='full': is not for preference.loss = 'steps'"),
     ):
         with pytest.raises(SurefootError, match=message):
             recipe(folders["llama"], rows, **changes)

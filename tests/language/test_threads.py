@@ -1,7 +1,6 @@
 """Calls that wait are made at the same time: environments, and requests to reward servers. Results do not show it."""
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,11 +8,9 @@ import pytest
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.deadline import DeadlineExceeded, with_deadline
 from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.terms import load_reward
 from surefoot.language.sampling import Samples, sample
-from surefoot.language.threads import in_threads
 from surefoot.recipes.language import RewardTerm, TurnSettings
 
 from . import tiny
@@ -21,67 +18,6 @@ from .test_endpoint import Server
 
 PATIENCE = 20.0
 """seconds after which a barrier that not all have reached breaks, and the test fails"""
-
-
-def test_results_come_in_order_whatever_finishes_first() -> None:
-    def slow_at_first(number: int) -> int:
-        time.sleep(0.02 if number == 0 else 0)
-        return number * number
-
-    assert in_threads(slow_at_first, range(40), at_once=7) == [n * n for n in range(40)]
-    assert in_threads(slow_at_first, [], at_once=7) == []
-
-
-@pytest.mark.parametrize("at_once", [2, 5, 64])
-def test_as_many_run_at_the_same_time_as_are_allowed_and_no_more(at_once: int) -> None:
-    together = threading.Barrier(min(at_once, 10))
-    running, most, lock = 0, 0, threading.Lock()
-
-    def call(number: int) -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        if number < together.parties:
-            together.wait(PATIENCE)
-        with lock:
-            running -= 1
-
-    in_threads(call, range(10), at_once)
-    assert most == min(at_once, 10)
-
-
-def test_one_at_a_time_stays_in_this_thread() -> None:
-    assert in_threads(lambda _: threading.current_thread(), range(3), at_once=1) == [threading.current_thread()] * 3
-
-
-def test_the_first_error_ends_the_rest_and_is_raised() -> None:
-    begun: list[int] = []
-
-    def call(number: int) -> None:
-        begun.append(number)
-        if number in (3, 4):
-            raise ValueError(str(number))
-        time.sleep(0.005)
-
-    with pytest.raises(ValueError, match=r"^3$|^4$"):
-        in_threads(call, range(1000), at_once=4)
-    assert len(begun) < 100
-
-
-def test_a_deadline_interrupts_calls_that_hang() -> None:
-    ended = threading.Event()
-
-    def hang(_: int) -> None:
-        try:
-            while True:
-                time.sleep(0.01)
-        finally:
-            ended.set()
-
-    with pytest.raises(DeadlineExceeded):
-        with_deadline(0.2, lambda: in_threads(hang, range(4), at_once=4))
-    assert ended.wait(PATIENCE)
 
 
 # ---- environments -------------------------------------------------------------------------------------------------------

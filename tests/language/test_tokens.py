@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
+from surefoot.language.calls import DeadlineExceeded, with_deadline
 from surefoot.language.data.tokens import Tokens, left_padded, positions, right_padded
-from surefoot.language.deadline import DeadlineExceeded, with_deadline
 from surefoot.language.models.loading import ALPHABET, character_tokenizer, pocket
 
 from . import tiny

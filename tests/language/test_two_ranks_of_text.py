@@ -139,7 +139,10 @@ def resumed(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
         world = make_world(recipe)
         own = None
         if dist.get_rank() == 0:
-            own = RunFolder.open(path) if path.exists() else RunFolder.create(path, recipe)
+            begun = path.exists()
+            own = RunFolder.open(path) if begun else RunFolder.reserve(path)
+            if not begun:
+                own.begin(recipe)
         session = Session(recipe, world, own, [metrics_listener(lambda metrics: bool(metrics["steps"] >= last))])
         dist.barrier()
         checkpoint = latest_checkpoint(path / "checkpoints")

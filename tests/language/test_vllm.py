@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from surefoot.errors import SurefootError
 from surefoot.language import http_client
 from surefoot.language.models.language_model import load_base
 from surefoot.language.online.world import LanguageWorld
+from surefoot.language.sampling import nccl
 from surefoot.language.sampling.vllm import VllmServer, serve_command
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
@@ -32,7 +34,7 @@ from surefoot.runs.trackers.metrics_jsonl import read_metrics
 from . import tiny
 from .test_engines import request
 from .test_sampler import PROMPTS, expect_own_log_probs
-from .vllm_stand_in import StandIn
+from .vllm_stand_in import StandIn, install_transfer
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +193,82 @@ def test_a_run_resumes_with_the_responses_it_would_have_had(server: StandIn, fil
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
+# ---- weights over NCCL, by vLLM's own transfer; its wire is a stand-in ----------------------------------------------------
+
+
+@pytest.fixture
+def transfer(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_transfer(server, monkeypatch.setitem)
+    monkeypatch.setattr(nccl, "check_device", lambda model: None)
+
+
+def test_weights_over_nccl_are_those_of_a_folder(
+    server: StandIn, transfer: None, files: Path, folders: dict[str, Path]
+) -> None:
+    settings = fields(files, folders["llama"], server.url, transfer="nccl")
+    surefoot.train("language", run_dir=files / "nccl", **settings)
+    assert [(each["world_size"], each["master_address"]) for each in server.joined] == [(3, "127.0.0.1")], "joined once"
+    assert "/collective_rpc" not in server.seen
+    assert server.seen.count("/update_weights") == 3
+    order = [path for path in server.seen if path in ("/pause", "/update_weights", "/reset_prefix_cache", "/resume")]
+    assert order == ["/pause", "/update_weights", "/reset_prefix_cache", "/resume"] * 3
+    surefoot.train("language", run_dir=files / "folder", **fields(files, folders["llama"], server.url))
+    rows, others = (read_metrics(files / name / "metrics.jsonl") for name in ("nccl", "folder"))
+    for row, other in zip(rows, others, strict=True):
+        assert (row["reward"], row["policy_loss"]) == (other["reward"], other["policy_loss"])
+
+
+def test_a_server_that_was_started_again_joins_again(
+    server: StandIn, transfer: None, files: Path, folders: dict[str, Path]
+) -> None:
+    def restart(metrics: dict[str, Any]) -> None:
+        if len(server.joined) == 1:
+            server.load(folders["llama"])
+            server.version = "default"
+
+    settings = fields(files, folders["llama"], server.url, transfer="nccl")
+    surefoot.train("language", run_dir=files / "run", callback=restart, **settings)
+    assert len(server.joined) == 2
+
+
+def test_a_transfer_that_fails_is_one_line_and_the_server_goes_on(
+    server: StandIn, transfer: None, files: Path, folders: dict[str, Path]
+) -> None:
+    server.fault = lambda number, path, body: (500, {"error": "no peer"}) if path == "/update_weights" else None
+    settings = fields(files, folders["llama"], server.url, transfer="nccl", retries=3)
+    with pytest.raises(SurefootError, match=r"^server\.url='http://127[^\n]*returned 500 [^\n]*$"):
+        surefoot.train("language", run_dir=files / "run", **settings)
+    assert server.seen.count("/update_weights") == 1, "a broadcast can't be repeated by one side"
+    assert not server.paused
+    server.fault = lambda number, path, body: None
+    server.lost = True
+    with pytest.raises(SurefootError, match=r"did not get the weights over NCCL \([^\n]*remote process exited[^\n]*$"):
+        surefoot.train("language", run_dir=files / "other", **settings)
+    assert not server.paused
+
+
+def test_nccl_needs_a_gpu_and_vllm_in_this_environment(
+    server: StandIn, files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = fields(files, folders["llama"], server.url, transfer="nccl")
+    with pytest.raises(SurefootError, match=r"='nccl': needs the policy on an NVIDIA GPU, and it is on cpu; set 'folder'"):
+        surefoot.train("language", run_dir=files / "run", **settings)
+    monkeypatch.setattr(nccl, "check_device", lambda model: None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(SurefootError, match=r"transfer='nccl': needs vLLM 0\.32 in the trainer's environment too \("):
+        surefoot.train("language", run_dir=files / "other", **settings)
+    assert not server.paused
+
+
+def test_nccl_takes_whole_weights_and_no_folder(files: Path, folders: dict[str, Path]) -> None:
+    with pytest.raises(SurefootError, match=r"server\.transfer='nccl': sends all weights, and an adapter must be merged"):
+        make_recipe({**fields(files, folders["llama"], closed_port(), transfer="nccl"), "kind": "language", "adapter": {}})
+    with pytest.raises(SurefootError, match=r"server\.transfer='nccl': needs no folder, and server\.weights='/x'; unset it"):
+        recipe_of(files, folders["llama"], closed_port(), transfer="nccl", weights="/x")
+    recipe = recipe_of(files, folders["llama"], "http://127.0.0.1:9123", transfer="nccl")
+    assert """--weight-transfer-config '{"backend": "nccl"}'""" in serve_command(recipe, "/model", 96)
+
+
 # ---- one iteration ahead ------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +328,7 @@ def test_a_run_that_samples_ahead_resumes_at_its_position_with_present_weights(
     assert [row["sampler_lag"] for row in rows] == [0, 0, 4]
 
 
+@pytest.mark.slow
 def test_two_ranks_sample_ahead_and_none_loses_its_responses_to_new_weights(
     server: StandIn, files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -317,7 +396,7 @@ def test_without_a_server_the_error_is_the_command_that_starts_it(files: Path, f
 def test_a_server_without_the_endpoints_for_weights_is_rejected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     server.fault = lambda number, path, body: (404, {"detail": "Not Found"}) if path == "/weight_info" else None
     text = rejection(lambda: engine_of(files, folders["llama"], server.url))
-    assert ": has no /weight_info: it is no vLLM, too old, or without VLLM_SERVER_DEV_MODE=1; start it: VLLM_SERVER" in text
+    assert ": has no /weight_info: it is not vLLM, too old, or without VLLM_SERVER_DEV_MODE=1; start it: VLLM_SERVER" in text
 
 
 def test_another_name_or_too_short_a_context_is_rejected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
@@ -404,6 +483,7 @@ def test_a_busy_server_is_asked_again(server: StandIn, files: Path, folders: dic
     assert engine.sample(request()).missing is None
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_costs_the_missing_responses_and_the_next_iteration_stops_in_one_line(
     server: StandIn, files: Path, folders: dict[str, Path]
 ) -> None:
@@ -450,6 +530,7 @@ class Talk:
 """
 
 
+@pytest.mark.slow
 def test_conversations_take_each_turn_on_the_server_and_one_without_an_answer_is_masked(
     server: StandIn, files: Path, folders: dict[str, Path]
 ) -> None:

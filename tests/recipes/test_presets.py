@@ -256,3 +256,9 @@ def test_another_preset_gets_the_algorithm_of_the_file(tmp_path):
         resolve_recipe(str(tmp_path / "mine.toml"), preset="cartpole").recipe
         == resolve_recipe("Acrobot-v1", {}, "A2C", "cartpole").recipe
     )
+
+
+def test_whoever_changes_a_preset_changes_a_copy() -> None:
+    before = presets()["cartpole"]["objective"]["gamma"]
+    presets()["cartpole"]["objective"]["gamma"] = before / 2
+    assert presets()["cartpole"]["objective"]["gamma"] == before

@@ -73,6 +73,13 @@ def test_an_iteration_has_an_upper_bound():
     assert [nearest_divisor(12, wanted) for wanted in (1, 5, 7, 9, 100)] == [1, 4, 6, 6, 12]
 
 
+def test_a_run_of_less_than_ten_iterations_is_evaluated_only_at_its_end_unless_the_recipe_says_when():
+    few = {"task": "CartPole-v1", "rollout": {"environments": 8, "steps": 32}}
+    assert [make_recipe({**few, "steps": 256 * n}).evaluate_every for n in (1, 9, 10, 100)] == [256, 2304, 256, 2560]
+    assert make_recipe({**few, "steps": 512, "evaluation": {"every": 100}}).evaluate_every == 100
+    assert make_recipe({**few, "steps": 512, "algorithm": "REINFORCE"}).evaluate_every == 51  # its iterations are episodes
+
+
 def test_every_field_has_a_description():
     for name, described in recipe_fields():
         if "." in name or name not in ("rollout", "network"):

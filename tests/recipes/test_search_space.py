@@ -119,7 +119,7 @@ LR = "optimizer.learning_rate"
         ({LR: [1e-3, 1e-3]}, r"needs at least two choices, and each once"),
         ({LR: {"low": 1e-3}}, r"lacks low or high; give a list"),
         ({LR: {"low": 1e-4, "high": 1e-3, "logg": True}}, r"unknown key 'logg'; did you mean 'log'\?"),
-        ({LR: {"low": 1e-3, "high": 1e-4}}, r"low=0\.001 must be below high=0\.0001; exchange them"),
+        ({LR: {"low": 1e-3, "high": 1e-4}}, r"low=0\.001 must be below high=0\.0001; swap them"),
         ({LR: {"low": 0.0, "high": 1e-4, "log": True}}, r"low=0\.0 has no logarithm; raise it above 0, or leave out log"),
         ({LR: {"low": "a", "high": 1e-4}}, r"low, high and step must be finite numbers, and log true or false"),
         ({LR: {"low": 0.1, "high": float("inf")}}, r"must be finite numbers"),

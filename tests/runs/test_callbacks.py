@@ -9,6 +9,7 @@ import pytest
 import surefoot
 from surefoot import Callback, Interrupted, SurefootError
 from surefoot.control.world import ControlWorld
+from surefoot.runs.checkpoint.writer import CheckpointWriter
 from surefoot.runs.metrics import TIMING
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -72,6 +73,21 @@ def test_a_run_whose_export_fails_has_failed(tmp_path, monkeypatch):
     with pytest.raises(SurefootError, match="the disk is full"):
         train(tmp_path, diary)
     assert diary.lines[-1] == ("end", 512, True)
+
+
+def test_a_run_that_is_interrupted_while_it_waits_for_its_last_checkpoint_ends_for_every_listener(tmp_path, monkeypatch):
+    """Otherwise their threads, processes and files would stay."""
+    close = CheckpointWriter.close
+
+    def interrupted(writer):
+        close(writer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CheckpointWriter, "close", interrupted)
+    diary = Diary()
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, diary)
+    assert diary.lines[-1][:2] == ("end", 512)
 
 
 @pytest.mark.parametrize("signals", [1, 2], ids=["after the iteration", "at once"])
@@ -201,13 +217,13 @@ def test_logging_what_is_no_number_is_an_error(tmp_path):
         def on_start(self, run):
             run.log({"mood": "good"})
 
-    with pytest.raises(SurefootError, match="log: mood='good' is no number; log numbers, or None"):
+    with pytest.raises(SurefootError, match="log: mood='good' is not a number; log numbers, or None"):
         train(tmp_path, Wordy())
 
 
 @pytest.mark.parametrize("value", [Diary, [print], 3])
 def test_what_is_no_callback_is_rejected_before_a_folder_is_made(tmp_path, value):
-    with pytest.raises(SurefootError, match=r"callbacks=.*: is no callback; give objects of classes that inherit"):
+    with pytest.raises(SurefootError, match=r"callbacks=.*: is not a callback; give objects of classes that inherit"):
         surefoot.train("CartPole-v1", run_dir=tmp_path / "run", callbacks=value, **FIELDS)
     assert not (tmp_path / "run").exists()
 

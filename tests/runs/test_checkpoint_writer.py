@@ -1,16 +1,20 @@
 """Checkpoints are written while training goes on: from copies, one after another, and an error of the writer ends the run."""
 
+import ctypes
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from killing import assert_same, in_child, outcome
+from safetensors.torch import save
 
 import surefoot
 from surefoot import Callback, SurefootError
+from surefoot.core.sharding.files import tensor_bytes, write_tensors
 from surefoot.runs import session as sessions
 from surefoot.runs.checkpoint import checkpoints_in, fault_of, load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
 
@@ -167,3 +171,21 @@ def test_a_snapshot_shares_nothing_with_what_it_was_taken_from(tmp_path):
     table["episodes"].append(3)
     write_snapshot(tmp_path / "after", snapshot)
     assert_same(load_checkpoint(tmp_path / "before"), load_checkpoint(tmp_path / "after"))
+
+
+@pytest.mark.parametrize("last", [torch.float32, torch.bfloat16], ids=["NumPy has the types", "NumPy lacks one"])
+def test_tensors_are_written_as_safetensors_writes_them(last: torch.dtype, tmp_path: Path) -> None:
+    dtypes = (torch.int64, torch.bool, torch.uint8, torch.float16, torch.float64)
+    tensors = {f"{9 - size}": torch.ones(size, 2).to(dtype) for size, dtype in enumerate(dtypes)}
+    tensors |= {"scalar": torch.tensor(2.0), "last": torch.zeros(3, dtype=last)}
+    assert tensor_bytes(tensors, {"a": "b"}) == save(tensors, {"a": "b"})
+    write_tensors(tensors, tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == save(tensors)
+
+
+def test_writing_tensors_of_many_sizes_keeps_nothing_of_them() -> None:
+    """Lengths of episodes differ from checkpoint to checkpoint; ctypes would keep a type for each."""
+    before = len(ctypes._pointer_type_cache)
+    for size in range(1000, 1100):
+        tensor_bytes({"x": torch.zeros(size)})
+    assert len(ctypes._pointer_type_cache) == before

@@ -284,15 +284,15 @@ def test_wrong_names_and_revisions_get_one_line(hub: Hub, run: Path, command: Co
         ): "hf://org/cart@v9: has no such revision; give a branch, a tag or a commit",
         ("pull", "org/cart@v9", "a"): "hf://org/cart@v9: has no such revision",
         ("pull", "org/cart@v9", "--revision", "v8"): "--revision v8: org/cart@v9 has a revision already",
-        ("pull", "a b"): "a b: is no name of an agent or model on the hub; write hf://org/name, or hf://org/name@revision",
-        ("pull", "hf://org/name:train"): "hf://org/name:train: is no name of an agent or model on the hub",
+        ("pull", "a b"): "a b: is not the name of an agent or model on the hub; write hf://org/name, or hf://org/name@revision",
+        ("pull", "hf://org/name:train"): "hf://org/name:train: is not the name of an agent or model on the hub",
         ("evaluate", "hf://org/none"): "hf://org/none: no such repository",
         ("push", "cart", "org/cart@v1"): "org/cart@v1: has a revision; uploads go to the main branch",
         ("push", "cart", "others/cart", "--episodes", "0"): "others/cart: the hub answers with status 403",
         ("push", "cart", "org/x", "--out", "there"): "--out there: is for --dry-run",
         ("push", "none", "org/x"): "none: no such run folder",
-        ("push", "cart", "org/x", "--dry-run", "--out", "runs"): "--out runs: holds something else; choose a new folder",
-        ("watch", "hf://org/cart"): "hf:/org/cart: belongs to no run; say where to write with --out FILE",
+        ("push", "cart", "org/x", "--dry-run", "--out", "runs"): "--out runs: contains other files; choose a new folder",
+        ("watch", "hf://org/cart"): "hf:/org/cart: belongs to no run; set --out FILE",
     }.items():
         code, _, err = command(*words)
         assert code == 2, words
@@ -326,7 +326,7 @@ def test_a_repository_of_something_else_is_neither_read_nor_overwritten(hub: Hub
         "hf://org/cart: has no surefoot.json, so surefoot push did not write it; name a model of transformers without hf://"
         in line
     )
-    assert "org/cart: holds config.json, which surefoot push did not write" in rejected(command, "push", "cart", "org/cart")
+    assert "org/cart: contains config.json, which surefoot push did not write" in rejected(command, "push", "cart", "org/cart")
     assert not Path("x").exists()
 
 
@@ -360,17 +360,17 @@ PICKLE = b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00."
     ("name", "content", "listed", "message"),
     [
         ("agent.safetensors", PICKLE, True, "agent.safetensors is a pickle, which is never read"),
-        ("agent.pkl", PICKLE, True, "holds a pickle (agent.pkl), which is never read"),
-        ("optimizer.pt", PICKLE, False, "holds a pickle (optimizer.pt), which is never read"),
-        ("env.py", b"print(1)", True, "lists 'env.py', which is no file of an agent or model"),
-        ("../../x.json", b"{}", True, "lists '../../x.json', which is no file of an agent or model"),
-        ("/etc/x.json", b"{}", True, "lists '/etc/x.json', which is no file of an agent or model"),
-        ("a*.json", b"{}", True, "lists 'a*.json', which is no file of an agent or model"),
+        ("agent.pkl", PICKLE, True, "contains a pickle (agent.pkl), which is never read"),
+        ("optimizer.pt", PICKLE, False, "contains a pickle (optimizer.pt), which is never read"),
+        ("env.py", b"print(1)", True, "lists 'env.py', which is not a file of an agent or model"),
+        ("../../x.json", b"{}", True, "lists '../../x.json', which is not a file of an agent or model"),
+        ("/etc/x.json", b"{}", True, "lists '/etc/x.json', which is not a file of an agent or model"),
+        ("a*.json", b"{}", True, "lists 'a*.json', which is not a file of an agent or model"),
         ("agent.safetensors", b"xyz", False, "bytes instead of"),
         ("metrics.jsonl", None, False, "metrics.jsonl is missing"),
-        ("surefoot.json", b"[]", False, "holds a list instead of a table"),
+        ("surefoot.json", b"[]", False, "has a list instead of a table"),
         ("surefoot.json", b'{"format": 9}', False, "surefoot.json: format 9 is not 1"),
-        ("surefoot.json", b'{"format": 1, "files": 3}', False, "its files are no table of tables"),
+        ("surefoot.json", b'{"format": 1, "files": 3}', False, "its files are not a table of tables"),
     ],
 )
 def test_a_changed_repository_is_rejected_and_nothing_is_written(
@@ -393,7 +393,9 @@ def test_without_the_extra_it_is_named(run: Path, command: Command, monkeypatch:
 
 
 def test_a_wrong_name_of_the_hub_is_shown_with_both_slashes() -> None:
-    with pytest.raises(SurefootError, match=r"^hf://org/none@x:y: is no name of an agent or model on the hub; write hf://org"):
+    with pytest.raises(
+        SurefootError, match=r"^hf://org/none@x:y: is not the name of an agent or model on the hub; write hf://org"
+    ):
         surefoot.evaluate(Path("hf://org/none@x:y"))
 
 

@@ -146,7 +146,7 @@ def test_a_run_an_agent_and_a_saved_agent_have_the_same_result(tmp_path: Path) -
     [
         ("agent", {"data": "rows.jsonl"}, "data='rows.jsonl': this is an agent, evaluated over episodes; leave it out"),
         ("agent", {"rows": 3}, "rows=3: this is an agent, evaluated over episodes; leave it out"),
-        (3, {}, "3: is no agent, model or run; load one with surefoot.load(RUN)"),
+        (3, {}, "3: is not an agent, model or run; load one with surefoot.load(RUN)"),
     ],
 )
 def test_what_can_not_be_evaluated_is_one_line(what: Any, arguments: dict[str, Any], line: str) -> None:

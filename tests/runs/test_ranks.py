@@ -183,8 +183,9 @@ def test_an_observation_that_is_not_finite_on_one_rank_skips_the_update_of_all(t
     assert [row["steps"] for row in rows_of(tmp_path / "run")] == [64, 128, 192, 256, 320, 384]
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("what", ["dies", "hangs"])
+@pytest.mark.parametrize(
+    ("what", "number"), [("dies", 0), ("dies", 1), ("hangs", 1), pytest.param("hangs", 0, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_dies_or_hangs_ends_the_other_with_one_message(tmp_path, what, number):
     results = failing(tmp_path, what, number, timeout=4)
     assert results[number] is None

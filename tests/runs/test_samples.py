@@ -12,6 +12,7 @@ from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines, line_of, some
 from surefoot.runs.events import InitialSamples
 from surefoot.runs.metrics import METRICS, SHOWN, TIMING
+from surefoot.runs.reading import read_samples
 from surefoot.runs.traces import SampleFolder
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 from surefoot.terminal import visible
@@ -44,6 +45,14 @@ def test_what_is_not_printed_is_shown_as_what_it_is():
         assert mark in shown
     assert visible("a\u00a0b\u3000c") == "a b c", "blanks are blanks"
     assert visible("naïve 日本語 🙂") == "naïve 日本語 🙂"
+
+
+def test_samples_are_read_as_they_were_written_and_damaged_lines_are_left_out(tmp_path):
+    written = samples(2, response="one\u2028two\x85three\r\nfour")
+    SampleFolder(tmp_path, 0).write(64, written)
+    file = tmp_path / "64.jsonl"
+    file.write_text('[1]\n{"prompt": \n' + file.read_text("utf-8") + '{"reward": NaN}', "utf-8")
+    assert read_samples(file) == [*written, {"reward": None}]
 
 
 @pytest.mark.parametrize(("width", "height"), [(140, 50), (140, 24), (80, 24)])
@@ -133,6 +142,7 @@ def test_the_folder_is_cut_back_to_the_checkpoint(tmp_path):
     assert rows == samples(2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(tmp_path):
     """Also where nothing is held out: then they are what was sampled in that iteration."""
     pytest.importorskip("transformers")

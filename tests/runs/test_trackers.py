@@ -24,6 +24,7 @@ from surefoot.runs import api
 from surefoot.runs.events import EvaluationEnd, FindingReported, InitialSamples, IterationEnd, RunEnd, RunStart
 from surefoot.runs.metrics import TIMING
 from surefoot.runs.trackers import delivery, interface
+from surefoot.runs.trackers import wandb as wandb_tracker
 from surefoot.runs.trackers.delivery import Delivery
 from surefoot.runs.trackers.interface import NOTHING, TRACKERS, TrackedRun
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
@@ -250,6 +251,13 @@ def test_a_run_that_an_error_ended_and_that_was_resumed_is_in_a_store_with_each_
     expected = read_metrics(run / "metrics.jsonl")
     assert len(expected) == 16
     assert_each_step_is_there_once(READERS[name](run), expected)
+
+
+def test_closing_an_offline_run_of_wandb_waits_for_the_process_that_writes_its_file(tmp_path, monkeypatch):
+    steps_in_file = iter([NOTHING, 64, 64, 128, 192])
+    monkeypatch.setattr(wandb_tracker, "last_step_offline", lambda where, run_id: next(steps_in_file))
+    wandb_tracker.wait_for_row(tmp_path, "run", 128)
+    assert list(steps_in_file) == [192]
 
 
 @pytest.mark.slow

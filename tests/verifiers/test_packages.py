@@ -46,6 +46,7 @@ def test_answers_that_are_equal_as_mathematics() -> None:
     assert math(responses, answers) == scores
 
 
+@pytest.mark.slow
 def test_a_bomb_costs_one_response_and_its_process() -> None:
     pytest.importorskip("math_verify")
     assert math(["12"], ["12"], workers=1) == [1]  # the process is there
@@ -56,6 +57,7 @@ def test_a_bomb_costs_one_response_and_its_process() -> None:
     assert len(workers()) <= 1
 
 
+@pytest.mark.slow
 def test_importing_a_package_takes_none_of_the_seconds_for_a_response(tmp_path: Path, monkeypatch: Any) -> None:
     processes.close()
     slow = "import time\ntime.sleep(3)\ndef parse(text, **_): return [text.strip('$')]\ndef verify(a, b, **_): return a == b\n"

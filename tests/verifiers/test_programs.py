@@ -75,7 +75,7 @@ def test_after_the_deadline_no_further_script_runs(monkeypatch: pytest.MonkeyPat
 def test_the_longest_time_of_hanging_responses_is_computed_and_a_warning_if_too_long(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.verifiers.processes.cores", lambda: 2)
+    monkeypatch.setattr("surefoot.verifiers.processes.available_cores", lambda: 2)
     monkeypatch.setattr(getattr(verifiers, name), "ready", None)
     reward = FunctionReward(f"surefoot.verifiers:{name}")
     assert reward.longest(9, {}) == 5 * 5.0

@@ -37,6 +37,7 @@ function frame(xs, ys, xName, yName) {
 }
 
 const path = (points) => points.map(([a, b], i) => `${i ? "L" : "M"}${a.toFixed(1)},${b.toFixed(1)}`).join("");
+const count = (seeds) => `${seeds} ${seeds === 1 ? "seed" : "seeds"}`;
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
 function key(entries) {
@@ -53,10 +54,17 @@ export function makeFrontier(groups) {
       s("circle", { r: 4, class: `dot ${kind}`, cx: x(Math.sqrt(point.kl)), cy: y(point[name]), "data-score": name, "data-label": group.label, "data-kl": point.kl, "data-value": point[name] },
         s("title", {}, `${group.label}: ${kind} ${short(point[name])} at KL ${short(point.kl)}`)))),
   ]);
-  const names = groups.map((group) => s("text", { x: x(mean(group.points.map((point) => Math.sqrt(point.kl)))), y: HEIGHT - EDGE.bottom - 6, "text-anchor": "middle", class: "beta" }, group.label));
+  const ends = []; // of each line of labels, where its last label ends
+  const names = groups.map((group) => {
+    const at = x(mean(group.points.map((point) => Math.sqrt(point.kl))));
+    const half = group.label.length * 4;
+    const line = [...ends, -Infinity].findIndex((end) => end < at - half);
+    ends[line] = at + half;
+    return s("text", { x: at, y: HEIGHT - EDGE.bottom - 6 - 14 * line, "text-anchor": "middle", class: "beta" }, group.label);
+  });
   return h("figure", { id: "frontier" }, s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}` }, axes, series, names),
     key([["gold", "gold: the true score"], ["proxy", "proxy: the learned reward"]]),
-    h("figcaption", {}, `${groups.map((group) => `${group.label}: ${group.points.length} seeds`).join("; ")}. Lines join the means.`));
+    h("figcaption", {}, `${groups.map((group) => `${group.label}: ${count(group.points.length)}`).join("; ")}. Lines join the means.`));
 }
 
 // tasks: {name: [{rung, seeds, steps, mean, low, high}]}
@@ -71,6 +79,6 @@ export function makeLadder(tasks) {
       s("path", { class: `line rung${rung.number}`, d: path(rung.steps.map((at, i) => [x(at), y(rung.mean[i])])), "data-rung": rung.name, "data-last": rung.mean.at(-1) }),
     ]);
     return h("figure", {}, h("h3", {}, task), s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}` }, axes, lines),
-      key(rungs.map((rung) => [`rung${rung.number}`, `${rung.number} ${rung.name} (${rung.seeds} ${rung.seeds === 1 ? "seed" : "seeds"})`])));
+      key(rungs.map((rung) => [`rung${rung.number}`, `${rung.number} ${rung.name} (${count(rung.seeds)})`])));
   }));
 }

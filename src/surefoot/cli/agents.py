@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--rows", type=COUNT, help="Language: number of rows. [default: as in the recipe]")
 @click.option("--samples", type=COUNT, help="Online runs: responses to each prompt, for pass@k.")
 @click.option("--k", metavar="1,4,8", help="The k of pass@k. [default: powers of 2 up to --samples]")
-@click.option("--threshold", type=FiniteFloat(), help="Reward from which a response is correct. [default: it must be 0 or 1]")
+@click.option("--threshold", type=FiniteFloat(), help="Lowest reward of a correct response. [default: rewards must be 0 or 1]")
 @click.option("--after", metavar="TEXT", help="Majority vote: the answer is the text after the last TEXT. [default: all of it]")
 @json_option
 def evaluate(
@@ -189,8 +189,8 @@ def push(
 ) -> None:
     """Upload the agent or model in RUN to the Hugging Face hub, with a model card.
 
-    ORG/NAME is the repository. Without it, the run's name and the owner of the token. A new repository is private, except with
-    --public. Every file is listed before it is uploaded. Log in with "hf auth login", or set HF_TOKEN.
+    ORG/NAME is the repository. By default it has the run's name and belongs to the owner of the token. A new repository is
+    private, except with --public. Every file is listed before it is uploaded. Log in with "hf auth login", or set HF_TOKEN.
     """
     from surefoot.compare.card import Options, write_repository
     from surefoot.runs import hub

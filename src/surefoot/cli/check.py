@@ -15,6 +15,7 @@ from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
     from surefoot.language.memory import Kind, Workload
+    from surefoot.language.memory.layout import Layout
     from surefoot.language.speed.machines import Machine
 
 
@@ -27,7 +28,7 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
     RECIPE is a preset, a .toml file or an environment id; it is tried without training. RUN is searched for problems.
 
-    Exits with 1 if a check fails that the recipe needs, or if the run has a serious finding.
+    Exits with 1 if a check that the recipe needs fails, or if the run has a serious finding.
     """
     from surefoot.recipes.presets import find_recipe, presets
     from surefoot.terminal import visible
@@ -43,7 +44,9 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
     if recipe is None:
         checks = check_machine()
     else:
-        checks = [*check_machine(recipe.device, recipe.engine == "compiled"), *check_recipe(recipe)]
+        short = recipe.engine == "auto" and recipe.engine_choice()[0] == "eager"
+        engine = "eager" if short else recipe.engine
+        checks = [*check_machine(recipe.device, engine), *check_recipe(recipe)]
     if as_json:
         echo_json({"checks": [each.to_check_json() for each in checks], "failed": any_failed(checks)})
     else:
@@ -144,7 +147,11 @@ def workload_options(each: str, precision: str, sharding: str) -> Callable[[Call
 @click.command()
 @click.argument("model", shell_complete=complete_run)
 @click.option("--adapter", type=COUNT, metavar="RANK", help="Train all roles as adapters of one frozen base.")
-@click.option("--quantize", type=click.Choice(["int8", "nf4"]), help="Bits of that base, as adapter.quantize in a recipe.")
+@click.option(
+    "--quantize",
+    type=click.Choice(["int8", "nf4"]),
+    help="Quantisation of the adapter's base, as adapter.quantize in a recipe.",
+)
 @click.option(
     "--optimizer",
     type=click.Choice(["adam", "adam-8bit"]),
@@ -156,19 +163,29 @@ def workload_options(each: str, precision: str, sharding: str) -> Callable[[Call
 @click.option("--ranks-per-machine", type=COUNT, default=8, show_default=True, help="GPUs of a machine, for --sharding hybrid.")
 @click.option("--offload", is_flag=True, help="As offload in a recipe.")
 @workload_options("all ranks", "float32", "none")
-def memory(model: str, as_json: bool, **options: Any) -> None:
+def memory(
+    model: str,
+    as_json: bool,
+    ranks: int,
+    ranks_per_machine: int,
+    sharding: Literal["none", "full", "hybrid"],
+    reshard: bool,
+    offload: bool,
+    **options: Any,
+) -> None:
     """Plan the memory of training MODEL.
 
     MODEL is a config.json, a folder, a run, a hub id, "pocket", or a size such as 7B. No weights are read.
 
     Prints the cheapest settings that fit on one GPU, the memory of policy, value, reference and reward models with these
-    settings and with others, and last the cheapest settings for 2, 4 and 8 GPUs. With --ranks, it is the memory of each rank.
-    --json prints bytes, for the ranks that are given.
+    settings and with others, and last the cheapest settings for 2, 4 and 8 GPUs. With --ranks, they are for
+    each rank. --json prints bytes, for the ranks that are given.
     """
     from surefoot.language.memory.planner import MemoryPlan, model_config, tables, to_json
 
+    layout = checked_layout(ranks, sharding, ranks_per_machine, reshard, offload)
     config, nominal = model_config(model)
-    workload = memory_workload(config, **options)
+    workload = memory_workload(config, layout, **options)
     plan = MemoryPlan(model, workload, nominal)
     if as_json:
         echo_json(to_json(plan))
@@ -192,11 +209,13 @@ RATES = {"tflops": ("flops", 1e12), "memory_bandwidth": ("bandwidth", 1e9), "lin
 
 @click.command()
 @click.argument("model", shell_complete=complete_run)
-@click.option("--gpu", type=click.Choice(GPU_NAMES), default="H200", show_default=True, help="GPU by its data sheet.")
+@click.option(
+    "--gpu", type=click.Choice(GPU_NAMES), default="H200", show_default=True, help="GPU, with the rates of its data sheet."
+)
 @click.option("--measure", is_flag=True, help="Measure this machine's CPU instead, with one thread per rank and gloo.")
 @click.option("--ranks", type=COUNT, multiple=True, help="Number of ranks; repeatable. [default: 1 to 512]")
 @click.option("--ranks-per-machine", type=COUNT, default=8, show_default=True, help="GPUs of a machine.")
-@click.option("--tflops", type=POSITIVE, help="Matrices, 10¹² operations per second. [default: the GPU's]")
+@click.option("--tflops", type=POSITIVE, help="Matrix operations, 10¹² per second. [default: the GPU's]")
 @click.option("--memory-bandwidth", type=POSITIVE, help="GB per second. [default: the GPU's]")
 @click.option("--link", type=POSITIVE, help="GB per second from the GPUs of a machine. [default: the GPU's]")
 @click.option("--network", type=POSITIVE, help="GB per second and GPU from other machines. [default: as usual for the GPU]")
@@ -207,22 +226,20 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     """Calculate how long an iteration of training MODEL takes on 1 to 512 GPUs.
 
     MODEL is a config.json, a folder, a run, a hub id, "pocket", or a size such as 7B. No weights are read. Every rank has the
-    same prompts or rows whatever their number, so perfect scaling keeps the seconds.
+    same number of prompts or rows, however many ranks there are: with perfect scaling, the seconds stay the same.
 
-    The result is arithmetic of operations, bytes and links, not a measurement.
+    The result is calculated from operations, bytes and links. No training is timed.
     """
+    from surefoot.language.memory.layout import Layout
     from surefoot.language.memory.planner import model_config
     from surefoot.language.speed.plan import COUNTS, plans, tables, to_json
 
     rates = {name: options.pop(name) for name in (*RATES, "efficiency", "gpu", "measure", "ranks_per_machine")}
     epochs, counts = options.pop("epochs"), options.pop("ranks")
     config, _ = model_config(model)
-    sharding, reshard = options.pop("sharding"), options.pop("reshard")
-    whole: dict[str, Any] = {"adapter": None, "quantize": None, "optimizer": "adam", "ranks": 1, "ranks_per_machine": 1}
-    whole |= {"sharding": "none", "reshard": True, "offload": False}
-    workload = memory_workload(config, **options, **whole)
-    layout = replace(workload.layout, sharding=None if sharding == "none" else sharding, reshard=reshard)
-    workload = replace(workload, layout=layout)
+    sharding = options.pop("sharding")
+    layout = Layout(1, None if sharding == "none" else sharding, per_machine=1, reshard=options.pop("reshard"))
+    workload = memory_workload(config, layout, **options)
     counts = counts or ((1, 2) if rates["measure"] else COUNTS)
     machine = machine_of(config, workload, max(counts), **rates)
     results = plans(workload, machine, epochs if workload.kind == "language" else 1, counts)
@@ -256,26 +273,30 @@ def machine_of(
     return measured_machine(model.width, model.feed_forward, read, workload.responses, ranks)
 
 
-def check_layout(ranks: int, sharding: str, ranks_per_machine: int, reshard: bool, offload: bool) -> None:
-    """Raise SurefootError for options that need several ranks, or sharded models."""
+def checked_layout(
+    ranks: int, sharding: Literal["none", "full", "hybrid"], ranks_per_machine: int, reshard: bool, offload: bool
+) -> "Layout":
+    """The layout that the options describe. Raises SurefootError for those that need several ranks, or sharded models."""
+    from surefoot.language.memory.layout import Layout
+
     if sharding != "none" and ranks == 1:
         raise SurefootError(f"--sharding {sharding}: shares models among ranks, and there is one; add --ranks 8, for example")
     for flag, value in (("--offload", offload), ("--no-reshard-after-forward", not reshard)):
         if value and sharding == "none":
             raise SurefootError(f"{flag}: is for sharded models; add --sharding full, or leave it out")
     if sharding == "hybrid" and ranks > ranks_per_machine and ranks % ranks_per_machine:
-        raise SurefootError(f"--ranks {ranks}: is no multiple of --ranks-per-machine {ranks_per_machine}; change one of them")
+        raise SurefootError(f"--ranks {ranks}: is not a multiple of --ranks-per-machine {ranks_per_machine}; change one")
+    return Layout(ranks, None if sharding == "none" else sharding, ranks_per_machine, reshard, offload)
 
 
 def memory_workload(
     config: Any,
+    layout: "Layout",
+    *,
     kind: "Kind",
     critic: Literal["shared", "own", "none"],
     reference: bool,
     rewards: int,
-    adapter: int | None,
-    quantize: Literal["int8", "nf4"] | None,
-    optimizer: str,
     precision: str,
     gradient_checkpointing: bool,
     micro_batch: int | None,
@@ -286,54 +307,52 @@ def memory_workload(
     batch: int,
     prompt_tokens: int,
     max_tokens: int,
-    ranks: int,
-    sharding: Literal["none", "full", "hybrid"],
-    ranks_per_machine: int,
-    reshard: bool,
-    offload: bool,
+    adapter: int | None = None,
+    quantize: Literal["int8", "nf4"] | None = None,
+    optimizer: str = "adam",
 ) -> "Workload":
-    """The models and batch sizes that the options of ``surefoot memory`` describe, for a transformers config."""
+    """The models and batch sizes that the options describe, for a transformers config."""
     from surefoot.core.algorithms import PPO_CLIP, REINFORCE
     from surefoot.language.memory import Workload, with_adapters
-    from surefoot.language.memory.layout import Layout
     from surefoot.language.memory.planner import with_value
     from surefoot.recipes.language import AdapterSettings
 
-    # long because every option is a parameter
-    responses = prompts * samples if kind == "language" else batch
-    check_layout(ranks, sharding, ranks_per_machine, reshard, offload)
-    if (rows := prompts if kind == "language" else batch) < ranks:
-        raise SurefootError(f"--ranks {ranks}: more than {rows} {'prompts' if kind == 'language' else 'rows'}; use fewer ranks")
-    if kind == "language" and minibatches > responses:
+    online = kind == "language"
+    rows, responses = (prompts, prompts * samples) if online else (batch, batch)
+    if rows < layout.ranks:
+        raise SurefootError(f"--ranks {layout.ranks}: more than {rows} {'prompts' if online else 'rows'}; use fewer ranks")
+    if online and minibatches > responses:
         raise SurefootError(f"--minibatches {minibatches}: more than the {responses} responses of an iteration; use fewer")
+    check_low_bits(adapter, quantize, optimizer, layout)
     workload = Workload(
         kind=kind,
         policy=config,
-        objective=PPO_CLIP if kind == "language" else REINFORCE,
+        objective=PPO_CLIP if online else REINFORCE,
         bf16=precision == "bfloat16",
         low_weights=precision == "bfloat16-weights",
         low_moments=optimizer == "adam-8bit",
         checkpointing=gradient_checkpointing,
-        rows=batch,
+        rows=responses // minibatches if online else batch,
         responses=responses,
+        samples=samples if online else 1,
         prompt=prompt_tokens,
         response=0 if kind == "reward" else max_tokens,
         max_tokens=max_tokens,
         micro_batch=micro_batch,
         micro_batch_tokens=micro_batch_tokens,
-        layout=Layout(ranks, None if sharding == "none" else sharding, ranks_per_machine, reshard, offload),
+        reference=config if online and reference else None,
+        rewards=(config,) * rewards if online else (),
+        layout=layout,
     )
-    if kind == "language":
-        workload = replace(
-            with_value(workload, "head" if critic == "shared" else critic),
-            reference=config if reference else None,
-            rewards=(config,) * rewards,
-            rows=responses // minibatches,
-            samples=samples,
-        )
+    if online:
+        workload = with_value(workload, "head" if critic == "shared" else critic)
+    return workload if adapter is None else with_adapters(workload, AdapterSettings(rank=adapter, quantize=quantize))
+
+
+def check_low_bits(adapter: int | None, quantize: str | None, optimizer: str, layout: "Layout") -> None:
+    """Raise SurefootError for weights or moments in few bits that nothing has, or that would be sharded."""
     if quantize is not None and adapter is None:
         raise SurefootError(f"--quantize {quantize}: is for the frozen base of adapters; add --adapter 16, for example")
     for flag, whole in (("quantize", quantize), ("optimizer", optimizer if optimizer == "adam-8bit" else None)):
-        if whole is not None and sharding != "none":
-            raise SurefootError(f"--{flag} {whole}: is whole on every rank; leave out --sharding {sharding}")
-    return workload if adapter is None else with_adapters(workload, AdapterSettings(rank=adapter, quantize=quantize))
+        if whole is not None and layout.sharding is not None:
+            raise SurefootError(f"--{flag} {whole}: is whole on every rank; leave out --sharding {layout.sharding}")

@@ -24,7 +24,7 @@ from surefoot.cli.options import (
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import LADDER, MAX_COUNT
 from surefoot.errors import SurefootError
-from surefoot.files import check_name
+from surefoot.files import check_name, write_bytes
 
 if TYPE_CHECKING:
     from surefoot.compare.across_tasks import TaskComparison
@@ -85,7 +85,7 @@ def compare(
     from surefoot.compare.runs import Comparison, compare_runs, read_run
 
     if len(runs) < 2:
-        raise SurefootError(f"compare {runs[0]}: one run is nothing to compare; name two or more")
+        raise SurefootError(f"compare {runs[0]}: is only one run; name two or more")
     resolved = [run.resolve() for run in runs]
     for index, run in enumerate(runs):
         if resolved[index] in resolved[:index]:
@@ -104,7 +104,8 @@ def compare(
     else:
         echo(comparison_text(comparison) if isinstance(comparison, Comparison) else across_tasks_text(comparison))
     if figure is not None and tasks is not None:
-        draw_profiles(tasks, figure)
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(figure, draw_profiles(tasks, "png" if figure.suffix == ".png" else "svg"))
 
 
 def _range(text: str) -> tuple[str, tuple[float, float]]:

@@ -33,20 +33,18 @@ def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: in
             raise SurefootError("--out: is for the page that --clip-table writes; add --clip-table, or leave it out")
         if not runs and not RUNS.is_dir():
             raise SurefootError(
-                "inspect: needs a run, such as runs/cartpole-v1-ppo_clip-1, or a folder of runs, and there is no runs/; or "
-                "--clip-table, which needs none"
+                "inspect: there is no folder runs/ here; name a run, such as runs/cartpole-v1-ppo_clip-1, or a folder of runs, "
+                "or use --clip-table, which needs none"
             )
         show_runs(list(runs) or [RUNS], port, no_browser)
         return
-    from surefoot.files import write_text
+    from surefoot.files import write_text, writing
     from surefoot.inspector.clip_table import clip_table_of_runs
 
     path = out or Path("clip-table.html")
     content = clip_table_of_runs(list(runs))
-    try:
+    with writing(path, "choose another --out"):
         write_text(path, content)
-    except OSError as error:
-        raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --out") from None
     echo(f"{path}: the clip table{', with samples' if runs else ''}; open it in any browser, no network needed")
     if not no_browser and has_desktop():
         webbrowser.open(path.absolute().as_uri())

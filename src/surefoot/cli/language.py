@@ -3,7 +3,7 @@
 import contextlib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ from surefoot.cli.options import (
 )
 from surefoot.cli.output import echo, echo_json, echo_result
 from surefoot.core.algorithms import MAX_COUNT
-from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
 from surefoot.files import parse_value
 
@@ -78,17 +77,17 @@ def generate(
 
     MODEL is a run, a checkpoint, a transformers folder or a hub id.
 
-    A terminal shows control characters of a response instead of obeying them. Piped output is the response as it is; --json
-    escapes it.
+    On a terminal, control characters in a response are printed as codes. Piped output is not changed; --json escapes it.
     """
     from surefoot.language.models.language_model import load_language_model
 
     if bool(prompts) == bool(file):
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
+    from surefoot.language.analysis.best_of import prompts_that_fit
     from surefoot.language.data.tokens import prompt_text
 
     language_model = load_language_model(run_named(model), trust_remote_code)
-    inputs = list(prompts) if file is None else prompts_in(file, language_model, max_tokens)
+    inputs: Sequence[Any] = prompts if file is None else prompts_that_fit(file, language_model, max_tokens).prompts
     responses = language_model.generate(inputs, samples=samples, max_tokens=max_tokens, **sampling)
     for number, response in enumerate(responses):
         prompt = inputs[number // samples]
@@ -97,24 +96,6 @@ def generate(
         else:
             line = f"{prompt_text(prompt)} → {response}"
             (echo if sys.stdout.isatty() else click.echo)(line)  # a pipe gets the response as it is
-
-
-def prompts_in(file: Path, language_model: "LanguageModel", max_tokens: int) -> list[Any]:
-    """The prompts of a file. Raises SurefootError if one doesn't fit into the model's context with its response."""
-    from surefoot.language.data import datasets as data
-    from surefoot.language.data.sources import read_rows
-    from surefoot.language.models.loading import context_length
-
-    rows = read_rows(file)
-    prompts = data.prompts(rows, language_model.tokens, MAX_SEED)
-    context = context_length(language_model.model)
-    for row, ids in zip(rows, prompts.ids, strict=True):
-        if context is not None and len(ids) + max_tokens > context:
-            raise SurefootError(
-                f"{row.where}: its prompt has {len(ids)} tokens, which with --max-tokens {max_tokens} is more than the model's "
-                f"context of {context}; shorten one of them"
-            )
-    return list(prompts.prompts)
 
 
 @click.command()
@@ -132,7 +113,7 @@ def chat(model: str, device: str, trust_remote_code: bool, **sampling: Any) -> N
     MODEL is a run, a checkpoint, a transformers folder or a hub id. With a chat template the model gets the whole
     conversation; without one each line is a separate prompt. /reset clears the conversation. /quit, Ctrl-D and Ctrl-C leave.
 
-    Lines may come from a pipe; then only the answers go to stdout. Control characters in an answer are shown, not obeyed.
+    Lines may come from a pipe; then only the answers go to stdout. Control characters in an answer are printed as codes.
     """
     check_stop_texts(sampling["stop"])
     from surefoot.language.sampling.chat import Chat, ChatOptions
@@ -205,7 +186,7 @@ def show(piece: str) -> None:
     help="A reward model's folder or run, module:function, or a term as in reward.terms; repeatable, terms are added.",
 )
 @click.option("--out", type=PATH, required=True, help="JSONL file to write.")
-@click.option("--worst", is_flag=True, help="Write pairs of the best and the worst, for reward models, not demonstrations.")
+@click.option("--worst", is_flag=True, help="Write pairs of the best and the worst response, for reward models.")
 @click.option("--at-least", type=FiniteFloat(), metavar="R", help="Keep a prompt only if its best response earns R or more.")
 @click.option("--keep-cut", is_flag=True, help="Keep responses that --max-tokens truncated as candidates.")
 @click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens, with EOS.")

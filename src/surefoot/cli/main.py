@@ -10,7 +10,7 @@ import click
 
 from surefoot import __version__
 from surefoot.cli.options import Group
-from surefoot.cli.ranks import AGENT, RANKED
+from surefoot.cli.ranks import AGENT, RANK_OPTIONS, RANKED
 from surefoot.core.ranks import join_ranks, launch_of, leave_ranks
 from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean
 from surefoot.terminal import visible
@@ -65,10 +65,8 @@ def main() -> NoReturn:
         sys.exit(2)
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "surefoot"
-        if isinstance(error, click.NoSuchOption) and (options := of_other_libraries(error)):
-            meant = ", ".join(map(repr, options))
-            error = click.UsageError(f"No such option {error.option_name!r}. Did you mean {meant}?", error.ctx)
-        fail(f"{error.format_message()} (see: {command} --help)", 2)
+        text = hint_for(error) if isinstance(error, click.NoSuchOption) else None
+        fail(f"{text or error.format_message()} (see: {command} --help)", 2)
     except (click.Abort, KeyboardInterrupt):
         fail("stopped", 130)
     except OSError as error:
@@ -77,13 +75,20 @@ def main() -> NoReturn:
         fail(f"{what}: {why}; fix that, then repeat the command{resumable}", 2)
 
 
-def of_other_libraries(error: click.NoSuchOption) -> list[str]:
-    """The options for a name from another library, such as ``--total_timesteps``; click would suggest a similar spelling."""
+def hint_for(error: click.NoSuchOption) -> str | None:
+    """A message for an option of commands with ranks, or of another library, such as ``--total_timesteps``; None for another.
+
+    Click suggests options of similar spelling.
+    """
     from surefoot.recipes.reading import OTHER_LIBRARIES
 
-    options = [name for option in error.ctx.command.params for name in option.opts] if error.ctx else []
-    fields = OTHER_LIBRARIES.get(error.option_name.lstrip("-").replace("-", "_"), ())
-    return [flag for field in fields if (flag := "--" + field.replace("_", "-")) in options]
+    option, command = error.option_name, error.ctx.command if error.ctx else cli
+    if option in RANK_OPTIONS and command.name not in RANKED:
+        return f"{option}: only {', '.join(RANKED[:-1])} and {RANKED[-1]} run on several ranks; leave it out"
+    known = [name for parameter in command.params for name in parameter.opts]
+    fields = OTHER_LIBRARIES.get(option.lstrip("-").replace("-", "_"), ())
+    meant = [flag for field in fields if (flag := "--" + field.replace("_", "-")) in known]
+    return f"No such option {option!r}. Did you mean {', '.join(map(repr, meant))}?" if meant else None
 
 
 def join_if_ranked(words: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from surefoot.cli.options import PATH, seed_option
 from surefoot.cli.output import display_for, echo
 from surefoot.cli.ranks import launch_ranks, ranks_option
 from surefoot.errors import SurefootError
+from surefoot.files import writing
 
 DEMOS = ("control", "language", "verifier")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -25,7 +26,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def new(name: Path, language: bool) -> None:
     """Create a folder NAME for a new task.
 
-    It gets a recipe, an environment or a reward, and tests that pass.
+    The folder has a recipe, an environment or a reward, and tests that pass.
     """
     for path in write_task(name, language=language):
         echo(path)
@@ -55,12 +56,10 @@ def write_task(folder: Path, *, language: bool = False) -> list[Path]:
         held_out = rows[4::6]
         files["prompts.jsonl"] = _json_lines([row for row in rows if row not in held_out])
         files["held_out.jsonl"] = _json_lines(held_out)
-    try:
+    with writing(folder, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, "utf-8")
-    except OSError as error:
-        raise SurefootError(f"{folder}: can't be written ({error.strerror}); choose another folder") from None
     return [folder / name for name in sorted(files)]
 
 

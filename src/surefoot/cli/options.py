@@ -31,6 +31,10 @@ class BooleanOption(click.Option):
     """An option that is true without a value; ``--option false`` turns it off."""
 
 
+class BooleanOrListOption(BooleanOption):
+    """One that also takes names. A word after it that may also be an argument is a name if the line has all arguments."""
+
+
 class Group(click.Group):
     """A group whose commands get ``=true`` after every boolean option without a value."""
 
@@ -53,20 +57,34 @@ def with_boolean_values(command: click.Command, words: Sequence[str]) -> list[st
     Raises SurefootError if the value of an option would be the next option.
     """
     options = {name: option for option in command.params if isinstance(option, click.Option) for name in option.opts}
+    wanted = [parameter.nargs for parameter in command.params if isinstance(parameter, click.Argument)]
     result: list[str] = []
+    unclear: list[int] = []
+    """places in the result before words that may be names or arguments"""
+    given = 0
+    """words that may be arguments"""
     rest = list(words)
     while rest and rest[0] != "--":
         word = rest.pop(0)
         option = options.get(word)
         if option is None or option.is_flag:
+            given += not word.startswith("-")
             result.append(word)
         elif isinstance(option, BooleanOption) and not (rest and (rest[0].lower() in BOOLEAN_WORDS or rest[0].startswith("["))):
+            if isinstance(option, BooleanOrListOption) and rest and not rest[0].startswith("-"):
+                unclear.append(len(result))
             result.append(f"{word}=true")
         elif rest and rest[0].startswith("--"):
             raise SurefootError(f"{word}: has no value before {rest[0]}; give one, or write {word}={rest[0]} if that is it")
         else:
             result += [word, *rest[: option.nargs]]
             del rest[: option.nargs]
+    given += max(0, len(rest) - 1)
+    for place in reversed(unclear):
+        if min(wanted, default=0) >= 0 and given > sum(wanted):
+            option_name, names = result[place].removesuffix("=true"), result.pop(place + 1)
+            result[place] = f"{option_name}={names}"
+            given -= 1
     return result + rest
 
 
@@ -108,7 +126,11 @@ def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind"
         flag = "--" + name.replace("_", "-")
         boolean = field.type.startswith(BOOLEAN)
         help_text = field.meaning if field.type == BOOLEAN or name in TOP_LEVEL else f"{field.meaning} [{field.type}]"
-        form: dict[str, Any] = {"cls": BooleanOption, "metavar": "[true|false]"} if boolean else {"metavar": "VALUE"}
+        form: dict[str, Any] = {"metavar": "VALUE"}
+        if boolean:
+            form = {"cls": BooleanOption, "metavar": "[true|false]"}
+            if field.type != BOOLEAN:
+                form = {"cls": BooleanOrListOption, "metavar": "[true|false|NAMES]"}
         form["shell_complete"] = Choices(BOOLEAN if boolean else field.type, name)
         command = click.option(flag, *ALIASES.get(name, ()), name.replace(".", "__"), help=help_text, **form)(command)
     return command

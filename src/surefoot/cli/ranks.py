@@ -16,6 +16,7 @@ from surefoot.errors import SurefootError
 
 RANKED = ("train", "resume", "rounds", "demo")
 """commands that several ranks run together"""
+RANK_OPTIONS = ("--ranks", "--max-restarts", "--rank-timeout")
 AGENT = "SUREFOOT_AGENT"
 """environment variable of ranks that a command of ours started: it reports a rank that died"""
 

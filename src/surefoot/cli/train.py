@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 @click.command(cls=RecipeCommand)
 @click.argument("what", shell_complete=complete_task)
 @click.option("--seeds", type=COUNT, default=1, help="Train this many seeds, one after the other: seed, seed + 1, …")
-@click.option("--run-dir", type=PATH, help="Run folder; with --name, the folder around it.")
+@click.option("--run-dir", type=PATH, help="Run folder; with --name, its parent folder.")
 @click.option("--name", help="Name of the run; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
 @preset_option
 @click.option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its batch arithmetic; train nothing.")
-@click.option("--profile", is_flag=True, help="Print where the seconds go.")
+@click.option("--profile", is_flag=True, help="Print the seconds of each part.")
 @rank_options
 @quiet_option
 @recipe_flags
@@ -65,7 +65,8 @@ def train(
 ) -> None:
     """Train WHAT: a preset, .toml file or environment id.
 
-    "surefoot list" shows the presets. Every field of the recipe is a flag; values are parsed as TOML.
+    "surefoot list" shows the presets. Every field of the recipe is a flag; values are parsed as TOML, and a list
+    of names may be words with commas.
 
     \b
     surefoot train CartPole-v1 --steps 50_000
@@ -176,13 +177,17 @@ def resume(
 @click.option(
     "--judge",
     metavar="TERM",
-    help="Labels the pairs: module:function, file.py:function, or a reward model's folder or run. [default: reward.gold]",
+    help="Judge of the pairs: module:function, file.py:function, or a reward model's folder or run. [default: reward.gold]",
 )
 @click.option(
     "--pairs", type=IntRange(10, MAX_COUNT), default=512, show_default=True, help="Prompts per round, with two answers each."
 )
 @click.option(
-    "--noise", type=FiniteFloat(min=0), default=0.0, show_default=True, help="Label noise: σ(difference / noise) chooses."
+    "--noise",
+    type=FiniteFloat(min=0),
+    default=0.0,
+    show_default=True,
+    help="Label noise: an answer wins with probability σ(difference / noise).",
 )
 @click.option("--new-only", is_flag=True, help="Train each reward model on the pairs of its own round only.")
 @click.option("--name", help="The folder is runs/NAME. [default: the recipe's name with -rounds]")

@@ -7,7 +7,7 @@ Every removal is reported. Logs of trackers, traces and the state of the optimiz
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PureWindowsPath
@@ -300,10 +300,9 @@ class Card:
         return f'{_fenced(code, "python")}\n\nOr `surefoot.load("{name}")`, which compares every file with its hash.'
 
     def _curves(self, folder: Path) -> list[str]:
-        pictures = [folder / CURVES / f"{name}.png" for name in _order(folder / CURVES)][:SHOWN_CURVES]
-        return (
-            ["## Curves", "\n".join(f"![{picture.stem}]({CURVES}/{picture.name})" for picture in pictures)] if pictures else []
-        )
+        names = [f"{panel.name}.png" for panel in PANELS]  # in the order of a report
+        shown = [name for name in names if (folder / CURVES / name).is_file()][:SHOWN_CURVES]
+        return ["## Curves", "\n".join(f"![{Path(name).stem}]({CURVES}/{name})" for name in shown)] if shown else []
 
     def _samples(self, samples: tuple[int, list[dict[str, Any]]] | None) -> list[str]:
         if samples is None or not samples[1]:
@@ -322,11 +321,6 @@ class Card:
 
 def _result(task: str, name: str, kind: str, metric: dict[str, Any]) -> dict[str, Any]:
     return {"task_type": task, "task_name": task, "dataset_name": name, "dataset_type": kind, **metric}
-
-
-def _order(folder: Path) -> Sequence[str]:
-    """The curves in the order in which a report shows them."""
-    return [panel.name for panel in PANELS if (folder / f"{panel.name}.png").is_file()]
 
 
 def base_model(recipe: Recipe) -> str | None:

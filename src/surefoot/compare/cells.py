@@ -23,7 +23,7 @@ from surefoot.core.algorithms import check_count
 from surefoot.core.ranks import check_single_process
 from surefoot.core.rollout import Metrics
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import read_table, write_text
+from surefoot.files import read_table, write_text, writing
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import to_table
@@ -31,7 +31,8 @@ from surefoot.runs import api
 from surefoot.runs.callbacks import Callback, MetricsCallback
 from surefoot.runs.checkpoint import checkpoints_in, latest_checkpoint
 from surefoot.runs.events import Event, IterationEnd, Listener, Message
-from surefoot.runs.folder import differences, task_label
+from surefoot.runs.folder import match_settings, task_label
+from surefoot.runs.reading import acquire
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -111,7 +112,7 @@ def locked_folder(folder: Path, request: dict[str, Any]) -> Iterator[None]:
     """
     check_single_process(folder)
     with folder_lock(folder, REQUEST):
-        match_request(folder, request)
+        match_settings(folder / REQUEST, request, "choose another --run-dir")
         yield
 
 
@@ -121,34 +122,25 @@ def folder_lock(folder: Path, file: str, timeout: float = 0) -> Iterator[None]:
 
     Raises SurefootError if the folder contains other files, can't be written, or is in use.
     """
-    inside = folder.exists() and not (folder / file).exists()
-    if inside and (not folder.is_dir() or any(p.name != ".lock" for p in folder.iterdir())):
-        raise SurefootError(f"{folder}: contains a run or other files; choose another --run-dir")
     lock = filelock.FileLock(folder / ".lock")
-    try:
+    if not (folder / ".lock").exists():  # else another process may be writing the file
+        _check_own(folder, file)
+    with writing(folder, "choose another --run-dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=timeout)
-    except filelock.Timeout:
-        raise SurefootError(f"{folder}: in use by another process; wait for it or stop it") from None
-    except OSError as error:
-        raise SurefootError(f"{folder}: can't be written ({error.strerror}); choose another --run-dir") from None
+        acquire(lock, folder, timeout)
     try:
+        _check_own(folder, file)
         yield
     finally:
         lock.release()
 
 
-def match_request(folder: Path, request: Mapping[str, Any]) -> None:
-    """Save the settings of a comparison in a new folder. Raises SurefootError if the folder has other settings."""
-    file, request_json = folder / REQUEST, json.loads(json.dumps(request))
-    if not file.exists():
-        write_text(file, json.dumps(request_json, indent=1))
+def _check_own(folder: Path, file: str) -> None:
+    """Raise SurefootError for a folder that is neither new nor empty, and has no ``file``."""
+    if not folder.exists() or (folder / file).exists():
         return
-    changed = differences(read_result(file), request_json)
-    if changed:
-        short = [line if len(line) < 100 else line.partition(":")[0] for line in changed]
-        shown = "; ".join(short[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
-        raise SurefootError(f"{folder}: was started with other settings ({shown}); repeat those, or choose another --run-dir")
+    if not folder.is_dir() or any(path.name != ".lock" for path in folder.iterdir()):
+        raise SurefootError(f"{folder}: contains a run or other files; choose another --run-dir")
 
 
 def read_result(file: Path) -> dict[str, Any]:

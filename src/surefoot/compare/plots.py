@@ -54,42 +54,23 @@ def draw_comparison(results: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_profiles(comparison: TaskComparison, path: Path) -> None:
-    """Plot performance profiles: the share of runs above each normalised score, with bands."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    axes = figure.subplots()
-    _profiles(axes, comparison)
-    axes.legend(frameon=False, title=comparison.field)
-    _label_axes(axes, f"Performance profiles: {comparison.metric}", PROFILE_X, PROFILE_Y)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def draw_profiles_panel(comparison: TaskComparison, kind: Literal["svg", "png"] = "svg") -> bytes:
-    """The same as the bytes of a file, to be read on white and on dark pages."""
+def draw_profiles(comparison: TaskComparison, kind: Literal["svg", "png"] = "svg") -> bytes:
+    """The performance profiles as the bytes of a file: the share of runs above each normalised score, with bands."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.4, 3.4), layout="constrained")
     axes = figure.subplots()
-    _profiles(axes, comparison)
-    axes.legend(frameon=False, fontsize=8, labelcolor=GREY)
-    _label_panel(axes, Panel("profiles", "Performance profiles", (), comparison.metric))
-    axes.set_xlabel(PROFILE_X, color=GREY, fontsize=8)
-    axes.set_ylabel(PROFILE_Y, color=GREY, fontsize=8)
-    return _file_of(figure, kind)
-
-
-PROFILE_X, PROFILE_Y = "normalised score τ", "share of runs with score > τ"
-
-
-def _profiles(axes: Any, comparison: TaskComparison) -> None:
     thresholds = comparison.results["thresholds"]
     for index, (value, row) in enumerate(comparison.results["results"].items()):
         colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
         axes.plot(thresholds, row["profile"]["value"], style, color=colour, label=value)
         axes.fill_between(thresholds, row["profile"]["low"], row["profile"]["high"], color=colour, alpha=0.15, lw=0)
+    legend = axes.legend(frameon=False, fontsize=8, labelcolor=GREY, title=comparison.field, title_fontsize=8)
+    legend.get_title().set_color(GREY)
+    _label_panel(axes, Panel("profiles", "Performance profiles", (), comparison.metric))
+    axes.set_xlabel("normalised score τ", color=GREY, fontsize=8)
+    axes.set_ylabel("share of runs with score > τ", color=GREY, fontsize=8)
+    return _file_of(figure, kind)
 
 
 def draw_ladder(results: Mapping[str, Any], path: Path) -> None:

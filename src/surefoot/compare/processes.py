@@ -6,16 +6,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.recipes.import_object import python_safe_path, unset_python_safe_path
+from surefoot.recipes.callables import python_safe_path, unset_python_safe_path
 from surefoot.runs.session import SignalHandler
 from surefoot.terminal import visible_lines
 
@@ -72,10 +73,10 @@ def _in_parallel(works: Mapping[str, Work], jobs: int, progress: "OverallProgres
                     name = waiting.pop(0)
                     ours, theirs = context.Pipe()
                     process = context.Process(target=_child, args=(theirs, works[name]))
+                    running[ours] = (name, process)
                     with python_safe_path(), _ignoring_interrupts():
                         process.start()
                     theirs.close()
-                    running[ours] = (name, process)
                 if signals.stop_requested and not forwarded:
                     forwarded = True
                     for _, process in running.values():
@@ -84,11 +85,18 @@ def _in_parallel(works: Mapping[str, Work], jobs: int, progress: "OverallProgres
                     assert isinstance(connection, Connection)
                     _receive(connection, running, progress, finished, failed)
         finally:
-            for _, process in running.values():
-                process.terminate()
-                process.join()
+            end([process for _, process in running.values()])
         if signals.stop_requested:
             raise Interrupted("stopped")
+
+
+def end(processes: Sequence[BaseProcess]) -> None:
+    """Send SIGTERM to all processes that have started, then wait for each, so that they save and stop at the same time."""
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.join()
 
 
 def _receive(

@@ -18,7 +18,7 @@ import numpy as np
 from surefoot import __version__
 from surefoot.compare.across_tasks import AGGREGATES, TaskComparison
 from surefoot.compare.across_tasks import RESAMPLES as TASK_RESAMPLES
-from surefoot.compare.plots import draw_panel, draw_profiles_panel, panels_of, run_colour
+from surefoot.compare.plots import draw_panel, draw_profiles, panels_of, run_colour
 from surefoot.compare.runs import (
     ABSENT,
     SCORES,
@@ -183,11 +183,11 @@ def interval_note(seeds: int, resamples: int = RESAMPLES, strata: str = "") -> s
 def comparison_text(comparison: Comparison) -> str:
     """A comparison of runs as text for a terminal, which is also Markdown."""
     groups = comparison.groups
-    lines = [_table(["group", "runs", "seeds", "state"], [_group_row(group) for group in groups])]
+    lines = [markdown_table(["group", "runs", "seeds", "state"], [_group_row(group) for group in groups])]
     if comparison.fields:
         common = {field: values for field, values in comparison.fields.items() if ABSENT not in values}
         rows = [[field, *map(short_text, values)] for field, values in common.items()]
-        lines += ["Differences between the recipes:", _table(["field", *(group.name for group in groups)], rows)]
+        lines += ["Differences between the recipes:", markdown_table(["field", *(group.name for group in groups)], rows)]
         if len(common) < len(comparison.fields):
             others = len(comparison.fields) - len(common)
             lines.append(f"And {others} fields that only some of these kinds of recipe have (--json prints them).")
@@ -198,7 +198,7 @@ def comparison_text(comparison: Comparison) -> str:
     lines.append(f"{interval_note(min(len(group.runs) for group in groups))}.")
     if comparison.environments:
         rows = [[name, ", ".join(dict.fromkeys(map(short_text, values)))] for name, values in comparison.environments.items()]
-        lines += ["Other differences that may matter:", _table(["in environment.json", "values"], rows)]
+        lines += ["Other differences that may matter:", markdown_table(["in environment.json", "values"], rows)]
     for group in groups:
         for run in group.runs:
             if run.changed:
@@ -226,11 +226,7 @@ def _scores(comparison: Comparison, metric: str) -> str:
             row.append("–" if lead is None else f"{number(lead['difference'])} ({interval_text(*lead['interval'])})")
         rows.append([*row, numbers(scores)])
     more = [f"minus {comparison.groups[0].name}"] if len(comparison.groups) > 1 else []
-    return _table(["group", "mean", "95 % interval", "IQM", "95 % interval", *more, "each seed"], rows)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return markdown_table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows])
+    return markdown_table(["group", "mean", "95 % interval", "IQM", "95 % interval", *more, "each seed"], rows)
 
 
 TextTable = tuple[str, list[str], list[list[str]]]
@@ -239,7 +235,7 @@ TextTable = tuple[str, list[str], list[list[str]]]
 
 def across_tasks_text(comparison: TaskComparison) -> str:
     """A comparison over tasks as text for a terminal, which is also Markdown."""
-    parts = [part for caption, header, rows in across_tasks_tables(comparison) for part in (caption, _table(header, rows))]
+    parts = [f"{caption}\n\n{markdown_table(header, rows)}" for caption, header, rows in across_tasks_tables(comparison)]
     return "\n\n".join([*parts, _across_tasks_note(comparison)])
 
 
@@ -295,7 +291,7 @@ def write_figures(runs: Sequence[Run], folder: Path, kind: Any, tasks: TaskCompa
         write_bytes(paths[-1], draw_panel(panel, runs, kind))
     if tasks is not None:
         paths.append(folder / f"profiles.{kind}")
-        write_bytes(paths[-1], draw_profiles_panel(tasks, kind))
+        write_bytes(paths[-1], draw_profiles(tasks, kind))
     return paths
 
 
@@ -359,7 +355,7 @@ def _across_tasks(tasks: TaskComparison) -> Iterable[str]:
         yield _html_table(header, [[_text(cell) for cell in row] for row in rows])
     yield f'<p class="soft small">{_text(_across_tasks_note(tasks))}</p>'
     alt = _text(f"Performance profiles of {tasks.metric}: the share of runs above each normalised score, by {tasks.field}")
-    yield f'<div class="curves">{_image(draw_profiles_panel(tasks), alt)}</div>'
+    yield f'<div class="curves">{_image(draw_profiles(tasks), alt)}</div>'
 
 
 def _image(svg: bytes, alt: str) -> str:

@@ -11,13 +11,13 @@ from surefoot.compare.statistics import bootstrap_interval, difference_interval,
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
 from surefoot.errors import SurefootError
-from surefoot.files import parsed, read_table, read_toml
+from surefoot.files import read_table, read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe, to_table
 from surefoot.runs.checkpoint import checkpoints_in
 from surefoot.runs.folder import FREE as CHANGE_NOTHING
 from surefoot.runs.folder import changed_since
-from surefoot.runs.reading import History, check_is_run, samples_in
+from surefoot.runs.reading import History, check_is_run, read_samples, samples_in
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history
 from surefoot.terminal import visible
 
@@ -100,17 +100,7 @@ class Run:
         files = samples_in(self.path / "samples")
         if not files:
             return None
-        file = files[-1]
-        rows = []
-        # Split at "\n" alone: a model may write other line ends.
-        for line in file.read_text("utf-8", errors="replace").split("\n"):
-            try:
-                row = parsed(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("response"), str):
-                rows.append(row)
-        return int(file.stem), rows
+        return int(files[-1].stem), [row for row in read_samples(files[-1]) if isinstance(row.get("response"), str)]
 
 
 def read_run(path: Path) -> Run:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+LEVEL = 0.95
+"""of all intervals"""
 RESAMPLES = 10_000
 NOISE_RESAMPLES = 2_000
 PRODUCT_COLUMNS = 1 << 16
@@ -44,14 +46,14 @@ def resample_indices(count: int, resamples: int = RESAMPLES) -> NDArray[np.int64
     return np.random.default_rng(0).integers(0, count, (resamples, count))
 
 
-def percentile_bounds(values: NDArray[Any], level: float = 0.95) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The bounds that contain the middle ``level`` of the resamples' values.   [resamples, ...] -> [...], [...]"""
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2], axis=0)
+def percentile_bounds(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The bounds that contain the middle 95 % of the resamples' values.   [resamples, ...] -> [...], [...]"""
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     return low, high
 
 
-def bootstrap_interval(scores: ArrayLike, statistic: Statistic = mean, level: float = 0.95) -> tuple[float, float]:
-    """The percentile bootstrap interval of a statistic of independent scores [n].
+def bootstrap_interval(scores: ArrayLike, statistic: Statistic = mean) -> tuple[float, float]:
+    """The 95 % percentile bootstrap interval of a statistic of independent scores [n].
 
     With few seeds the interval is too narrow: it can't reach beyond the worst and the best score.
     Raises ValueError without scores.
@@ -59,7 +61,7 @@ def bootstrap_interval(scores: ArrayLike, statistic: Statistic = mean, level: fl
     scores = np.asarray(scores, float)
     if scores.ndim != 1 or not scores.size:
         raise ValueError(f"scores: needs a 1-D array of at least one score, not shape {scores.shape}")
-    low, high = percentile_bounds(statistic(scores[resample_indices(len(scores))]), level)
+    low, high = percentile_bounds(statistic(scores[resample_indices(len(scores))]))
     return float(low), float(high)
 
 
@@ -72,12 +74,12 @@ def difference_interval(scores: ArrayLike, base: ArrayLike) -> tuple[float, floa
     return float(low), float(high)
 
 
-def band(curves: ArrayLike, level: float = 0.95) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def band(curves: ArrayLike) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Mean and bootstrap interval of the mean at every point of n curves.   [n, points] -> [points] three times"""
     curves = np.asarray(curves, float)
     indices = resample_indices(len(curves), 2_000)
     weights = np.stack([(indices == i).mean(1) for i in range(len(curves))], 1)
-    low, high = percentile_bounds(weights @ curves, level)
+    low, high = percentile_bounds(weights @ curves)
     return curves.mean(0), low, high
 
 
@@ -211,6 +213,7 @@ def with_interval(scores: Sequence[float], statistic: Statistic = mean) -> tuple
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns also line up as plain text: the first aligned left, the others right."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

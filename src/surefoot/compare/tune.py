@@ -22,7 +22,6 @@ from surefoot.compare.cells import (
     REQUEST,
     default_folder,
     folder_lock,
-    match_request,
     reached,
     read_result,
     run_listener,
@@ -46,7 +45,7 @@ from surefoot.runs import api
 from surefoot.runs.callbacks import Callback, Run
 from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.display import joined
-from surefoot.runs.folder import FREE, MEASURES
+from surefoot.runs.folder import FREE, MEASURES, match_settings
 from surefoot.runs.reading import FINISHED
 from surefoot.runs.session import Session
 from surefoot.terminal import wrapped
@@ -172,7 +171,7 @@ def tune(
     if not (folder / REQUEST).exists():
         _check_trainable(recipe)
     with folder_lock(folder, REQUEST, WAIT):
-        match_request(folder, plan.to_json())
+        match_settings(folder / REQUEST, plan.to_json(), "choose another --run-dir")
     return _run(folder, trials, jobs, confirm, stderr)
 
 
@@ -244,6 +243,11 @@ class Study:
     def trials(self) -> "list[optuna.trial.FrozenTrial]":
         """All trials that have begun, in order."""
         return [trial for trial in self.optuna.get_trials(deepcopy=False) if trial.state.name != "WAITING"]
+
+    @property
+    def ended(self) -> int:
+        """The number of trials that are over, with or without a value."""
+        return sum(trial.state.is_finished() for trial in self.trials)
 
     @property
     def wanted(self) -> int:
@@ -422,9 +426,8 @@ def _train_trials(study: Study, wanted: int, parent: Parent) -> None:
                 outcome = f"failed: {error}"
         best = study.best
         shown = "" if best is None else f"best {number(best.value)} (trial {best.number})"
-        ended = sum(1 for each in study.trials if each.state.is_finished())
         values = (f"{field.rpartition('.')[2]} {_short(value)}" for field, value in study.suggest(trial).items())
-        for line in joined([f"[{ended}/{wanted}] trial {trial.number}: {outcome}", shown, *values]):
+        for line in joined([f"[{study.ended}/{wanted}] trial {trial.number}: {outcome}", shown, *values]):
             parent.print(line)
         study.check_some_succeed()
 
@@ -515,13 +518,13 @@ def _run_study(study: Study, wanted: int, jobs: int, confirm: int, stderr: bool)
     study.optuna.set_user_attr("wanted", wanted)
     cost = plan.seeds * plan.recipe.steps
     with OverallProgress((wanted + confirm) * cost, stderr) as progress:
-        ended = sum(1 for trial in study.trials if trial.state.is_finished())
+        ended = study.ended
         progress.skip("earlier trials", ended * cost)
         missing = wanted - ended
         if ended:
             progress.print(f"{ended} of {wanted} trials had already ended")
         workers = {f"worker {index}": partial(work_on, folder, wanted) for index in range(max(0, min(jobs, missing)))}
-        _work(workers, jobs, progress, folder, lambda: f"{_ended(study)} of {wanted} trials ended")
+        _work(workers, jobs, progress, folder, lambda: f"{study.ended} of {wanted} trials ended")
         best = study.best
         if best is None:
             raise SurefootError(f"{folder}: none of {len(study.trials)} trials was completed; {_first_reason(study)}")
@@ -531,10 +534,6 @@ def _run_study(study: Study, wanted: int, jobs: int, confirm: int, stderr: bool)
         write_text(folder / "results.json", json.dumps(results, allow_nan=False))
         write_text(folder / "best.toml", best_toml(study, best))
     return Result(folder, results, result_text(study, best, confirmed))
-
-
-def _ended(study: Study) -> int:
-    return sum(1 for trial in study.trials if trial.state.is_finished())
 
 
 def _first_reason(study: Study) -> str:
@@ -647,9 +646,8 @@ def result_text(study: Study, best: "optuna.trial.FrozenTrial", confirmed: Mappi
         lines += joined(["importance (PED-ANOVA):", *(f"{field} {share:.0%}" for field, share in shares.items())])
     lines += ["", *_confirmed_lines(study, confirmed)]
     lines.append(f"train the best recipe with: surefoot train {study.folder / 'best.toml'}")
-    running = [trial for trial in trials if not trial.state.is_finished()]
-    if running:
-        lines.append(f"trials that still run in other processes: {len(running)}; repeat the command when they have ended")
+    if running := len(trials) - study.ended:
+        lines.append(f"trials that still run in other processes: {running}; repeat the command when they have ended")
     return "\n".join(map(wrapped, lines))
 
 

@@ -18,6 +18,7 @@ from surefoot.control.normalise import (
     RewardNormaliser,
     action_converter,
     normalised_parts,
+    sent_actions,
 )
 from surefoot.control.policy import ActorCritic, ReparameterisedSampling
 from surefoot.control.spaces import (
@@ -358,21 +359,24 @@ class CompiledActor:
 
         That call raises SurefootError without a C++ compiler or if the policy can't be traced.
         """
-        run, convert = self._function(generator, ()), self.agent.action_converter()
+        run, kind = self._function(generator, ()), self.agent.action_space.dtype
 
         def act(observations: Observations, state: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
-            actions = run({path: torch.from_numpy(values) for path, values in observations.items()})
-            return actions, convert(actions), state
+            actions, sent = run({path: torch.from_numpy(values) for path, values in observations.items()})
+            return actions, sent.numpy().astype(kind, copy=False), state
 
         return act
 
     def tensor_actor(self, generator: torch.Generator, steps: int) -> TensorAct:
         """The function that ``Agent.tensor_actor`` returns, compiled at its first call."""
         run = self._function(generator, (steps,))
-        return lambda observations, state, starts: (run(observations), state)
+        return lambda observations, state, starts: (run(observations)[0], state)
 
-    def _function(self, generator: torch.Generator, times: tuple[int, ...]) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        """The program as a function of observations, with noise that is drawn for ``times`` calls at once, or () for one."""
+    def _function(self, generator: torch.Generator, times: tuple[int, ...]) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
+        """The program as a function of observations, with noise that is drawn for ``times`` calls at once, or () for one.
+
+        It returns actions as stored; for one call also actions for the environment, a new tensor.
+        """
         agent = self.agent
         acting = _Acting(agent)
         critic = {id(p) for p in agent.policy.critic_parameters()}
@@ -380,31 +384,35 @@ class CompiledActor:
         values, paths = list(named.values()), [*agent.parts, *([MASK] if agent.masked else [])]
         noises: list[Tensor] = []
 
-        def run(observations: Mapping[str, Tensor]) -> Tensor:
+        def run(observations: Mapping[str, Tensor]) -> list[Tensor]:
             inputs = [observations[path] for path in paths]
             if self.program is None:
-                replaced = FAST if times else None
-                self.program = self._compiled(acting, list(named), paths, [*values, *inputs], replaced)
+                self.program = self._compiled(acting, list(named), paths, [*values, *inputs], single=not times)
             if not noises:
                 noise = self.distribution.noise(generator, times)
                 noises.extend(noise.unbind() if times else [noise])
-            (actions,) = self.program([*values, *inputs, noises.pop()])
-            return actions
+            return self.program([*values, *inputs, noises.pop()])
 
         return run
 
     def _compiled(
-        self, acting: "_Acting", names: list[str], paths: list[str], arguments: list[Tensor], replaced: Any
+        self, acting: "_Acting", names: list[str], paths: list[str], arguments: list[Tensor], single: bool
     ) -> Program:
+        agent, rescaled = self.agent, self.agent.recipe.normalise.actions
+        send = sent_actions(agent.action_space, rescaled, agent.device) if single else None
+
         def act(*tensors: Tensor) -> tuple[Tensor, ...]:
             observations = dict(zip(paths, tensors[len(names) : -1], strict=True))
-            return (functional_call(acting, dict(zip(names, tensors, strict=False)), (observations, tensors[-1])),)
+            actions = functional_call(acting, dict(zip(names, tensors, strict=False)), (observations, tensors[-1]))
+            return (actions,) if send is None else (actions, send(actions))
 
         with torch.no_grad():
             self.distribution = acting.distribution(dict(zip(paths, arguments[len(names) :], strict=True)))
         parts = structure(acting, constants=False)
-        decided_by = None if parts is None else [names, paths, *parts]
-        return program_of("acting", act, [*arguments, self.distribution.noise(torch.Generator())], decided_by, replaced)
+        bounds = [single, rescaled, space_to_json(agent.action_space)]
+        decided_by = None if parts is None else [names, paths, bounds, *parts]
+        noise = self.distribution.noise(torch.Generator())
+        return program_of("acting", act, [*arguments, noise], decided_by, None if single else FAST)
 
 
 class _Acting(nn.Module):

@@ -27,7 +27,7 @@ from surefoot.control.evaluate import EpisodeStep, check_same_spaces, greedy_epi
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.spaces import MASK, Array, choices, read_mask
 from surefoot.errors import SurefootError, missing_extra
-from surefoot.files import write_bytes
+from surefoot.files import write_bytes, writing
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 OPSET = 18
@@ -242,11 +242,9 @@ def export_agent(agent: Agent, path: Path, format: str, steps: str = "") -> Expo
             compared += " (before writing: onnxruntime, which runs the file, is not installed)"
         else:
             _compare(agent, policy, read, probes, str(path))
-    try:
+    with writing(path, "choose another path with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, content)
-    except OSError as error:
-        raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another path with --out") from None
     return Exported(path, _signature(policy), compared)
 
 

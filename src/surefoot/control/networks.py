@@ -5,7 +5,7 @@ effect of these details.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -164,7 +164,8 @@ class NatureCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Converts bytes to numbers from 0 to 1, so that a rollout can store bytes."""
         lead = x.shape[: x.dim() - self.axes]
-        x = x.movedim(-1, -3) if self.last else x
+        if self.last:  # movedim would leave strides of one channel that the compiler takes for those of channels last
+            x = x.squeeze(-1).unsqueeze(-3) if x.shape[-1] == 1 else x.movedim(-1, -3)
         x = x.reshape(-1, math.prod(x.shape[len(lead) : -2]), *x.shape[-2:])
         pieces = [x] if torch.is_grad_enabled() else torch.split(x, PASS_AT_ONCE)
         features = [self.layer(self.convolutions(piece.float() / 255).flatten(1)).relu() for piece in pieces]
@@ -306,21 +307,60 @@ class EpisodicLSTM(nn.Module):
             else:
                 nn.init.zeros_(parameter)
 
-    def forward(self, features: Tensor, starts: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, T, inputs], [N, T] bool, [N, 2, width] -> [N, T, width], and the state after the last step.
+    def step(self, features: Tensor, starts: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """A single step: [N, 1, inputs], [N, 1] bool, [N, 2, width] -> [N, 1, width], and the state after it.
+
+        ``state`` is hidden and cell before the step; it is reset to zero where an episode starts.
+        """
+        return self._run(features, state.masked_fill(starts[:, :, None], 0))
+
+    def forward(self, features: Tensor, starts: Tensor, state: Tensor) -> Tensor:
+        """[N, T, inputs], [N, T] bool, [N, 2, width] -> [N, T, width]
 
         ``state`` is hidden and cell before the first step; it is reset to zero at each start of a row.
         """
-        hidden, cell = state[:, 0], state[:, 1]
-        pieces = []
-        # nn.LSTM is fast but can't reset its state, so call it once from each start of any row to the next.
-        # (A single step is recognised by its shape alone, so that it can be traced.)
-        resets = starts.any(0).nonzero().flatten().tolist() if features.shape[1] > 1 else []
-        cuts = [0, *(t for t in resets if t), features.shape[1]]
-        for begin, end in pairwise(cuts):
-            reset = starts[:, begin, None]
-            hidden, cell = hidden.masked_fill(reset, 0), cell.masked_fill(reset, 0)
-            piece, (last_hidden, last_cell) = self.lstm(features[:, begin:end], (hidden[None], cell[None]))
-            hidden, cell = last_hidden[0], last_cell[0]
-            pieces.append(piece)
-        return torch.cat(pieces, 1), torch.stack([hidden, cell], 1)
+        count, steps = starts.shape
+        begins = torch.cat([torch.ones_like(starts[:, :1]), starts[:, 1:]], 1).flatten()
+        first = begins.nonzero().flatten()
+        if len(first) == count:
+            return self._run(features, state.masked_fill(starts[:, :1, None], 0))[0]
+        # nn.LSTM is fast but can't reset its state. So the segments between two starts are rows of their own, longest first.
+        # A call of nn.LSTM takes all that go on, up to the length that a third of them does not reach.
+        lengths, order = torch.diff(first, append=first.new_tensor([len(begins)])).sort(descending=True, stable=True)
+        first = first[order]
+        last = first + lengths - 1
+        carried = (first % steps == 0) & ~starts.flatten()[first]
+        state = state[first // steps].masked_fill(~carried[:, None, None], 0)
+        flat, pieces, places, done = features.flatten(0, 1), [], torch.empty_like(begins, dtype=torch.long), 0
+        for live, begin, end in narrowing(lengths.tolist()):
+            steps_of = first[:live, None] + torch.arange(begin, end, device=first.device)
+            real = (steps_of <= last[:live, None]).flatten()
+            # A segment that ends earlier repeats its last step; what comes out there is not read.
+            piece, state = self._run(flat[torch.minimum(steps_of, last[:live, None])], state[:live])
+            places[steps_of.flatten()[real]] = done + real.nonzero().flatten()
+            done += len(real)
+            pieces.append(piece.flatten(0, 1))
+        return torch.cat(pieces)[places].view(count, steps, -1)
+
+    def _run(self, features: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Without resets: [N, T, inputs], [N, 2, width] -> [N, T, width], and the state after the last step."""
+        hidden, cell = (x.contiguous()[None] for x in state.unbind(1))
+        outputs, (hidden, cell) = self.lstm(features, (hidden, cell))
+        return outputs, torch.stack([hidden[0], cell[0]], 1)
+
+
+def narrowing(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Calls that together take all steps of rows with these lengths, longest first: number of rows, first step, end.
+
+    Each ends where at most two thirds of its rows go on, so few calls have many rows and little is calculated in vain.
+
+    >>> list(narrowing([9, 5, 4, 1]))
+    [(4, 0, 4), (2, 4, 5), (1, 5, 9)]
+    """
+    live, begin = len(lengths), 0
+    while live:
+        end = lengths[live * 2 // 3]
+        yield live, begin, end
+        while live and lengths[live - 1] <= end:
+            live -= 1
+        begin = end

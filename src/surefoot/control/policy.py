@@ -190,7 +190,7 @@ class ActorCritic(Policy):
 
         With an LSTM the leading shape is [N, T], and the inputs contain the episode starts and the state before them.
         """
-        features, _ = _features(self.actor_trunk, self.actor_memory, inputs, 0)
+        features = _features(self.actor_trunk, self.actor_memory, inputs, 0)
         distribution = self._head(features, inputs)
         return Evaluation(
             log_probs=distribution.log_prob(actions),
@@ -208,11 +208,11 @@ class ActorCritic(Policy):
         if self.actor_memory is None:
             return self._head(self.actor_trunk.forward(inputs), inputs), None
         sequences = as_sequences(inputs)
-        features, after = _features(self.actor_trunk, self.actor_memory, sequences, 0)
+        features, after = _step(self.actor_trunk, self.actor_memory, sequences, 0)
         states = [after]
-        if self.critic_trunk is not None:
-            states.append(_features(self.critic_trunk, self.critic_memory, sequences, 1)[1])
-        return self._head(features.squeeze(1), inputs), torch.stack([state for state in states if state is not None], 1)
+        if self.critic_trunk is not None and self.critic_memory is not None:
+            states.append(_step(self.critic_trunk, self.critic_memory, sequences, 1)[1])
+        return self._head(features.squeeze(1), inputs), torch.stack(states, 1)
 
     def values(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """V(s) at single steps; zeros without a critic.   as in ``step`` -> [N], or any leading shape without an LSTM"""
@@ -220,7 +220,7 @@ class ActorCritic(Policy):
             inputs = as_sequences(inputs)
         features = None
         if self.critic_trunk is None:
-            features, _ = _features(self.actor_trunk, self.actor_memory, inputs, 0)
+            features = _features(self.actor_trunk, self.actor_memory, inputs, 0)
         values = self._values(inputs, features)
         if values is None:
             assert features is not None, "without a critic the only trunk is the actor's"
@@ -255,20 +255,23 @@ class ActorCritic(Policy):
         if self.critic_head is None:
             return None
         if self.critic_trunk is not None:
-            features, _ = _features(self.critic_trunk, self.critic_memory, inputs, 1)
+            features = _features(self.critic_trunk, self.critic_memory, inputs, 1)
         assert features is not None, "a critic on the shared trunk reads the actor's features"
         values: Tensor = self.critic_head.forward(features).squeeze(-1)
         return values
 
 
-def _features(
-    trunk: Trunk | CustomTrunk, lstm: EpisodicLSTM | None, inputs: Mapping[str, Tensor], index: int
-) -> tuple[Tensor, Tensor | None]:
+def _features(trunk: Trunk | CustomTrunk, lstm: EpisodicLSTM | None, inputs: Mapping[str, Tensor], index: int) -> Tensor:
     """The output of a trunk, and of its LSTM if it has one, whose state is the ``index``-th."""
+    if lstm is not None and inputs[EPISODE_STARTS].shape[1] == 1:
+        return _step(trunk, lstm, inputs, index)[0]  # recognised by its shape alone, so that it can be traced
     features = trunk.forward(inputs)
-    if lstm is None:
-        return features, None
-    return lstm.forward(features, inputs[EPISODE_STARTS], inputs[LSTM_STATE][:, index])
+    return features if lstm is None else lstm.forward(features, inputs[EPISODE_STARTS], inputs[LSTM_STATE][:, index])
+
+
+def _step(trunk: Trunk | CustomTrunk, lstm: EpisodicLSTM, inputs: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:
+    """The output of a trunk's LSTM at a single step, and its state after it."""
+    return lstm.step(trunk.forward(inputs), inputs[EPISODE_STARTS], inputs[LSTM_STATE][:, index])
 
 
 def as_sequences(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from surefoot.control.normalise import action_converter
 from surefoot.control.replay import NOT_REPLAYABLE, ReplayMismatchError, replay
 from surefoot.control.spaces import Array
 from surefoot.errors import SurefootError, missing_extra
-from surefoot.files import read_toml, write_text
+from surefoot.files import read_toml, write_text, writing
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.reading import check_is_run, replay_failure, trace_video, traces_in
@@ -43,6 +43,7 @@ from surefoot.runs.traces import read_trace
 
 SMALLEST, LARGEST = 64, 4096
 DEFAULT_FPS, EMULATOR_FPS = 30, 60
+OTHER_PATH = "choose another path with --out"
 LIBRARIES = "libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri"
 
 
@@ -385,24 +386,21 @@ class Encoder:
         if self._process is None:
             return
         try:
-            if kind is not None:
-                self._process.kill()
-            elif self._finish() != 0:
-                raise self._failure()
-            else:
-                os.replace(self._temporary, self.path)
-        except OSError as failure:
-            raise self._not_writable(failure) from None
+            with writing(self.path, OTHER_PATH):
+                if kind is not None:
+                    self._process.kill()
+                elif self._finish() != 0:
+                    raise self._failure()
+                else:
+                    os.replace(self._temporary, self.path)
         finally:
             self._finish()
             self._stderr.close()
             self._temporary.unlink(missing_ok=True)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        try:
+        with writing(self.path, OTHER_PATH):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._not_writable(error) from None
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed in __exit__
         height, width, _ = self.shape
         source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{self.fps:g}", "-i", "-"]
@@ -427,9 +425,6 @@ class Encoder:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return SurefootError(f"{self.path}: not written, the encoder failed ({lines[-1] if lines else f'exit code {code}'})")
-
-    def _not_writable(self, error: OSError) -> SurefootError:
-        return SurefootError(f"{self.path}: can't be written ({error.strerror}); choose another path with --out")
 
 
 def ffmpeg_path() -> str:

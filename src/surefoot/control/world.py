@@ -9,20 +9,22 @@ from gymnasium.vector import VectorEnv
 
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
+from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.collect.tensors import TensorCollector
 from surefoot.control.environments import close_all, is_id, make_environments, making_error, spec_of, task_name
 from surefoot.control.environments.atari import ATARI, make_atari_vector
 from surefoot.control.environments.looped import Environments, MakeEnvironment
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.environments.vector import EnvPool, VectorEnvironments, check_attributes
-from surefoot.control.environments.workers import WorkerEnvironments, available_cores
+from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.control.replay import origin
 from surefoot.control.spaces import MASK
 from surefoot.core.distributed import check_device, exchange, share, together, world_size
 from surefoot.core.rollout import EvaluationReport, Rollout
 from surefoot.errors import SurefootError
-from surefoot.recipes.callables import Functions
+from surefoot.files import available_cores
+from surefoot.recipes.callables import SYMMETRY, Functions, load_function
 from surefoot.recipes.control import ControlRecipe
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.folder import checkpoint_to_load
@@ -58,17 +60,28 @@ class ControlWorld:
             self.policy = self.agent.policy
             self.collector = self._collector()
             self.agent.masked = MASK in self.collector.observations
+            if self.agent.masked and recipe.rollout.symmetry is not None:
+                raise SurefootError(
+                    f"rollout.symmetry={recipe.rollout.symmetry!r}: {task_name(self.task)} masks actions, and a mask has no "
+                    "mirror image; unset it"
+                )
         except BaseException:
             self.environments.close()  # leave no process behind
             raise
 
     def _collector(self) -> ControlCollector | TensorCollector:
         rollout, compiled = self.recipe.rollout, self.recipe.engine == "compiled"
+        symmetry = self._symmetry()
         if isinstance(self.environments, TensorEnvironments):
-            return TensorCollector(self.environments, self.agent, rollout.steps, compiled)
+            return TensorCollector(self.environments, self.agent, rollout.steps, compiled, symmetry)
         steps = None if self.recipe.objective.needs_whole_episodes else rollout.steps
         at_least = None if rollout.at_least is None else -(-rollout.at_least // world_size())
-        return ControlCollector(self.environments, self.agent, steps, rollout.episodes, at_least, compiled)
+        return ControlCollector(self.environments, self.agent, steps, rollout.episodes, at_least, compiled, symmetry)
+
+    def _symmetry(self) -> Symmetry | None:
+        """The mirror of ``rollout.symmetry``."""
+        name = self.recipe.rollout.symmetry
+        return None if name is None else Symmetry(load_function(SYMMETRY, name, self.functions or {}), name)
 
     @property
     def result(self) -> Agent:
@@ -88,6 +101,12 @@ class ControlWorld:
                 raise SurefootError(f"start={name!r}: has no agent; name an agent or a run in environments")
             agent = Agent.from_parts(parts, checkpoint, self.functions)
         self.agent.start_from(agent, name)
+
+    def use_eager(self) -> ControlRecipe:
+        """Go on without compiled programs; the recipe of the rest of the run."""
+        self.recipe = self.agent.recipe = self.recipe.model_copy(update={"engine": "eager"})
+        self.collector.use_eager()
+        return self.recipe
 
     def arithmetic(self) -> list[str]:
         """Parameter counts and the batch arithmetic."""
@@ -140,6 +159,8 @@ class ControlWorld:
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """How to replay these steps, for ``surefoot watch RUN --traced last``."""
         raw = self.collector.raw
+        if row >= self.environments.count:  # a mirror image, which no environment has shown
+            return {}
         if raw is None or isinstance(self.environments, TensorEnvironments):
             return {}
         return origin(self.environments, rollout, raw, row, steps, self.agent.action_converter(), self.recipe.seed)
@@ -284,14 +305,15 @@ def batch_arithmetic(recipe: ControlRecipe) -> list[str]:
     epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
     iterations = -(-recipe.steps // recipe.batch_size)
     updates, of_the_critic = epochs * minibatches + (constraint is not None), " of the critic" if constraint else ""
+    images = "" if rollout.symmetry is None else f", and their mirror images: {recipe.learned_steps:,}"
     lines = [
-        f"batch: {rollout.environments} environments x {rollout.steps} steps = {recipe.batch_size:,} steps",
-        f"minibatch{of_the_critic}: {recipe.batch_size:,} / {minibatches} = {recipe.batch_size // minibatches:,} steps",
+        f"batch: {rollout.environments} environments x {rollout.steps} steps = {recipe.batch_size:,} steps{images}",
+        f"minibatch{of_the_critic}: {recipe.learned_steps:,} / {minibatches} = {recipe.learned_steps // minibatches:,} steps",
         f"updates{of_the_critic}: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
     ]
     if constraint is not None:
         lines.append(
-            f"updates of the policy: 1 natural step per iteration on all {recipe.batch_size:,} steps: "
+            f"updates of the policy: 1 natural step per iteration on all {recipe.learned_steps:,} steps: "
             f"{constraint.cg_iterations} + 1 Fisher-vector products, at most {constraint.tries} tries of the line search"
         )
     return [

@@ -24,8 +24,8 @@ def _require(condition: bool, field: str, value: object, need: str) -> None:
 
 def check_count(field: str, value: object, least: int = 1) -> None:
     """Raise SurefootError unless a count is a whole number from ``least`` to ``MAX_COUNT``."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(whole and least <= value <= MAX_COUNT, field, value, f"must lie between {least} and {MAX_COUNT:,}")  # type: ignore[operator]
+    whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_COUNT
+    _require(whole, field, value, f"must lie between {least} and {MAX_COUNT:,}")
 
 
 def _require_count(field: str, value: int, usual: int) -> None:

@@ -1,7 +1,8 @@
 """Updates θ from one rollout: passes over minibatches with early stopping, and the metrics of the updates."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,10 +17,12 @@ from surefoot.core.objective import Batch, mean_old_kl
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters, parameter_groups
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
 from surefoot.core.sharding import gathered, is_sharded
+from surefoot.core.sharding.idle import leaving
 from surefoot.core.sharding.optimizer import ShardedOptimizer
 from surefoot.core.steps import EagerStep, EagerStepper, GradientSum, PendingStep, Stepper, UpdateContext
 from surefoot.core.steps.compiled import CompiledGradients, CompiledStepper
-from surefoot.core.steps.trpo import NaturalStepper
+from surefoot.core.steps.compiled_trpo import CompiledPasses
+from surefoot.core.steps.trpo import EagerPasses, NaturalStepper
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError, cause_of
 from surefoot.functional import adapt_kl_penalty, adapt_learning_rate, masked_moments
@@ -111,9 +114,10 @@ class Learner:
             only = groups["policy"] if "critic" in groups else None
             flat = self.optimizers["policy"]
             assert isinstance(flat, FlatParameters), "natural steps are for control, which is never sharded"
-            self.natural = NaturalStepper(self.gradients, flat, constraint, only)
+            self.natural = NaturalStepper(policy, EagerPasses(self.gradients, flat), flat, constraint, only)
         self.compiled_rows = None if compiled_rows is None else compiled_rows // world_size()
         self.compiled = None if self.compiled_rows is None else self._compiled_stepper(self.compiled_rows, micro_batch)
+        self.compiled_natural = None if self.compiled_rows is None else self._compiled_natural(self.compiled_rows, micro_batch)
         self.recorder: Recorder | None = None
         """traces some of the updates, without changing them"""
         self.auxiliary_loss: AuxiliaryLoss | None = None
@@ -124,12 +128,26 @@ class Learner:
         the two. None if the minibatches or their parts differ in size.
         """
         flats = {name: each for name, each in self.steppable.items() if isinstance(each, FlatOptimizer)}
+        fixed = [each for name, each in self.optimizers.items() if name not in flats and isinstance(each, FlatParameters)]
         size, rest = divmod(rows, self.objective.reuse.minibatches if self.objective.reuse else 1)
-        if rest or size % (micro_batch or size):
+        if not flats or rest or size % (micro_batch or size):
             return None
         if micro_batch is None and world_size() == 1:
-            return CompiledStepper(self.policy, self.objective, flats, rows)
-        return EagerStepper(CompiledGradients(self.policy, self.objective, flats, micro_batch or size), flats)
+            return CompiledStepper(self.policy, self.objective, flats, rows, fixed)
+        moving = list(flats.values())
+        return EagerStepper(CompiledGradients(self.policy, self.objective, moving, micro_batch or size, fixed), flats)
+
+    def _compiled_natural(self, rows: int, micro_batch: int | None) -> NaturalStepper | None:
+        """Natural steps with compiled passes; None without a constraint, or if the micro-batches differ in size."""
+        if self.natural is None or rows % (micro_batch or rows):
+            return None
+        own, *fixed = [each for each in self.optimizers.values() if isinstance(each, FlatParameters)]
+        passes = CompiledPasses(self.policy, self.objective, own, micro_batch or rows, fixed)
+        return NaturalStepper(self.policy, passes, own, self.natural.constraint)
+
+    def use_eager(self) -> None:
+        """Go on without compiled programs."""
+        self.compiled_rows = self.compiled = self.compiled_natural = None
 
     def update(self, rollout: Rollout, credit: Credit, state: LearnerState) -> Metrics:
         """Update the policy on one rollout and return metrics of the update.
@@ -149,7 +167,8 @@ class Learner:
         steps = UpdateMetrics()
         epochs, stopped = 0, False
         if self.natural is not None:
-            self._passes(self.natural, batch, (1, 1), context, steps, rollout)
+            natural = self.natural if self.compiled_natural is None or not self._fits(batch) else self.compiled_natural
+            self._passes(natural, batch, (1, 1), context, steps, rollout)
         if self.steppable:
             stepper = self.eager if self.compiled is None or not self._fits(batch) else self.compiled
             passes = (objective.reuse.epochs, objective.reuse.minibatches) if objective.reuse else (1, 1)
@@ -265,6 +284,14 @@ class Learner:
         if name not in step.metrics:
             raise SurefootError("objective.kl_estimator='exact': this policy has no distribution to compare; set k3")
         return step.metrics[name]
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Keep the policy's ``idle_part``, with gradients and moments, on the CPU: for phases without updates."""
+        part = self.policy.idle_part()
+        flats = [optimizer for optimizer in self.steppable.values() if isinstance(optimizer, FlatOptimizer)]
+        with nullcontext() if part is None else leaving(part, flats):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """The moments of every optimizer; a policy under a KL constraint has none."""

@@ -32,7 +32,7 @@ def run_loop(
     while state.steps < state.total_steps:
         timer, start = state.timer, time.perf_counter()
         try:
-            with timer.section("collecting") as collecting:
+            with timer.section("collecting") as collecting, learner.resting():
                 rollout = collector.collect(state)
             on_rollout(rollout)
             with timer.section("learning") as learning:

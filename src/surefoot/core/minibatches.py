@@ -10,7 +10,7 @@ from torch import Tensor
 from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import all_sum, exchange, in_float64, merge_across_ranks, rank, world_size
 from surefoot.core.objective import Batch
-from surefoot.core.rollout import Credit, Rollout, map_tensors
+from surefoot.core.rollout import Credit, Rollout, Shared, map_tensors
 from surefoot.errors import SurefootError
 from surefoot.functional import Moments, covariance_terms, largest_share, masked_moments, whiten
 
@@ -66,14 +66,21 @@ def random_order(count: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(count, generator=generator)
 
 
-def micro_batches(batch: Batch, size: int | None, tokens: int | None = None, costs: Tensor | None = None) -> Iterator[Batch]:
+def micro_batches(
+    batch: Batch,
+    size: int | None,
+    tokens: int | None = None,
+    costs: Tensor | None = None,
+    shared: Shared | None = None,
+) -> Iterator[Batch]:
     """Micro-batches of at most ``size`` consecutive rows, or with ``tokens`` those of ``groups_by_length``.
 
     ``costs`` [rows] is the number of tokens of each row; None counts each row as one.
     """
     total = len(batch.advantages)
     if tokens is not None:
-        for part in groups_by_length(torch.ones(total, dtype=torch.long) if costs is None else costs, tokens, size):
+        costs = torch.ones(total, dtype=torch.long) if costs is None else costs
+        for part in groups_by_length(costs, tokens, size, shared):
             yield select_rows(batch, part)
         return
     step = size or total
@@ -81,14 +88,18 @@ def micro_batches(batch: Batch, size: int | None, tokens: int | None = None, cos
         yield row_range(batch, start, min(start + step, total)) if step < total else batch
 
 
-def groups_by_length(costs: Tensor, tokens: int, size: int | None = None) -> list[Tensor]:
+def groups_by_length(costs: Tensor, tokens: int, size: int | None = None, shared: Shared | None = None) -> list[Tensor]:
     """Groups of rows of similar length, longest first, with rows × longest row ≤ ``tokens`` and at most ``size`` rows.
 
-    costs  tokens of each row; 0 counts as 1   [rows]
+    costs   tokens of each row; 0 counts as 1   [rows]
+    shared  beginnings that are read once: then rows with the same one stay together as far as they fit, and the tokens of a
+            group, without padding, are at most ``tokens``
 
     This keeps padding short, and the largest group comes first, so that a lack of memory shows at once. A row longer than
     ``tokens`` forms its own group. Returns the row indices of each group; every row is in exactly one.
     """
+    if shared is not None:
+        return _groups_by_beginning(costs, tokens, size, shared)
     ordered, order = costs.detach().cpu().sort(descending=True, stable=True)
     groups, start = [], 0
     while start < len(order):
@@ -97,6 +108,26 @@ def groups_by_length(costs: Tensor, tokens: int, size: int | None = None) -> lis
         groups.append(order[start:end])
         start = end
     return groups
+
+
+def _groups_by_beginning(costs: Tensor, tokens: int, size: int | None, shared: Shared) -> list[Tensor]:
+    """Rows with the same beginning one after another, those of the longest row first, cut where ``tokens`` or ``size`` ends."""
+    lengths, of_row, saved = costs.tolist(), shared.group.tolist(), shared.saved.tolist()
+    longest: dict[int, int] = {}
+    for length, group in zip(lengths, of_row, strict=True):
+        longest[group] = max(length, longest.get(group, 0))
+    order = sorted(range(len(lengths)), key=lambda row: (-longest[of_row[row]], of_row[row], -lengths[row]))
+    groups: list[list[int]] = []
+    used = 0
+    for place, row in enumerate(order):
+        follows = place > 0 and of_row[order[place - 1]] == of_row[row]
+        more = lengths[row] - (saved[row] if follows else 0)
+        if not groups or used + more > tokens or len(groups[-1]) == size:
+            groups.append([])
+            used, more = 0, lengths[row]
+        groups[-1].append(row)
+        used += more
+    return [torch.tensor(group) for group in groups]
 
 
 def select_rows(tree: Any, indices: Tensor) -> Any:

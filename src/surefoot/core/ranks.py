@@ -189,7 +189,7 @@ def rank_timeout() -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 1e8:
             return float(text)
-    raise SurefootError(f"{TIMEOUT}={text!r}: is no number of seconds above 0; set one")
+    raise SurefootError(f"{TIMEOUT}={text!r}: is not a number of seconds above 0; set one")
 
 
 def _meeting_point(launch: Launch) -> dict[str, str]:

@@ -47,14 +47,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return tensors
 
 
-class Distribution(Protocol):
-    """A policy's distributions over actions at a batch of states: a frozen dataclass of their parameters."""
-
-    def kl(self, other: Any) -> Tensor:
-        """Exact KL(self‖other), one number per state."""
-        ...
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """What a policy returns for a batch, with gradient. All tensors have the same shape."""
@@ -64,7 +56,7 @@ class Evaluation:
     values: Tensor | None = None
     """None without a critic"""
     distribution: Any = None
-    """a Distribution, for exact KL; None on text"""
+    """its parameters, in a frozen dataclass with the exact ``kl(other)``, one number per state; None on text"""
     router_loss: Tensor | None = None
     """[] these rows' part of the load-balancing loss of a mixture of experts; None if the objective doesn't use it"""
 
@@ -83,6 +75,10 @@ class Policy(nn.Module, ABC):
         """Parameters that only the value loss reaches; none if the critic shares all of its parameters with the policy."""
         return ()
 
+    def idle_part(self) -> nn.Module | None:
+        """The part that is in the memory of the CPU while no update is made, except for its own passes."""
+        return None
+
     def prepare(self, parts: Sequence[tuple[Any, Tensor, Tensor | None]]) -> None:
         """Read a whole minibatch (inputs, actions and mask of each micro-batch) before scoring the first part with gradient.
 
@@ -92,6 +88,20 @@ class Policy(nn.Module, ABC):
     def costs(self, inputs: Any, mask: Tensor) -> Tensor:
         """Tokens (or steps) that each row takes in a forward pass, for micro-batches by token budget.   [B, T] -> [B]"""
         return mask.sum(-1)
+
+    def shared(self, inputs: Any, mask: Tensor) -> "Shared | None":
+        """The beginnings that several rows have and a pass reads once; None if there are none."""
+        return None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Beginnings of rows that a forward pass reads once for all its rows that have them."""
+
+    group: Tensor
+    """[B] equal for rows with the same beginning"""
+    saved: Tensor
+    """[B] tokens (or steps) that each further row of a pass takes less"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class Rollout:
     unit: Literal["step", "row"] = "step"
     """what is shuffled: single steps, or whole rows (text, recurrent policies)"""
     old_distribution: Any = None
-    """the Distribution under θ_old, in control; None on text"""
+    """the ``distribution`` under θ_old, in control; None on text"""
     ref_log_probs: Tensor | None = None
     """under the frozen reference"""
     behaviour_log_probs: Tensor | None = None

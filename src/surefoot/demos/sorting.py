@@ -67,9 +67,9 @@ def verifier_demo(run_dir: Path, seed: int, display_for: DisplayFor, sizes: Size
     return on_first(results)
 
 
-def in_groups(algorithm: str, responses: int = 256) -> dict[str, Any]:
+def in_groups(algorithm: str) -> dict[str, Any]:
     """The recipe changes for an algorithm that compares answers, with as many responses per iteration as PPO."""
-    return {"algorithm": algorithm, "sampling": {"prompts": responses // SAMPLES, "samples": SAMPLES}}
+    return {"algorithm": algorithm, "sampling": {"prompts": 256 // SAMPLES, "samples": SAMPLES}}
 
 
 def write_data(folder: Path, task: str, seed: int, sizes: Sizes) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -206,11 +207,14 @@ class Curve:
         means = [float(block.values.mean()) for block in self.blocks()]
         if len(means) < 3:
             return 0.0
-        return float(np.median(np.abs(np.diff(means)))) * 1.4826 / math.sqrt(2)
+        # np.median would import numpy.ma, 1 MB, in the middle of a run.
+        return statistics.median(abs(b - a) for a, b in itertools.pairwise(means)) * 1.4826 / math.sqrt(2)
 
 
 class RunCurves:
     """The metrics of a run as curves, by name: ``curves["kl"]``. Rows can be added while the run goes on.
+
+    A run keeps them to its end, and those that it has alone.
 
     budget   the steps of the recipe; default: the steps so far
     """
@@ -218,7 +222,7 @@ class RunCurves:
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), budget: int | None = None) -> None:
         self.budget = budget
         self._steps = array("d")
-        self._columns = {name: array("d") for name in CHECKED_METRICS}
+        self._columns: dict[str, array[float]] = {}
         for row in rows:
             self.add(row)
 
@@ -227,6 +231,9 @@ class RunCurves:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """One more iteration."""
+        for name in CHECKED_METRICS:
+            if row.get(name) is not None and name not in self._columns:
+                self._columns[name] = array("d", [math.nan]) * len(self)
         self._steps.append(row["steps"])
         for name, column in self._columns.items():
             value = row.get(name)
@@ -244,6 +251,9 @@ class RunCurves:
 
     def __getitem__(self, metric: str) -> Curve:
         """The finite values of a metric."""
+        assert metric in CHECKED_METRICS, metric
+        if metric not in self._columns:
+            return Curve(metric, np.empty(0), np.empty(0))
         values = np.array(self._columns[metric])
         finite = np.isfinite(values)
         return Curve(metric, np.array(self._steps)[finite], values[finite])

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from surefoot.diagnostics import Finding, check_result
+from surefoot.diagnostics import Finding, Severity, check_result
 from surefoot.errors import to_install
+from surefoot.files import available_cores
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "mujoco": ("mujoco",),
@@ -37,15 +38,15 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 """extra -> the modules that it installs"""
 LEAST_DISK, LITTLE_DISK = 100e6, 2e9
 """bytes below which no checkpoint can be saved, and below which those of a long run may not fit"""
+DRAW_SECONDS = 30.0
 DRAW = "import mujoco; context = mujoco.GLContext(64, 64); context.make_current(); context.free()"
 
 
-def check_machine(device: str = "cpu", compiled: bool = False, folder: Path = Path()) -> list[Finding]:
+def check_machine(device: str = "cpu", engine: str = "eager") -> list[Finding]:
     """Check this machine.
 
-    device     of the recipe
-    compiled   whether the recipe uses engine = "compiled", which needs a compiler
-    folder     where runs are written
+    device   of the recipe
+    engine   of the recipe: "compiled" needs a compiler; "auto", for one that would be compiled, is eager without one
     """
     return [
         check_python(),
@@ -54,8 +55,8 @@ def check_machine(device: str = "cpu", compiled: bool = False, folder: Path = Pa
         check_extras(),
         check_drawing(),
         check_atari(),
-        check_disk(folder),
-        check_compiler(compiled),
+        check_disk(),
+        check_compiler(engine),
     ]
 
 
@@ -73,7 +74,7 @@ def check_torch() -> Finding:
     """The PyTorch version, and the cores."""
     import torch
 
-    threads = f"{os.cpu_count() or 1} cores; a recipe's threads = 1 is fastest for small networks"
+    threads = f"{available_cores()} cores; a recipe's threads = 1 is fastest for small networks"
     return check_result("PyTorch", "ok", f"{torch.__version__}; {threads}")
 
 
@@ -108,7 +109,7 @@ def check_extras(extras: dict[str, tuple[str, ...]] = EXTRAS) -> Finding:
     return check_result("extras", "absent", f"{what}; not installed: {', '.join(lacking)}", to_install(",".join(lacking)))
 
 
-def check_drawing(seconds: float = 30.0) -> Finding:
+def check_drawing() -> Finding:
     """Whether MuJoCo can render without a display, tried in its own process because a driver may crash it."""
     if importlib.util.find_spec("mujoco") is None:
         return check_result(
@@ -120,7 +121,7 @@ def check_drawing(seconds: float = 30.0) -> Finding:
             [sys.executable, "-P", "-c", DRAW],
             env={**os.environ, "MUJOCO_GL": backend},
             capture_output=True,
-            timeout=seconds,
+            timeout=DRAW_SECONDS,
             check=False,
         )
         works = done.returncode == 0
@@ -160,11 +161,17 @@ def check_disk(folder: Path = Path(), free: float | None = None) -> Finding:
     return check_result("disk", "ok", what)
 
 
-def check_compiler(needed: bool = False) -> Finding:
-    """A C++ compiler, which engine = "compiled" needs."""
-    from surefoot.core.steps.programs import compiler
+def check_compiler(engine: str = "eager") -> Finding:
+    """Whether there is a C++ compiler that works, for the compiled engine."""
+    from surefoot.core.steps.programs import compiler, no_compiler
 
-    if command := compiler():
-        return check_result("compiler", "ok", f"{command}, for engine = 'compiled'")
-    what = "no C++ compiler, which engine = 'compiled' needs"
-    return check_result("compiler", "serious" if needed else "absent", what, "install g++ or clang++, or keep engine = 'eager'")
+    obstacle = no_compiler()
+    if obstacle is None:
+        return check_result("compiler", "ok", f"{compiler()}, for the compiled engine")
+    verdict: Severity = "absent"
+    what, fix = f"{obstacle}; long runs are eager, and slower", "install g++ or clang++"
+    if engine == "compiled":
+        verdict, what, fix = "serious", f"{obstacle}, and engine = 'compiled' needs one", f"{fix}, or set engine = 'eager'"
+    elif engine == "auto":
+        verdict, what = "warning", f"{obstacle}; this run would be compiled with one, and is eager, and slower"
+    return check_result("compiler", verdict, what, fix)

@@ -29,7 +29,7 @@ def critic_misleads(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     return Finding(
         "critic_misleads",
         "warning",
-        f"the critic is worse than a constant for long: explained variance {in_words(mean)}, so its baseline adds "
+        f"the critic is worse than a constant for a long time: explained variance {in_words(mean)}, so its baseline adds "
         "noise to the advantages instead of removing it",
         "the critic does not keep up with the policy, or its learning rate is too low for the scale of the returns",
         (worst.evidence(), there.evidence()),
@@ -108,7 +108,7 @@ def kl_runaway(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         (worst.evidence(), *((outside.evidence(),) if len(outside) else ())),
         (
             f"a lower optimizer.learning_rate{rate}",
-            "objective.target_kl = 0.02, which ends the epochs over a batch in time",
+            "objective.target_kl = 0.02, which ends the epochs over a batch earlier",
             "fewer objective.reuse.epochs",
         ),
     )
@@ -149,7 +149,7 @@ def negative_kl(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         return Finding(
             "negative_kl",
             "warning",
-            f"the KL to the reference is estimated below zero for long ({in_words(float(worst.values.mean()))} nats per "
+            f"the KL to the reference is estimated below zero for a long time ({in_words(float(worst.values.mean()))} nats per "
             "token), which is impossible for a KL: the samples are not drawn from the policy that is scored",
             "mean log π − log π_ref is the KL only for samples of π itself, not for a sampler that cuts the tail, has another "
             "temperature or old weights, nor if responses are left out of the mean",
@@ -283,7 +283,7 @@ def no_step_taken(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     return Finding(
         "no_step_taken",
         "warning",
-        f"only {worst.values.mean():.0%} of the natural steps are taken: otherwise no length improves the surrogate within δ",
+        f"only {worst.values.mean():.0%} of the natural steps are taken; for the others, no step length improves the surrogate",
         "the gradient is mostly noise, or the quadratic approximation of the KL fails for such long steps",
         (worst.evidence(),),
         ("larger batches", "more trust_region.damping, or more tries", "normalise observations"),

@@ -15,7 +15,7 @@ from typing import Any
 import filelock
 
 from surefoot.errors import SurefootError
-from surefoot.files import read_table, read_toml, write_text
+from surefoot.files import read_table, read_toml, write_text, writing
 from surefoot.inspector.curves import Results
 from surefoot.inspector.folders import recipe_summary, title_of
 from surefoot.runs.reading import FINISHED, LOCK, acquire, in_use
@@ -129,10 +129,8 @@ class Catalog:
     def set_tags(self, name: str, tags: Any) -> list[str]:
         """Replace the tags of a run. Raises SurefootError for tags that can't be kept."""
         place, kept = self.place(name), checked_tags(tags)
-        try:
+        with writing(place.path / TAGS, "check the folder"):
             write_text(place.path / TAGS, json.dumps({"tags": kept}))
-        except OSError as error:
-            raise SurefootError(f"{place.path / TAGS}: can't be written ({error.strerror}); check the folder") from None
         return kept
 
     # ---- trash -----------------------------------------------------------------------------------------------------------

@@ -5,17 +5,16 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.files import made_from, parsed, read_table, read_toml
+from surefoot.files import made_from, read_table, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
 from surefoot.runs.metrics import METRICS, SHOWN, TIMING
-from surefoot.runs.reading import FINISHED, PROFILE, SUMMARY, TRACKERS_FILE, check_is_run, samples_in, traces_in
+from surefoot.runs.reading import FINISHED, PROFILE, SUMMARY, TRACKERS_FILE, check_is_run, read_samples, samples_in, traces_in
 
 LONGEST_TEXT = 20_000
 TITLES = {"cpu_cores": "CPU cores", "memory_gb": "memory, GB", "gpu_memory_gb": "GPU memory, GB", "gpu_percent": "GPU load, %"}
@@ -157,14 +156,7 @@ class RunFolders:
         if steps not in sample_steps(path):
             raise SurefootError(f"steps={steps}: {self.names[run]} has no samples of this step")
         samples = []
-        text = (path / "samples" / f"{steps}.jsonl").read_text("utf-8", errors="replace")
-        for line in text.strip("\n").split("\n")[:200]:  # "\n" alone: a model may write other line ends
-            try:
-                sample = parsed(line, partial(json.loads, parse_constant=lambda _: None))
-            except ValueError:
-                continue
-            if not isinstance(sample, dict):
-                continue
+        for sample in read_samples(path / "samples" / f"{steps}.jsonl")[:200]:
             texts = {name: as_text(sample.get(name)) for name in ("prompt", "response")}
             samples.append({**{name: x for name, x in sample.items() if not isinstance(x, str)}, **texts})
         return samples

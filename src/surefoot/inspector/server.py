@@ -75,10 +75,6 @@ def application(
     return Guard(Starlette(routes=routes), port, tokens, entered, writes)
 
 
-def _number(request: Request, name: str) -> int:
-    return int(request.path_params[name])
-
-
 def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
     """Runs, curves, findings, recipes, profiles, samples and videos."""
 
@@ -106,62 +102,32 @@ def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
                 "curves: needs runs=0,1 and metrics=kl,entropy; from, to, points and smoothing must be numbers"
             ) from None
 
-    def findings(request: Request) -> Any:
-        return folders.findings(_number(request, "run"))
-
-    def recipe(request: Request) -> Any:
-        return folders.recipe(_number(request, "run"))
-
-    def profile(request: Request) -> Any:
-        return folders.profile(_number(request, "run"))
-
-    def samples(request: Request) -> Any:
-        return folders.samples(_number(request, "run"), _number(request, "steps"))
-
-    def video(request: Request) -> Path:
-        return folders.video(_number(request, "run"), _number(request, "number"))
-
     return [
         Route("/api/runs", json_route(runs)),
         Route("/api/curves", json_route(curves)),
-        Route("/api/runs/{run:int}/findings", json_route(findings)),
-        Route("/api/runs/{run:int}/recipe", json_route(recipe)),
-        Route("/api/runs/{run:int}/profile", json_route(profile)),
-        Route("/api/runs/{run:int}/samples/{steps:int}", json_route(samples)),
-        Route("/api/runs/{run:int}/videos/{number:int}", video_route(video)),
+        Route("/api/runs/{run:int}/findings", json_route(by_path(folders.findings))),
+        Route("/api/runs/{run:int}/recipe", json_route(by_path(folders.recipe))),
+        Route("/api/runs/{run:int}/profile", json_route(by_path(folders.profile))),
+        Route("/api/runs/{run:int}/samples/{steps:int}", json_route(by_path(folders.samples))),
+        Route("/api/runs/{run:int}/videos/{number:int}", video_route(by_path(folders.video))),
     ]
 
 
 def _trace_routes(traces: LazyTraces) -> list[Route]:
     """Traces: their rows, clip samples, outlying steps and videos."""
 
-    def rows(request: Request) -> Any:
-        return traces().rows(_number(request, "run"), _number(request, "steps"))
-
     def row(request: Request) -> Any:
-        text = request.query_params.get("from", "0")
-        run, steps, index = (_number(request, name) for name in ("run", "steps", "row"))
-        return traces().row(run, steps, index, int(text) if text.isdecimal() else 0)
+        start = request.query_params.get("from", "0")
+        return traces().row(**request.path_params, start=int(start) if start.isdecimal() else 0)
 
-    def clip(request: Request) -> Any:
-        return traces().clip_samples(_number(request, "run"), _number(request, "steps"), _number(request, "number") - 1)
-
-    def most_clipped(request: Request) -> Any:
-        return traces().most_clipped(_number(request, "run"))
-
-    def find(request: Request) -> Any:
-        return traces().find(_number(request, "run"), request.path_params["what"])
-
-    def video(request: Request) -> Path:
-        return traces().video(_number(request, "run"), _number(request, "steps"), _number(request, "row"))
-
+    trace, one = "/api/runs/{run:int}/traces/{steps:int}", "/rows/{index:int}"
     return [
-        Route("/api/runs/{run:int}/traces/{steps:int}", json_route(rows)),
-        Route("/api/runs/{run:int}/traces/{steps:int}/rows/{row:int}", json_route(row)),
-        Route("/api/runs/{run:int}/traces/{steps:int}/passes/{number:int}", json_route(clip)),
-        Route("/api/runs/{run:int}/clipped", json_route(most_clipped)),
-        Route("/api/runs/{run:int}/find/{what}", json_route(find)),
-        Route("/api/runs/{run:int}/traces/{steps:int}/rows/{row:int}/video", video_route(video)),
+        Route(trace, json_route(by_path(lambda **path: traces().rows(**path)))),
+        Route(f"{trace}{one}", json_route(row)),
+        Route(f"{trace}/passes/{{number:int}}", json_route(by_path(lambda **path: traces().clip_samples(**path)))),
+        Route("/api/runs/{run:int}/clipped", json_route(by_path(lambda **path: traces().most_clipped(**path)))),
+        Route("/api/runs/{run:int}/find/{what}", json_route(by_path(lambda **path: traces().find(**path)))),
+        Route(f"{trace}{one}/video", video_route(by_path(lambda **path: traces().video(**path)))),
     ]
 
 
@@ -195,6 +161,11 @@ def front_end() -> dict[str, Path]:
     """The files of the front end, by name; the server sends no other files."""
     folder = Path(str(resources.files("surefoot.inspector"))) / "static"
     return {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.suffix in MEDIA_TYPES}
+
+
+def by_path(get: Callable[..., Any]) -> Callable[[Request], Any]:
+    """Call a function with the parts of a request's path, by their names."""
+    return lambda request: get(**request.path_params)
 
 
 def json_route(get: Callable[[Request], Any]) -> Callable[[Request], Any]:

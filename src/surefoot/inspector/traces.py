@@ -227,11 +227,11 @@ class Traces:
             return None
 
     def clip_samples(self, run: int, steps: int, number: int) -> dict[str, Any]:
-        """The samples of one pass, or of all passes if ``number`` is −1, thinned to what a screen can show."""
+        """The samples of one pass, or of all passes if ``number`` is 0, thinned to what a screen can show."""
         parts = passes(self.trace(run, steps))
-        if not -1 <= number < len(parts):
+        if number > len(parts):
             raise SurefootError(f"pass={number}: unknown; the trace has {len(parts)}")
-        chosen = parts if number < 0 else [parts[number]]
+        chosen = [parts[number - 1]] if number else parts
         return {"parts": [to_json(part, max(1, SHOWN_SAMPLES // len(chosen))) for part in chosen]}
 
     def find(self, run: int, what: str, limit: int = 40) -> list[dict[str, Any]]:

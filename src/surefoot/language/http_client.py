@@ -1,5 +1,6 @@
 """Requests to an HTTP server: JSON in, JSON out, retried while the server is down or busy; addresses and tokens are checked."""
 
+import functools
 import ipaddress
 import os
 import random
@@ -12,9 +13,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import require_package
-from surefoot.language.deadline import DeadlineExceeded
+from surefoot.language.calls import DeadlineExceeded
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx2
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
@@ -32,6 +35,14 @@ HARMLESS = re.compile(r"\b(?:cache|column|foreign|group|index|order|partition|pu
 """names of keys that are no secret"""
 RANDOM_VALUE = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{20,}")
 """a generated value: a run of 20 or more letters and digits, with at least one of each"""
+
+
+@functools.cache
+def _certificates(from_environment: bool) -> "ssl.SSLContext":
+    """The certificates that are trusted, read once in a process: that takes longer than a request to this machine."""
+    import httpx2
+
+    return httpx2.create_ssl_context(trust_env=from_environment)
 
 
 class HttpClient:
@@ -82,15 +93,26 @@ class HttpClient:
         """A client whose connections several threads may share; close it."""
         import httpx2
 
-        limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
-        return httpx2.Client(headers=self.headers, trust_env=not is_local(self.url), limits=limits)
+        limits, remote = (
+            httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
+            not is_local(self.url),
+        )
+        return httpx2.Client(headers=self.headers, verify=_certificates(remote), trust_env=remote, limits=limits)
 
     def request(
-        self, client: "httpx2.Client", ends: float, body: bytes | None = None, *, url: str | None = None, method: str = "POST"
+        self,
+        client: "httpx2.Client",
+        ends: float,
+        body: bytes | None = None,
+        *,
+        url: str | None = None,
+        method: str = "POST",
+        repeat: bool = True,
     ) -> "httpx2.Response":
         """The server's response to a request, retried until it succeeds, the retries are used up or the deadline is near.
 
-        ends   the time by ``time.monotonic`` until which the response must be there
+        ends     the time by ``time.monotonic`` until which the response must be there
+        repeat   False: no retries, for a request that must not reach the server twice
 
         Raises SurefootError when the server can't be reached or rejects the request; DeadlineExceeded when it is too slow.
         """
@@ -120,7 +142,7 @@ class HttpClient:
                     remedy = self._status_remedy(response.status_code)
                     raise SurefootError(f"{problem}{self.excerpt(response)}; {remedy}, {self.then}")
                 requested_wait = retry_after(response.headers.get("Retry-After"))
-            if attempts > self.retries:
+            if attempts > self.retries or not repeat:
                 raise SurefootError(f"{problem}, {attempts} times; check that the server runs, {self.then}")
             pause = max(requested_wait, backoff(attempts))
             if time.monotonic() + pause >= ends:

@@ -213,6 +213,7 @@ class RolloutSettingsTable(TypedDict, total=False):
     workers: int | None
     deadline: float
     info: Sequence[str] | None
+    symmetry: str | None
 
 
 class NetworkTable(TypedDict, total=False):
@@ -359,6 +360,7 @@ class ServerSettingsTable(TypedDict, total=False):
     url: str
     model: str
     weights: str | None
+    transfer: Literal["folder", "nccl"]
     token_from: str | None
     at_once: int
     timeout: float
@@ -466,135 +468,6 @@ class ControlArguments(TypedDict, total=False):
     normalise: NormaliseSettingsTable | NormaliseSettings
 
 
-class SftArguments(TypedDict, total=False):
-    """The fields of a recipe of kind "sft"."""
-
-    steps: int
-    seed: int
-    device: str
-    threads: int
-    tf32: bool
-    engine: Literal["eager", "compiled", "auto"]
-    objective: ObjectiveTable | Objective
-    optimizer: LanguageOptimizerTable | LanguageOptimizer
-    evaluation: LanguageEvaluationTable | LanguageEvaluation
-    checkpoint: CheckpointSettingsTable | CheckpointSettings
-    traces: SupervisedTracesTable | SupervisedTraces
-    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
-    tracking: TrackingSettingsTable | TrackingSettings
-    model: str
-    trust_remote_code: bool
-    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
-    gradient_checkpointing: bool
-    padding_free: bool
-    sharding: Literal["full", "hybrid"] | None
-    reshard_after_forward: bool
-    offload: bool | Sequence[Literal["reference", "reward"]]
-    check_memory: bool
-    adapter: AdapterSettingsTable | AdapterSettings | None
-    data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
-
-
-class RewardArguments(TypedDict, total=False):
-    """The fields of a recipe of kind "reward"."""
-
-    steps: int
-    seed: int
-    device: str
-    threads: int
-    tf32: bool
-    engine: Literal["eager", "compiled", "auto"]
-    objective: ObjectiveTable | Objective
-    optimizer: LanguageOptimizerTable | LanguageOptimizer
-    evaluation: LanguageEvaluationTable | LanguageEvaluation
-    checkpoint: CheckpointSettingsTable | CheckpointSettings
-    traces: SupervisedTracesTable | SupervisedTraces
-    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
-    tracking: TrackingSettingsTable | TrackingSettings
-    model: str
-    trust_remote_code: bool
-    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
-    gradient_checkpointing: bool
-    padding_free: bool
-    sharding: Literal["full", "hybrid"] | None
-    reshard_after_forward: bool
-    offload: bool | Sequence[Literal["reference", "reward"]]
-    check_memory: bool
-    adapter: AdapterSettingsTable | AdapterSettings | None
-    data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
-    demonstrations: Iterable[Mapping[str, Any]] | str | None
-    preference: RewardPreferenceSettingsTable | RewardPreferenceSettings
-
-
-class DpoArguments(TypedDict, total=False):
-    """The fields of a recipe of kind "dpo"."""
-
-    steps: int
-    seed: int
-    device: str
-    threads: int
-    tf32: bool
-    engine: Literal["eager", "compiled", "auto"]
-    objective: ObjectiveTable | Objective
-    optimizer: LanguageOptimizerTable | LanguageOptimizer
-    evaluation: LanguageEvaluationTable | LanguageEvaluation
-    checkpoint: CheckpointSettingsTable | CheckpointSettings
-    traces: SupervisedTracesTable | SupervisedTraces
-    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
-    tracking: TrackingSettingsTable | TrackingSettings
-    model: str
-    trust_remote_code: bool
-    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
-    gradient_checkpointing: bool
-    padding_free: bool
-    sharding: Literal["full", "hybrid"] | None
-    reshard_after_forward: bool
-    offload: bool | Sequence[Literal["reference", "reward"]]
-    check_memory: bool
-    adapter: AdapterSettingsTable | AdapterSettings | None
-    data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings
-    reference: DpoReferenceSettingsTable | DpoReferenceSettings
-    preference: PreferenceSettingsTable | PreferenceSettings
-
-
-class LanguageArguments(TypedDict, total=False):
-    """The fields of a recipe of kind "language"."""
-
-    steps: int
-    seed: int
-    device: str
-    threads: int
-    tf32: bool
-    engine: Literal["eager", "compiled", "auto"]
-    objective: ObjectiveTable | Objective
-    optimizer: LanguageOptimizerTable | LanguageOptimizer
-    evaluation: OnlineEvaluationTable | OnlineEvaluation
-    checkpoint: CheckpointSettingsTable | CheckpointSettings
-    traces: TraceSettingsTable | TraceSettings
-    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
-    tracking: TrackingSettingsTable | TrackingSettings
-    model: str
-    trust_remote_code: bool
-    precision: Literal["float32", "bfloat16", "bfloat16-weights"]
-    gradient_checkpointing: bool
-    padding_free: bool
-    sharding: Literal["full", "hybrid"] | None
-    reshard_after_forward: bool
-    offload: bool | Sequence[Literal["reference", "reward"]]
-    check_memory: bool
-    adapter: AdapterSettingsTable | AdapterSettings | None
-    data: str | Iterable[Mapping[str, Any]] | PromptSettingsTable | PromptSettings
-    sampling: SamplingSettingsTable | SamplingSettings
-    server: ServerSettingsTable | ServerSettings | None
-    turns: TurnSettingsTable | TurnSettings
-    reward: (
-        RewardSettingsTable | RewardSettings | Callable[..., Any] | Sequence[RewardTermTable | RewardTerm | Callable[..., Any]]
-    )
-    reference: ReferenceSettingsTable | ReferenceSettings
-    critic: CriticSettingsTable | CriticSettings
-    mixing: MixingSettingsTable | MixingSettings
-
-
 class Arguments(TypedDict, total=False):
     """The fields of recipes of all kinds."""
 
@@ -630,7 +503,7 @@ class Arguments(TypedDict, total=False):
     padding_free: bool
     sharding: Literal["full", "hybrid"] | None
     reshard_after_forward: bool
-    offload: bool | Sequence[Literal["reference", "reward"]]
+    offload: bool | Sequence[Literal["reference", "reward", "critic"]]
     check_memory: bool
     adapter: AdapterSettingsTable | AdapterSettings | None
     data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings

@@ -127,7 +127,11 @@ class TrackingSettings(Section):
     """group of the run; none: task and algorithm, so that seeds are one group"""
     name: str | None = Field(None, min_length=1, max_length=128)
     """name of the run; none: its folder's name"""
-    tags: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=64)], ...], Field(max_length=64)] = ()
+    tags: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
+        Field(max_length=64),
+        pydantic.BeforeValidator(names_in),
+    ] = ()
     """tags of the run"""
 
 
@@ -157,7 +161,7 @@ class Recipe(Section):
     engine: Literal["eager", "compiled", "auto"] = "eager"
     """compiled: compile updates and acting, in up to a minute; they run faster then. Of language models the blocks of the
     trained model and its reference, in minutes. Needs a C++ compiler. auto: compiled if a run of control is long enough to win
-    that time back"""
+    that time back, else eager. The default is auto in control, eager in language"""
     objective: Objective
     optimizer: OptimizerSettings = OptimizerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -36,6 +36,8 @@ COMPILING = 40.0
 """seconds that compiling a recipe's programs may take, on a slow core"""
 SAVED_PER_UPDATE, SAVED_PER_CALL = 4e-4, 3e-5
 """seconds that a compiled update, and a compiled call of the policy, save at least, on a fast core (benchmarks/engines.py)"""
+COMPILING_NATURAL, SAVED_PER_NATURAL_STEP = 60.0, 2e-2
+"""the same of the programs of a natural step"""
 RUN_METRICS = {"return", "length"}
 """what follows ``episode_`` in the metrics of every run"""
 
@@ -90,6 +92,10 @@ class RolloutSettings(Section):
     """numbers in the info of an episode's last step whose means are the metrics episode_NAME and evaluation_NAME; none:
     is_success and success, if they are there"""
 
+    symmetry: str | None = None
+    """module:function (or a function in Python) from observations and actions to their mirror images, which the update learns
+    from too; none: no mirror images"""
+
     @pydantic.field_validator("info", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
@@ -105,10 +111,11 @@ class RolloutSettings(Section):
 
 def _check_parts(value: Any) -> Any:
     """A boolean, or the names of parts."""
-    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) and name for name in value):
-        return names_in(value)
     if isinstance(value, int) or (isinstance(value, str) and value.lower() in BOOLEAN_WORDS):
         return value
+    names = names_in(value)
+    if isinstance(names, list) and names and all(isinstance(name, str) and name for name in names):
+        return names
     raise SurefootError(
         f"normalise.observations={value!r}: must be true, false, or a list of the names of parts, such as ['position']"
     )
@@ -129,7 +136,9 @@ class NormaliseSettings(Section):
 
 
 class ControlEvaluation(EvaluationSettings):
-    """Periodic greedy evaluation; the best agent is kept in best/."""
+    """Periodic greedy evaluation; the best agent is kept in best/. Without ``every``, a run of less than ten iterations is
+    evaluated only at its end.
+    """
 
     episodes: int = Field(10, ge=0, le=MAX_COUNT)
     """episodes per evaluation; 0: no evaluation"""
@@ -151,6 +160,10 @@ class ControlRecipe(Recipe):
     """Gymnasium id, or module:function that makes an environment"""
     environment: dict[str, Any] = Field({})
     """keyword arguments of the environment"""
+    engine: Literal["eager", "compiled", "auto"] = "auto"
+    """compiled: compile updates and acting, in up to a minute; they run faster then. Of language models the blocks of the
+    trained model and its reference, in minutes. Needs a C++ compiler. auto: compiled if a run of control is long enough to win
+    that time back, else eager. The default is auto in control, eager in language"""
     start: str | None = None
     """folder of an agent or run that training starts from, with its weights and normalisers; none: new weights"""
     rollout: RolloutSettings = RolloutSettings()
@@ -160,11 +173,11 @@ class ControlRecipe(Recipe):
 
     @classmethod
     def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Recipes saved before ``normalise.actions`` existed get false, as they were trained."""
+        """Recipes saved before ``normalise.actions`` or ``engine`` existed get false and eager, as they were trained."""
         normalise = table.get("normalise")
-        if not (table.keys() >= SAVED_FIELDS and isinstance(normalise, Mapping) and "actions" not in normalise):
+        if not (table.keys() >= SAVED_FIELDS and isinstance(normalise, Mapping)):
             return table
-        return {**table, "normalise": {**normalise, "actions": False}}
+        return {"engine": "eager", **table, "normalise": {"actions": False, **normalise}}
 
     @property
     def batch_size(self) -> int:
@@ -172,9 +185,22 @@ class ControlRecipe(Recipe):
         return self.rollout.environments * self.rollout.steps
 
     @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations. By default the whole budget if a tenth of it is less than an iteration, because such a run
+        would spend most of its time on evaluations.
+        """
+        few = self.steps // 10 < self.batch_size and not self.objective.needs_whole_episodes
+        return self.steps if few and self.evaluation.every is None else super().evaluate_every
+
+    @property
+    def learned_steps(self) -> int:
+        """The same with mirror images."""
+        return self.batch_size * (1 if self.rollout.symmetry is None else 2)
+
+    @property
     def compiled_rows(self) -> int | None:
         """Steps per update of the compiled engine: the whole batch; None for the eager engine."""
-        return self.batch_size if self.engine == "compiled" else None
+        return self.learned_steps if self.engine == "compiled" else None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "ControlRecipe":
@@ -265,7 +291,12 @@ class ControlRecipe(Recipe):
             )
 
     def _check_network(self) -> None:
-        """A critic with its own optimizer, or under a KL constraint, needs its own network."""
+        """A critic with its own optimizer, or under a KL constraint, needs its own network; a memory has no mirror image."""
+        if self.rollout.symmetry is not None and self.network.lstm is not None:
+            raise SurefootError(
+                f"rollout.symmetry={self.rollout.symmetry!r}: the state of an LSTM has no mirror image; unset it, "
+                "or network.lstm"
+            )
         has_critic, rate = self.objective.baseline == "critic", self.optimizer.critic_learning_rate
         if rate is not None and not has_critic:
             raise SurefootError(f"optimizer.critic_learning_rate={rate}: {self.algorithm} has no critic; unset it")
@@ -290,8 +321,8 @@ class ControlRecipe(Recipe):
             )
 
     def engine_choice(self) -> tuple[str, str]:
-        """The engine that "auto" stands for, and why. It must not depend on the machine or the cache: the engines' numbers
-        differ by rounding, and the same recipe must give the same numbers again.
+        """The engine that "auto" stands for where there is a compiler, and why. It depends on the recipe alone, not on cache
+        or speed of the machine: the engines' numbers differ by rounding, and a recipe must give the same numbers again.
         """
         if (obstacle := self._compiled_obstacle()) is not None:
             return "eager", obstacle.removeprefix(COMPILED).partition(";")[0]
@@ -303,21 +334,21 @@ class ControlRecipe(Recipe):
         iterations = -(-self.steps // self.batch_size)
         updates = iterations * (reuse.epochs * reuse.minibatches if reuse else 1)
         calls = iterations * self.rollout.steps
-        saved = updates * SAVED_PER_UPDATE + calls * SAVED_PER_CALL
+        saved, compiling = updates * SAVED_PER_UPDATE + calls * SAVED_PER_CALL, COMPILING
+        if self.objective.constraint is not None:
+            updates, saved = updates + iterations, saved + iterations * SAVED_PER_NATURAL_STEP
+            compiling += COMPILING_NATURAL
         work = f"{updates:,} updates and {calls:,} calls of the policy save about {saved:,.0f} s, and compiling may take "
-        work += f"{COMPILING:.0f} s"
-        return ("compiled" if saved >= COMPILING else "eager"), work
+        work += f"{compiling:.0f} s"
+        return ("compiled" if saved >= compiling else "eager"), work
 
     def _check_compiled(self) -> None:
         if (obstacle := self._compiled_obstacle()) is not None:
             raise SurefootError(obstacle)
 
     def _compiled_obstacle(self) -> str | None:
-        """The error of a recipe that has no compiled engine, None if it has one: a compiled update has a static shape and one
-        gradient step per minibatch.
-        """
+        """The error of a recipe that has no compiled engine, None if it has one: a compiled update has a static shape."""
         reasons = {
-            f"{self.algorithm} takes natural steps": self.objective.constraint is not None,
             f"{self.algorithm} collects whole episodes, whose lengths differ": self.objective.needs_whole_episodes,
             f"device = {self.device!r} is not the CPU": self.device != "cpu",
             "network.lstm learns from whole sequences": self.network.lstm is not None,
@@ -332,7 +363,7 @@ class ControlRecipe(Recipe):
                 "optimizer.micro_batch, which compiles gradients alone, or engine = 'eager'"
             )
         micro_batch, minibatches = self.optimizer.micro_batch, self.objective.reuse.minibatches if self.objective.reuse else 1
-        minibatch = self.batch_size // minibatches
+        minibatch = self.learned_steps // minibatches
         if micro_batch is not None and minibatch % micro_batch:
             return (
                 f"optimizer.micro_batch={micro_batch}: compiled programs need micro-batches of one size, and this does not "

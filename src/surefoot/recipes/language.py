@@ -24,6 +24,7 @@ from surefoot.recipes.base import (
     Width,
     check_iteration_size,
     check_shares,
+    names_in,
     nearest_divisor,
 )
 from surefoot.recipes.callables import GOLD, term_field
@@ -72,7 +73,10 @@ class AdapterSettings(Section):
     """the adapter's output is multiplied by alpha / rank"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """dropout on the adapters' inputs; must be 0 in online runs, where it would change the policy"""
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    targets: Annotated[
+        Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)],
+        pydantic.BeforeValidator(lambda targets: targets if targets == "all-linear" else names_in(targets)),
+    ] = "all-linear"
     """layers with adapters, by the ends of their names, such as ["q_proj", "v_proj"], or ["experts.gate_up_proj"] for fused
     experts; all-linear: all linear layers of the trunk, without fused experts"""
     quantize: Literal["int8", "nf4"] | None = None
@@ -157,7 +161,10 @@ class SamplingSettings(Section):
     """longest response in tokens, with EOS; of each turn, in conversations"""
     temperature: float = Field(1.0, gt=0)
     """divides the logits, in sampling and in all log-probabilities"""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        pydantic.BeforeValidator(lambda texts: [texts] if isinstance(texts, str) else texts),  # a text may have commas
+    ] = ()
     """texts that end a response, in addition to EOS; rewards and environments get the response without them"""
     old_log_probs: Literal["auto", "trainer", "sampler", "update"] = "auto"
     """log π_old of the ratios. trainer: computed again by the trained model, in a pass of its own; sampler: kept from sampling;
@@ -186,6 +193,8 @@ class ServerSettings(Section):
     weights: str | None = None
     """folder that trainer and server read, for new weights: the size of the model, twice for a moment; none: a temporary folder
     of this machine"""
+    transfer: Literal["folder", "nccl"] = "folder"
+    """how new weights reach the server. nccl: from GPU to GPU, by vLLM's own transfer, which needs vLLM beside Surefoot"""
     token_from: str | None = None
     """environment variable with the token of the Authorization header; its value is never saved"""
     at_once: Count = 64
@@ -498,8 +507,8 @@ SAVED_FIELDS = {"seed", "device", "threads", "precision", "gradient_checkpointin
 SMALLEST_UNTRAINED_RATE = 5e-5
 """the learning rate below which random weights learn slowly; presets for pretrained models have 1e-6 to 1e-5"""
 
-Role = Literal["reference", "reward"]
-"""a frozen model of an online run"""
+Role = Literal["reference", "reward", "critic"]
+"""a model of an online run that need not be on the device all the time"""
 
 
 class ModelRecipe(Recipe):
@@ -518,8 +527,9 @@ class ModelRecipe(Recipe):
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     padding_free: bool = False
-    """read the rows of a pass end to end instead of padding them to the longest: less time and memory if lengths differ.
-    Models with recurrent layers, or attention other than sdpa, are padded, and the run prints why"""
+    """read the rows of a pass end to end instead of padding them to the longest, and a prompt once for all rows that begin with
+    it: less time and memory if lengths differ, and in groups of responses to one prompt. Models with recurrent layers, or
+    attention other than sdpa, are padded, and the run prints why"""
     sharding: Literal["full", "hybrid"] | None = None
     """how several ranks hold models. none: each has all weights; full: each has a part of every weight, gradient and
     moment (FSDP2); hybrid: parts among the ranks of a machine, copies on the other machines. No effect in a single process"""
@@ -528,8 +538,8 @@ class ModelRecipe(Recipe):
     faster and takes more memory"""
     offload: bool | tuple[Role, ...] = False
     """what is in the memory of the CPU. true: with sharding, the parts of all models, their gradients and moments; a list, such
-    as ["reference", "reward"]: these models of an online run while they are not used, with and without sharding. No effect on
-    a CPU"""
+    as ["reference", "reward"]: these models of an online run while they are not used, with and without sharding; "critic" is
+    the critic's own model with gradients and moments, between updates. No effect on a CPU"""
     check_memory: bool = True
     """reject a run that needs more memory than there is; false: try it anyway"""
     adapter: AdapterSettings | None = None
@@ -563,12 +573,13 @@ class ModelRecipe(Recipe):
     @classmethod
     def _check_offload(cls, offload: Any) -> Any:
         """One message for a list, which pydantic would compare with true and false as well."""
-        if isinstance(offload, str) and offload.lower() not in BOOLEAN_WORDS:
-            raise SurefootError(f'offload={offload!r}: must be true, false or a list, such as ["reference", "reward"]')
-        unknown = [role for role in offload if role not in get_args(Role)] if isinstance(offload, (list, tuple)) else []
+        if isinstance(offload, str) and offload.lower() in BOOLEAN_WORDS:
+            return offload
+        offload = names_in(offload)
+        unknown = [role for role in offload if role not in get_args(Role)] if isinstance(offload, list) else []
         if unknown:
             raise SurefootError(
-                f"offload={list(offload)}: {unknown[0]!r} is no frozen model; name 'reference', 'reward' or both"
+                f"offload={list(offload)}: {unknown[0]!r} is always in use; name 'reference', 'reward' or 'critic'"
             )
         return offload
 
@@ -589,8 +600,8 @@ class ModelRecipe(Recipe):
     def _check_compiled(self) -> None:
         """Raise SurefootError if the blocks of these models can't be compiled."""
         obstacles = {
-            "reward models": self.kind == "reward",
-            "adapters": self.adapter is not None,
+            "adapters with dropout": self.adapter is not None and self.adapter.dropout > 0,
+            "adapters on a base in 4 or 8 bits": self.adapter is not None and self.adapter.quantize is not None,
             "sharded models": self.sharding is not None,
             "gradient_checkpointing = true, which computes layers again": self.gradient_checkpointing,
             "the load-balancing loss of experts": self.objective.router_coefficient > 0,
@@ -606,13 +617,13 @@ class ModelRecipe(Recipe):
         if self.sharding is None:
             if self.offload is True:
                 raise SurefootError(
-                    "offload=true: is for sharded models; set sharding = 'full', or name frozen models, such as ['reference']"
+                    "offload=true: is for sharded models; set sharding = 'full', or name models, such as ['reference']"
                 )
             if not self.reshard_after_forward:
                 raise SurefootError("reshard_after_forward: is for sharded models; set sharding = 'full', or leave it out")
         if self.idle_roles and self.kind != "language":
             raise SurefootError(
-                f"offload={list(self.idle_roles)}: names frozen models of online runs, and kind = {self.kind!r} holds none "
+                f"offload={list(self.idle_roles)}: names models of online runs, and kind = {self.kind!r} has none of them "
                 "while it trains; leave it out"
             )
         if self.objective.kl_estimator == "exact":
@@ -720,12 +731,9 @@ class RewardRecipe(SupervisedRecipe):
 
     @pydantic.model_validator(mode="after")
     def _check_steps(self) -> "RewardRecipe":
-        """Scores of steps are standardised on steps, and written with all weights."""
-        unread = {"demonstrations": self.demonstrations, "adapter": self.adapter, "sharding": self.sharding}
-        for name, value in unread.items():
-            if self.preference.loss == "steps" and value is not None:
-                shown = f"={value!r}" if isinstance(value, str) else ""
-                raise SurefootError(f"{name}{shown}: is not for preference.loss = 'steps'; unset it")
+        """Scores of steps are standardised on steps."""
+        if self.preference.loss == "steps" and self.demonstrations is not None:
+            raise SurefootError(f"demonstrations={self.demonstrations!r}: is not for preference.loss = 'steps'; unset it")
         return self
 
     @property
@@ -968,6 +976,8 @@ class LanguageRecipe(ModelRecipe):
                 f"sampling.engine='packed': computes in float32, and precision={self.precision!r} has weights in bfloat16; set "
                 "engine = 'auto'"
             )
+        if self.server is not None and self.server.transfer == "nccl":
+            self._check_nccl(self.server)
         token = None if self.server is None else self.server.token_from
         if token is not None and (error := token_error(token)):
             raise SurefootError(f"server{error}")
@@ -981,6 +991,14 @@ class LanguageRecipe(ModelRecipe):
             raise SurefootError(
                 f"sampling.engine='continuous': needs whole models, and sharding={self.sharding!r}; set engine = 'auto'"
             )
+
+    def _check_nccl(self, server: ServerSettings) -> None:
+        """Only whole weights go from GPU to GPU."""
+        name = "server.transfer='nccl'"
+        if self.adapter is not None:
+            raise SurefootError(f"{name}: sends all weights, and an adapter must be merged first; set 'folder'")
+        if server.weights is not None:
+            raise SurefootError(f"{name}: needs no folder, and server.weights={server.weights!r}; unset it")
 
     def _check_ahead(self) -> None:
         """Only a server samples beside the learner; what to sample, and what to correct, must be known before."""
@@ -1064,6 +1082,24 @@ class LanguageRecipe(ModelRecipe):
             )
         if "reward" in self.idle_roles and all(term.model is None for term in self.reward.terms):
             raise SurefootError("offload: names the reward, and no term of reward.terms is a model; leave it out")
+        if "critic" not in self.idle_roles:
+            return
+        if self.objective.baseline != "critic":
+            raise SurefootError(f"offload: names the critic, and {self.algorithm} has none; leave it out")
+        if self.adapter is not None:
+            raise SurefootError(
+                "offload: names the critic, which is on the base of the adapters, and that is always in use; leave it out"
+            )
+        if not self.critic.own_model:
+            raise SurefootError(
+                "offload: names the critic, which is a head on the policy's model, and that is always in use; set "
+                "critic.own_model = true, or leave it out"
+            )
+        if self.sharding is not None:
+            raise SurefootError(
+                f"offload: names the critic, which is sharded with the policy by sharding={self.sharding!r}; set offload = "
+                "true, which keeps the parts of all models on the CPU, or unset sharding"
+            )
 
     def _check_old_log_probs(self) -> None:
         """Without a pass for log π_old, nothing may read it before the update."""

@@ -20,7 +20,7 @@ from surefoot.core.algorithms import (
 )
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE
+from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE, SYMMETRY
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import DpoRecipe, LanguageRecipe, RewardRecipe, SftRecipe, reward_functions
 
@@ -213,13 +213,15 @@ def _key_suggestion(path: list[str], kind: str | None) -> str:
     fields = [name.split(".") for name, _ in recipe_fields(kind)]
     depth = len(path) - 1
     siblings = {field[depth] for field in fields if len(field) > depth and field[:depth] == path[:-1]}
+    if any(part.isdigit() for part in path):  # tables in lists have no listed fields, and other tables are not meant
+        return ""
     candidates = [".".join(field) for field in fields if field[-1] == path[-1]]  # the same name in another table
     if not candidates:
         names = {".".join(field[:end]) for field in fields for end in range(1, len(field) + 1)}
         candidates = [name for name in OTHER_LIBRARIES.get(path[-1], ()) if name in names][:1]
     if len(candidates) == 1:
         return f"; did you mean {candidates[0]!r}?"
-    listed = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""  # tables in lists have no listed fields
+    listed = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""
     return did_you_mean(path[-1], siblings) or listed
 
 
@@ -246,7 +248,13 @@ def to_toml(recipe: Recipe) -> str:
 def named_functions(recipe: Recipe) -> dict[str, str | None]:
     """The names of the functions and classes that a recipe may have as objects, by field."""
     clip, network = recipe.objective.clip, recipe.network.custom if isinstance(recipe, ControlRecipe) else None
-    others = {NETWORK: network, SCHEDULE: recipe.optimizer.schedule, CLIP_SCHEDULE: None if clip is None else clip.schedule}
+    symmetry = recipe.rollout.symmetry if isinstance(recipe, ControlRecipe) else None
+    others = {
+        NETWORK: network,
+        SYMMETRY: symmetry,
+        SCHEDULE: recipe.optimizer.schedule,
+        CLIP_SCHEDULE: None if clip is None else clip.schedule,
+    }
     return {**reward_functions(recipe), **others}
 
 

@@ -167,7 +167,7 @@ def _part(entry: Any, place: str, kind: str) -> Range | Choices:
 
 def _check_range(part: Range, place: str) -> None:
     if part.low >= part.high:
-        raise SurefootError(f"{place}: low={part.low} must be below high={part.high}; exchange them")
+        raise SurefootError(f"{place}: low={part.low} must be below high={part.high}; swap them")
     if part.log and part.low <= 0:
         raise SurefootError(f"{place}: low={part.low} has no logarithm; raise it above 0, or leave out log")
     if part.step is not None and (part.log or not 0 < part.step <= part.high - part.low):

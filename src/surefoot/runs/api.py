@@ -18,6 +18,7 @@ from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import exchange, from_first, on_first, rank, together, world_size
 from surefoot.core.ranks import choose_gpu, join_ranks, note, restarts
 from surefoot.core.rollout import World
+from surefoot.core.steps.programs import no_compiler
 from surefoot.errors import SurefootError
 from surefoot.files import steps_named
 from surefoot.recipes.arguments import (
@@ -193,6 +194,7 @@ def start(
     with together():
         if main and run_dir is not None:
             check_free(run_dir)  # before models are read
+    asked = recipe.engine
     recipe, choice = with_engine(make_recipe(on_first(lambda: to_table(with_pinned_data(recipe)))))
     try:
         with together():
@@ -203,6 +205,8 @@ def start(
             _start_from(world, agent)
             session = Session(recipe, world, None, _listeners(display, callback), several, functions, profile)
             session.opening = choice
+            if asked == "auto" and isinstance(world, ControlWorld):
+                session.use_eager = world.use_eager
         with together():
             if main and run_dir is not None:  # last, so that a rejected recipe leaves no folder
                 session.folder = folder = folder or RunFolder.reserve(run_dir)
@@ -229,6 +233,7 @@ def resume(
     network: Any = None,
     optimizer: Any = None,
     objective: Any = None,
+    rollout: Any = None,
     callback: MetricsCallback | None = None,
     callbacks: Callback | Sequence[Callback] | None = None,
     display: Display = None,
@@ -237,9 +242,9 @@ def resume(
 
     A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
     changes the schedule from here on. ``display`` is that of ``train``.
-    A run whose task, reward, network or schedule was passed to ``train`` as a function or class needs it again in the same
-    argument, unless it can be imported: ``task=make``, ``reward=function``, ``network={"custom": Net}``,
-    ``optimizer={"schedule": function}``.
+    A run whose task, reward, network, schedule or symmetry was passed to ``train`` as a function or class needs it again in
+    the same argument, unless it can be imported: ``task=make``, ``reward=function``, ``network={"custom": Net}``,
+    ``optimizer={"schedule": function}``, ``rollout={"symmetry": function}``.
     Raises SurefootError when the folder is not a run, is in use, is finished, is damaged, or when its config.toml was changed
     since the checkpoint and ``allow_changes`` is False.
     A run may be resumed with another number of ranks. With the same number it continues exactly.
@@ -251,7 +256,7 @@ def resume(
     """
     join_ranks()
     several = check_callbacks(callbacks)
-    fields = {"reward": reward, "network": network, "optimizer": optimizer, "objective": objective}
+    fields = {"reward": reward, "network": network, "optimizer": optimizer, "objective": objective, "rollout": rollout}
     run_dir, shown = Path(run_dir), _display(display, f"resuming {run_dir}")
     again = partial(_functions_again, **fields)
     return _continue(run_dir, again, shown, callback, several, task, steps=steps, allow_changes=allow_changes)
@@ -418,11 +423,16 @@ def make_world(
 
 
 def with_engine(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with the engine that "auto" stands for, which a resumed run keeps; and a line with the reason, if it did."""
+    """The recipe with the engine that "auto" stands for, which a resumed run keeps; and a line with the reason, unless it is
+    eager in control as in most runs. Without a compiler on one of the ranks it is eager too.
+    """
     if recipe.engine != "auto":
         return recipe, ()
     engine, reason = recipe.engine_choice()
-    return make_recipe({**to_table(recipe), "engine": engine}), (f"engine: {engine} ({reason})",)
+    shown = engine == "compiled" or recipe.kind != "control"  # where "auto" was asked for
+    if engine == "compiled" and (obstacles := [obstacle for obstacle in exchange(no_compiler()) if obstacle]):
+        engine, reason = "eager", f"{obstacles[0]}; with one, this run would be compiled, and faster"
+    return make_recipe({**to_table(recipe), "engine": engine}), (f"engine: {engine} ({reason})",) if shown else ()
 
 
 def with_pinned_data(recipe: Recipe) -> Recipe:
@@ -577,7 +587,7 @@ def evaluate(
         arguments = what.recipe.environment if same else {}
         return evaluate_agent(what, task or what.recipe.task, arguments, episodes, seed or 0, deterministic)
     if not hasattr(what, "recipe"):
-        raise SurefootError(f"{what!r}: is no agent, model or run; load one with surefoot.load(RUN)")
+        raise SurefootError(f"{what!r}: is not an agent, model or run; load one with surefoot.load(RUN)")
     _reject(task=task)
     from surefoot.language.analysis.evaluate import evaluate_model
 
@@ -599,7 +609,7 @@ def _name(task: Task) -> str:
         return task
     if not callable(task):
         raise SurefootError(
-            f"task={task!r}: is no task; give a Gymnasium id, 'module:function', or a function that makes an environment"
+            f"task={task!r}: is not a task; give a Gymnasium id, 'module:function', or a function that makes an environment"
         )
     return f"{task.__module__}:{getattr(task, '__qualname__', type(task).__qualname__)}"
 

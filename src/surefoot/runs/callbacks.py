@@ -59,13 +59,13 @@ class Run:
         """Add numbers to this iteration's row of metrics.jsonl, and so to every tracker; before the first, to its row.
 
         Call it in ``on_start``, ``on_evaluation`` or ``on_iteration``. A number that is not finite becomes null.
-        Raises SurefootError for a value that is no number.
+        Raises SurefootError for a value that is not a number.
         """
         for name, value in metrics.items():
             try:
                 self._logged[str(name)] = None if value is None else finite_or_none(float(value))
             except (TypeError, ValueError):
-                raise SurefootError(f"log: {name}={value!r} is no number; log numbers, or None") from None
+                raise SurefootError(f"log: {name}={value!r} is not a number; log numbers, or None") from None
 
     def stop(self) -> None:
         """Stop after this iteration, with a checkpoint."""
@@ -139,7 +139,7 @@ def check_callbacks(callbacks: object) -> list[Callback]:
     for callback in several:
         if not isinstance(callback, Callback):
             raise SurefootError(
-                f"callbacks={callback!r}: is no callback; give objects of classes that inherit from surefoot.Callback"
+                f"callbacks={callback!r}: is not a callback; give objects of classes that inherit from surefoot.Callback"
             )
     return several
 

@@ -283,9 +283,9 @@ def _has(metrics: Metrics, name: str) -> bool:
     return metrics.get(name) is not None
 
 
-def some(samples: Sequence[Sample], count: int = FEW) -> list[Sample]:
+def some(samples: Sequence[Sample]) -> list[Sample]:
     """A few, from all over the list; always the same ones of lists of one length."""
-    count = min(count, len(samples))
+    count = min(FEW, len(samples))
     return [samples[i * len(samples) // count] for i in range(count)]
 
 
@@ -300,10 +300,10 @@ def joined(parts: Sequence[str], width: int = LOG_COLUMNS) -> list[str]:
     return lines
 
 
-def line_of(steps: int, sample: Sample, columns: int = LOG_COLUMNS) -> str:
+def line_of(steps: int, sample: Sample) -> str:
     """A sample as plain text of one line."""
     scores = "  ".join(f"{name} {_number(sample[name])}" for name in SCORES if name in sample)
-    width = columns - len(f"  step {steps:,}  {scores}  ")
+    width = LOG_COLUMNS - len(f"  step {steps:,}  {scores}  ")
     text = visible(f"{_shortened(sample['prompt'], width // 3)}{ARROW}{sample['response'][:width]}")
     return f"  step {steps:,}  {scores}  {text if len(text) <= width else text[: width - 1] + '…'}"
 

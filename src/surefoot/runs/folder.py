@@ -24,16 +24,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import filelock
 
 from surefoot.errors import SurefootError
-from surefoot.files import check_shown, read_table, read_toml, write_text
+from surefoot.files import check_shown, read_table, read_toml, write_text, writing
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import with_row_fields
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
@@ -48,9 +48,6 @@ from surefoot.runs.checkpoint import (
 )
 from surefoot.runs.hub import LISTING, is_hub_name, local_folder
 from surefoot.runs.reading import FINISHED, LOCK, acquire, check_is_run
-
-if TYPE_CHECKING:
-    pass
 
 FREE = (
     "check_memory",
@@ -89,6 +86,7 @@ MEASURES = (
 """recipe fields that define the score of an evaluation"""
 ASKING = ("batch", "retries", "token_from")
 """fields of a reward term that change how it is computed, not its value"""
+OTHER_FOLDER = "choose another --run-dir"
 ROWS = "rows"
 """the folder in a run of the rows that were passed as objects; the name of a file in it is unique to its content"""
 SAVED_ROWS = re.compile(r"(?:.*[\\/])?rows[\\/](\w+-[0-9a-f]{16}\.jsonl)")
@@ -101,7 +99,7 @@ def check_free(path: Path) -> None:
     # A kill before begin() leaves rows, which the next attempt may write again.
     if path.exists() and (not path.is_dir() or any(p.name not in (LOCK, ROWS) for p in path.iterdir())):
         raise SurefootError(
-            f"{path}: holds a run or other files; continue it with: surefoot resume {path}; or choose another --name"
+            f"{path}: contains a run or other files; continue it with: surefoot resume {path}; or choose another --name"
         )
 
 
@@ -115,20 +113,13 @@ class RunFolder:
         self._rows: list[Path] = []
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe, preset: Mapping[str, Any] | None = None) -> "RunFolder":
-        """A new run: ``reserve`` and ``begin``."""
-        run = cls.reserve(path)
-        run.begin(recipe, preset)
-        return run
-
-    @classmethod
     def reserve(cls, path: Path, rows: Iterable[Path] = ()) -> "RunFolder":
         """The folder of a new run, locked, with files of rows; SurefootError when it already holds something, or can't be made.
 
         It is not a run before ``begin``; ``discard`` removes it.
         """
         check_free(path)
-        with _writing(path):
+        with writing(path, OTHER_FOLDER):
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path)
             run._acquire()
@@ -158,10 +149,16 @@ class RunFolder:
 
         preset  the name of the preset that the recipe has settings from, and which; environment.json keeps it
         """
-        with _writing(self.path):
+        with writing(self.path, OTHER_FOLDER):
             write_text(self.path / "config.toml", to_toml(recipe))
             write_text(self.path / "environment.json", json.dumps({**environment(recipe), "preset": preset}, indent=1))
         self._rows = []
+
+    def change_engine(self, recipe: Recipe) -> None:
+        """Record that the run goes on with another engine than it began with."""
+        self.write_recipe(recipe)
+        file = self.path / "environment.json"
+        write_text(file, json.dumps({**read_table(file), "engine": recipe.engine}, indent=1))
 
     def discard(self) -> None:
         """Remove the rows of a run that did not begin, and the folder if nothing else is in it; release the lock."""
@@ -193,10 +190,8 @@ class RunFolder:
         return run
 
     def _acquire(self) -> None:
-        try:
+        with writing(self.path, "a run needs a folder of its own"):
             acquire(self._lock, self.path)
-        except OSError as error:
-            raise SurefootError(f"{self.path}: can't be written ({error.strerror}); a run needs a folder of its own") from None
 
     def recipe(self) -> Recipe:
         """The recipe as config.toml has it now. A run that began when TensorBoard's files were always written keeps them."""
@@ -236,15 +231,6 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock."""
         self._lock.release()
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write a new run's folder into one line."""
-    try:
-        yield
-    except OSError as error:
-        raise SurefootError(f"{path}: can't be written ({error.strerror}); choose another --run-dir") from None
 
 
 def with_own_rows(table: Mapping[str, Any], run: Path) -> dict[str, Any]:
@@ -330,7 +316,7 @@ def output_file(path: Path, checkpoint: Path, task: str, kind: str, ending: str)
     for run in () if is_hub_name(path) else (path, checkpoint.parent.parent):
         if (run / "config.toml").is_file():
             return run / kind / f"{task_label(task)}-{checkpoint.name}{ending}"
-    raise SurefootError(f"{path}: belongs to no run; say where to write with --out FILE")
+    raise SurefootError(f"{path}: belongs to no run; set --out FILE")
 
 
 def task_label(task: str) -> str:
@@ -350,8 +336,28 @@ def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "")
     return lines
 
 
+def match_settings(file: Path, settings: Mapping[str, Any], remedy: str, free: Sequence[str] = ()) -> None:
+    """Save settings in a new file of a folder, or compare them with those in the file.
+
+    remedy   how to continue without the folder
+    free     fields that may differ
+
+    Raises SurefootError if the file has other settings.
+    """
+    wanted = json.loads(json.dumps(settings))
+    if not file.exists():
+        write_text(file, json.dumps(wanted, indent=1))
+        return
+    lines = differences(read_table(file), wanted)
+    changed = [line for line in lines if not line.startswith(tuple(f"{name}: " for name in free))]
+    if changed:
+        short = [line if len(line) < 100 else line.partition(":")[0] for line in changed]
+        shown = "; ".join(short[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+        raise SurefootError(f"{file.parent}: was started with other settings ({shown}); repeat those, or {remedy}")
+
+
 def table_differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """How two recipe tables differ; saved rows are compared by content, wherever they are."""
+    """How two recipe tables differ; saved rows are compared by content, whatever their folder."""
     return differences(_by_content(before), _by_content(after))
 
 

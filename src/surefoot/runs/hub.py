@@ -72,7 +72,7 @@ def parse_name(text: str | Path, what: str = "an agent or model", form: str = FO
     """The parts of a name. Raises SurefootError for another form."""
     match = NAME.fullmatch(PREFIX.sub("", str(text), count=1))
     if match is None:
-        raise SurefootError(f"{_with_both_slashes(text)}: is no name of {what} on the hub; {form}")
+        raise SurefootError(f"{_with_both_slashes(text)}: is not the name of {what} on the hub; {form}")
     return HubName(match["name"], match["config"], match["revision"], match["split"])
 
 
@@ -83,7 +83,7 @@ def parse_repository(text: str | Path, revision: str | None = None) -> HubName:
     """
     name = parse_name(text)
     if name.config or name.split:
-        raise SurefootError(f"{_with_both_slashes(text)}: is no name of an agent or model on the hub; {FORM}")
+        raise SurefootError(f"{_with_both_slashes(text)}: is not the name of an agent or model on the hub; {FORM}")
     if revision is not None and name.revision is not None:
         raise SurefootError(f"--revision {revision}: {text} has a revision already; give one of the two")
     return HubName(name.name, revision=revision or name.revision)
@@ -146,9 +146,11 @@ def check_files(folder: Path, where: str) -> None:
 def _check_name(name: str, where: str) -> None:
     suffix = Path(name).suffix.lower()
     if suffix in PICKLES:
-        raise SurefootError(f"{where}: holds a pickle ({name[:80]}), which is never read; choose another revision")
+        raise SurefootError(f"{where}: contains a pickle ({name[:80]}), which is never read; choose another revision")
     if not FILE.fullmatch(name) or suffix not in SUFFIXES:
-        raise SurefootError(f"{where}: lists {name[:80]!r}, which is no file of an agent or model; don't use this repository")
+        raise SurefootError(
+            f"{where}: lists {name[:80]!r}, which is not a file of an agent or model; don't use this repository"
+        )
 
 
 # ---- download ---------------------------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ def new_folder(place: Path | None) -> Iterator[Path]:
             yield Path(made)
         return
     if place.exists() and not (place / LISTING).is_file() and (not place.is_dir() or any(place.iterdir())):
-        raise SurefootError(f"--out {place}: holds something else; choose a new folder")
+        raise SurefootError(f"--out {place}: contains other files; choose a new folder")
     with atomic_folder(place, LISTING, "a repository") as folder:
         yield folder
 
@@ -280,7 +282,7 @@ def find_target(name: str, public: bool) -> Target:
             listing = Path(hf_hub_download(whole, LISTING, revision=info.sha))
             return Target(whole, info.sha, [file for file in (*listed(listing, whole), CARD) if file in files])
         if others := sorted(set(files) - OWN):
-            raise SurefootError(f"{whole}: holds {others[0]}, which surefoot push did not write; choose another name")
+            raise SurefootError(f"{whole}: contains {others[0]}, which surefoot push did not write; choose another name")
         return Target(whole, info.sha)
 
 

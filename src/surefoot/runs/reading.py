@@ -4,12 +4,13 @@ This module imports no torch, so that readers start fast.
 """
 
 import hashlib
+import json
 import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import filelock
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 from surefoot.errors import SurefootError
-from surefoot.files import RUNS, read_table, steps_named
+from surefoot.files import RUNS, parsed, read_table, steps_named
 
 if TYPE_CHECKING:
     from surefoot.core.traces import TracedRow
@@ -35,10 +36,10 @@ LOCK_WAIT = 0.2
 """seconds to wait for a lock, because ``in_use`` has it for a moment"""
 
 
-def acquire(lock: filelock.FileLock, run: Path) -> None:
-    """Acquire the lock of a run's folder. Raises SurefootError if another process has it."""
+def acquire(lock: filelock.FileLock, run: Path, wait: float = LOCK_WAIT) -> None:
+    """Acquire the lock of a run's folder within some seconds. Raises SurefootError if another process has it."""
     try:
-        lock.acquire(timeout=LOCK_WAIT)
+        lock.acquire(timeout=wait)
     except filelock.Timeout:
         raise SurefootError(f"{run}: in use by another process; wait for it, or stop it") from None
 
@@ -80,6 +81,15 @@ def traces_in(folder: Path) -> list[Path]:
 def samples_in(folder: Path) -> list[Path]:
     """The files of a folder of samples, oldest first; none where there is no such folder."""
     return files_by_steps(folder, SAMPLES)
+
+
+def read_samples(file: Path) -> list[dict[str, Any]]:
+    """The responses in a file of samples; numbers that are not finite are None, and lines that are no object are left out."""
+    samples = []
+    for line in file.read_text("utf-8", errors="replace").split("\n"):  # "\n" alone: a model may write other line ends
+        with suppress(ValueError):
+            samples.append(parsed(line, partial(json.loads, parse_constant=lambda _: None)))
+    return [sample for sample in samples if isinstance(sample, dict)]
 
 
 def files_by_steps(folder: Path, ending: str) -> list[Path]:

@@ -22,7 +22,7 @@ from surefoot.core.distributed import on_first
 from surefoot.core.ranks import join_ranks
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import read_table, read_toml, write_text
+from surefoot.files import read_table, read_toml, write_text, writing
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
@@ -38,7 +38,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
-from surefoot.runs.folder import FREE, RunFolder, differences
+from surefoot.runs.folder import FREE, RunFolder, match_settings
 from surefoot.runs.reading import FINISHED
 
 HELD_OUT = 5
@@ -93,7 +93,7 @@ class RoundsSettings:
         config = Path(models[0]).expanduser() / "config.toml"
         if not config.is_file() or read_toml(config).get("kind") != "reward":
             raise SurefootError(
-                f"reward.terms model={models[0]!r}: is no run of kind 'reward', and rounds need its recipe and pairs; name "
+                f"reward.terms model={models[0]!r}: is not a run of kind 'reward', and rounds need its recipe and pairs; name "
                 "such a run"
             )
 
@@ -183,27 +183,15 @@ def reward_before(settings: RoundsSettings, folder: Path, number: int) -> Path:
 
 
 def _claim(settings: RoundsSettings, folder: Path) -> None:
-    """Write the settings into the folder, or compare it with the one there."""
-    path, table = folder / "rounds.json", settings.to_json()
-    if not path.is_file():
-        _load_judge(settings)  # before the folder is made
-    try:
-        if path.is_file():
-            before = read_table(path)
-            lines = differences(before, json.loads(json.dumps(table)))
-            if changed := [line for line in lines if not line.startswith(tuple(f"recipe.{name}: " for name in FREE))]:
-                raise SurefootError(
-                    f"{folder}: has rounds with other settings ({'; '.join(changed)}); restore them, or choose another --name"
-                )
-            return
-        if folder.exists() and any(folder.iterdir()):
-            raise SurefootError(f"{folder}: has other files; choose another --name")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(table, indent=1))
-    except (OSError, ValueError) as error:
-        if isinstance(error, SurefootError):
-            raise
-        raise SurefootError(f"{path}: can't be read or written ({error}); choose another --run-dir") from None
+    """Write the settings into the folder, or compare them with those there."""
+    file = folder / "rounds.json"
+    with writing(folder, "choose another --run-dir"):
+        if not file.exists():
+            _load_judge(settings)  # before the folder is made
+            if folder.exists() and any(folder.iterdir()):
+                raise SurefootError(f"{folder}: has other files; choose another --name")
+            folder.mkdir(parents=True, exist_ok=True)
+        match_settings(file, settings.to_json(), "choose another --name", [f"recipe.{name}" for name in FREE])
 
 
 def _round(

@@ -35,10 +35,11 @@ from surefoot.core.steps.programs import announced
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
-from surefoot.errors import Interrupted, SurefootError
+from surefoot.errors import Interrupted, NotCompiledError, SurefootError
 from surefoot.files import made_from, steps_named
 from surefoot.recipes.base import SCHEDULES, Recipe
 from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_function
+from surefoot.recipes.control import COMPILED
 from surefoot.recipes.reading import to_table
 from surefoot.runs.callbacks import Callback, CallbackListener, Run
 from surefoot.runs.checkpoint import (
@@ -188,6 +189,8 @@ class Session:
         """checkpoints of this iteration, which its end begins to write"""
         self.opening: tuple[str, ...] = ()
         """lines to publish first"""
+        self.use_eager: Callable[[], Recipe] | None = None
+        """makes the world go on without compiled programs, if the run may; it returns the recipe of the rest"""
         self.profiled = profile and rank() == 0
         self.profile: Profile | None = None
         """set when the run starts, if it is profiled"""
@@ -230,7 +233,9 @@ class Session:
                 "undo it, or pass --allow-changes"
             )
         if done != steps_named(checkpoint.name):
-            raise SurefootError(f"{checkpoint}: holds the state after other steps than its name says; use an older checkpoint")
+            raise SurefootError(
+                f"{checkpoint}: has the state after other steps than those in its name; use an older checkpoint"
+            )
         exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
         pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
         if done >= self.recipe.steps and exported and pending is None:
@@ -280,9 +285,7 @@ class Session:
                 self._publish_initial_samples()
                 self._begin_profile()
                 if not self._finish_pending():
-                    run_loop(
-                        self.world.collector, self.learner, self.state, self._end_update, self.message, self._publish_rollout
-                    )
+                    self._train()
                 self._wait_for_writer()
             self._end_profile()
             self._raise_if_interrupted()
@@ -292,11 +295,34 @@ class Session:
             failed = False
             raise
         finally:
-            if self.profile is not None:
-                self.profile.close()
-            if error := self.writer.close():
-                self.message(f"! {error}")
-            self.publish(RunEnd(self.state, run_folder, failed))
+            with ExitStack() as closing:  # in reverse order; each, also after an error or a second signal in another
+                closing.callback(self.publish, RunEnd(self.state, run_folder, failed))
+                closing.callback(self._close_writer)
+                if self.profile is not None:
+                    closing.callback(self.profile.close)
+
+    def _close_writer(self) -> None:
+        """Wait for the last checkpoint, and show an error in writing it."""
+        if error := self.writer.close():
+            self.message(f"! {error}")
+
+    def _train(self) -> None:
+        """Run the loop; if a program can't be compiled, and the engine was not asked for, go on with the eager one.
+
+        The iteration in which that happens does not count. Several ranks stop instead: one may fail where others don't.
+        """
+        loop = partial(run_loop, on_iteration=self._end_update, on_fault=self.message, on_rollout=self._publish_rollout)
+        try:
+            loop(self.world.collector, self.learner, self.state)
+        except NotCompiledError as error:
+            if self.use_eager is None or world_size() > 1:
+                raise
+            self.message(f"engine: eager from here on ({str(error).removeprefix(COMPILED).partition(';')[0]})")
+            self.recipe = self.use_eager()
+            self.learner.use_eager()
+            if self.folder is not None:
+                self.folder.change_engine(self.recipe)
+            loop(self.world.collector, self.learner, self.state)
 
     def publish(self, event: Event) -> bool:
         """Pass an event to every listener, in order; True if one of them returns True.
@@ -466,7 +492,8 @@ class Session:
         return self.state.steps // every > self.previous_steps // every
 
     def _evaluate(self) -> Metrics:
-        report = self.world.evaluate()
+        with self.learner.resting():
+            report = self.world.evaluate()
         with together():
             if self.best is None and self.folder is not None:
                 # No best score was restored, so anything in best/ has scores that can't be compared.

@@ -5,21 +5,19 @@ same run writes the same bytes.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from surefoot.core.sharding.files import host_copies
+from surefoot.core.sharding.files import host_copies, tensor_bytes
 from surefoot.core.traces import WITH_GRADIENT, Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import check_plain, parsed, write_bytes, write_text
+from surefoot.files import FULL, check_plain, parsed, write_bytes, write_text, writing
 from surefoot.runs.checkpoint import pack, unpack
 from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, Sample, UpdateEnd
 from surefoot.runs.reading import SAMPLES, TRACE, samples_in, traces_in
@@ -60,7 +58,9 @@ class TraceFolder:
                     "traces.rows"
                 )
             return
-        with writable(self.folder, self.folder / f"{trace.steps}{TRACE}") as path:
+        path = self.folder / f"{trace.steps}{TRACE}"
+        with writing(path, FULL):
+            self.folder.mkdir(parents=True, exist_ok=True)
             write_bytes(path, content)
         self._remove_oldest()
 
@@ -94,7 +94,9 @@ class SampleFolder:
 
     def write(self, steps: int, samples: Sequence[Sample]) -> None:
         """Write the samples of an evaluation after so many steps. Raises SurefootError if writing fails."""
-        with writable(self.folder, self.folder / f"{steps}{SAMPLES}") as path:
+        path = self.folder / f"{steps}{SAMPLES}"
+        with writing(path, FULL):
+            self.folder.mkdir(parents=True, exist_ok=True)
             write_text(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
 
 
@@ -105,27 +107,17 @@ def remove_later(paths: Iterable[Path], steps: int) -> None:
             path.unlink()
 
 
-@contextmanager
-def writable(folder: Path, path: Path) -> Iterator[Path]:
-    """Make the folder of a file to be written, and raise SurefootError if writing fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield path
-    except OSError as error:
-        raise SurefootError(f"{path}: can't be written ({error.strerror}); free space and resume") from None
-
-
 def to_bytes(trace: Trace) -> bytes:
     """A trace as the bytes of a safetensors file."""
     tensors: dict[str, Tensor] = {}
     skeleton = pack(_tree(trace), "", tensors)
-    return save(host_copies(tensors), {HEADER: json.dumps({"format": FORMAT, "trace": skeleton}, ensure_ascii=False)})
+    return tensor_bytes(host_copies(tensors), {HEADER: json.dumps({"format": FORMAT, "trace": skeleton}, ensure_ascii=False)})
 
 
 def read_trace(path: str | Path) -> Trace:
     """Read the trace in a file such as ``runs/mine/traces/5120.safetensors``.
 
-    Raises SurefootError when there is no such file, or it is no trace.
+    Raises SurefootError when there is no such file, or it is not a trace.
 
     >>> _ = surefoot.train("CartPole-v1", steps=256, run_dir="runs/traced")
     >>> trace = surefoot.read_trace("runs/traced/traces/256.safetensors")
@@ -149,13 +141,13 @@ def read_trace(path: str | Path) -> Trace:
     except FileNotFoundError:
         raise SurefootError(f"{path}: no such file; a run's traces are in its folder traces/, unless traces.rows = 0") from None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise SurefootError(f"{path}: is no trace that can be read ({cause_of(error)})") from None
+        raise SurefootError(f"{path}: is not a readable trace ({cause_of(error)})") from None
 
 
 def clipped_samples(path: Path) -> list[tuple[int, int]]:
     """For each row of a trace: how many samples had no gradient, and how many there are. Reads only what this needs.
 
-    A sample is one visit of a step. Raises SurefootError when the file is no trace.
+    A sample is one visit of a step. Raises SurefootError when the file is not a trace.
     """
     counts: list[tuple[int, int]] = []
     try:
@@ -167,7 +159,7 @@ def clipped_samples(path: Path) -> list[tuple[int, int]]:
                 flows = torch.tensor(WITH_GRADIENT)[file.get_tensor(name).long()]
                 counts.append((int((visited & ~flows).sum()), int(visited.sum())))
     except (SafetensorError, OSError, ValueError, IndexError, RuntimeError) as error:
-        raise SurefootError(f"{path}: is no trace that can be read ({cause_of(error)})") from None
+        raise SurefootError(f"{path}: is not a readable trace ({cause_of(error)})") from None
     return counts
 
 

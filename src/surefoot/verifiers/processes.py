@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from surefoot.errors import SurefootError, missing_extra
+from surefoot.files import available_cores
 
 STARTUP = 120.0
 """extra seconds for the first check of a new process, which imports packages first"""
@@ -32,7 +33,7 @@ def check_in_processes(kind: str, rows: Sequence[tuple[str, Any]], seconds: floa
 
     Raises SurefootError for a row whose answer is invalid.
     """
-    with ThreadPoolExecutor(workers or cores()) as threads:
+    with ThreadPoolExecutor(workers or available_cores()) as threads:
         try:
             replies = list(threads.map(lambda row: _check(kind, row, seconds), rows))
         finally:
@@ -47,11 +48,6 @@ def check_package(module: str, package: str, name: str) -> None:
     """Raise SurefootError, which names the extra to install, unless the package is installed."""
     if importlib.util.find_spec(module) is None:
         raise missing_extra(package, "verifiers", f"surefoot.verifiers:{name}")
-
-
-def cores() -> int:
-    """The number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(kind: str, row: tuple[str, Any], seconds: float) -> dict[str, Any]:
@@ -146,7 +142,7 @@ def bounded(times: Times = lambda arguments, columns: 1) -> Callable[[Function],
 
         def longest(count: int, arguments: Mapping[str, Any], columns: Columns) -> float:
             used = {**defaults, **arguments}
-            return -(-count // (used["workers"] or cores())) * float(used["seconds"]) * times(used, columns)
+            return -(-count // (used["workers"] or available_cores())) * float(used["seconds"]) * times(used, columns)
 
         function.longest = longest  # type: ignore[attr-defined]
         return function

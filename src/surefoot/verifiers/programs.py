@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from surefoot.errors import SurefootError
+from surefoot.files import available_cores
 from surefoot.sandbox import Call, Limits, Outcome, check, run
 from surefoot.verifiers.answers import fenced, reject_constant
-from surefoot.verifiers.processes import bounded, cores, requires
+from surefoot.verifiers.processes import bounded, requires
 
 CLOSE = 1e-9
 """relative tolerance for floats"""
@@ -64,7 +65,7 @@ def code(
     limits = Limits(seconds=seconds, memory=megabytes * 2**20)
     expected = [parsed(column, f"tests (of response {row + 1})") for row, column in enumerate(tests)]
     cancelled = threading.Event()
-    with ThreadPoolExecutor(workers or cores()) as threads:
+    with ThreadPoolExecutor(workers or available_cores()) as threads:
         try:
             results = list(
                 threads.map(

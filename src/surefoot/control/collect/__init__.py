@@ -14,7 +14,8 @@ from torch import Tensor
 from surefoot.control.agent import Agent, CompiledActor
 from surefoot.control.collect.episodes import EpisodeLog
 from surefoot.control.collect.scoring import Acted, Finals, rollout_of
-from surefoot.control.environments.looped import Environments, Step
+from surefoot.control.collect.symmetry import Symmetry
+from surefoot.control.environments.looped import Environments, Step, check_saved_count
 from surefoot.control.environments.observations import non_finite, not_finite_message
 from surefoot.control.environments.workers import concatenate, join_states, slice_state
 from surefoot.control.networks import EPISODE_STARTS
@@ -36,6 +37,7 @@ class ControlCollector:
     steps           T, or None to run ``episodes`` whole episodes in each environment
     at_least        with steps = None: run whole episodes until the batch has this many steps, instead of ``episodes``
     compiled        act with a compiled program
+    symmetry        adds mirror images to the rollouts
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class ControlCollector:
         episodes: int = 1,
         at_least: int | None = None,
         compiled: bool = False,
+        symmetry: Symmetry | None = None,
     ) -> None:
-        self.environments, self.agent, self.steps = environments, agent, steps
+        self.environments, self.agent, self.steps, self.symmetry = environments, agent, steps, symmetry
         self.actor = CompiledActor(agent).actor if compiled else agent.actor
         self.episodes, self.at_least = episodes, at_least
         self.observations: Observations = environments.reset()
@@ -61,6 +64,10 @@ class ControlCollector:
         self.lstm_state = agent.policy.initial_lstm_state(count)
         self.starts = np.ones(count, bool)  # whether the next observation may be the first of an episode
         self.raw: RawRollout | None = None
+
+    def use_eager(self) -> None:
+        """Act without a compiled program from the next rollout on."""
+        self.actor = self.agent.actor
 
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout under the current policy.
@@ -76,7 +83,8 @@ class ControlCollector:
             self.discounted.zero_()  # the discarded rollout would have added to it
             raise
         self.log.exchange()
-        rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, self.log.metrics(), state.timer)
+        metrics = self.log.metrics()
+        rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, metrics, state.timer, symmetry=self.symmetry)
         return rollout
 
     def _act_out(self, generator: torch.Generator, timer: Timer) -> Acted:
@@ -242,9 +250,7 @@ class ControlCollector:
 
     def _own_part(self, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a state. Raises SurefootError if the state has another number of environments."""
-        total, saved = self.agent.recipe.rollout.environments, len(state["starts"])
-        if saved != total:
-            raise SurefootError(f"rollout.environments={total}: the checkpoint has {saved} environments; set that many")
+        check_saved_count(len(state["starts"]), self.agent.recipe.rollout.environments)
         first = self.environments.first
         rows = slice(first, first + self.environments.count)
         return state | {

@@ -3,7 +3,7 @@
 Everything is a tensor, on the CPU after numpy environments, on the policy's device after tensor environments.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from surefoot.control.agent import Agent
+from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.networks import LSTM_STATE
-from surefoot.control.normalise import true_fraction
+from surefoot.control.normalise import Normalise, true_fraction
 from surefoot.core.rollout import Evaluation, Metrics, Rollout, Timer, map_tensors, tensors_in
 from surefoot.core.steps.compiled import FAST
 from surefoot.core.steps.programs import Program, program_of, structure
@@ -57,7 +58,13 @@ class Acted:
 
 
 def rollout_of(
-    agent: Agent, acted: Acted, discounted: Tensor, metrics: Metrics, timer: Timer, score: "Scorer | None" = None
+    agent: Agent,
+    acted: Acted,
+    discounted: Tensor,
+    metrics: Metrics,
+    timer: Timer,
+    score: "Scorer | None" = None,
+    symmetry: Symmetry | None = None,
 ) -> tuple[Rollout, Tensor]:
     """Score the actions, then update the normalisers: a rollout, and the discounted returns to carry into the next.
 
@@ -65,19 +72,23 @@ def rollout_of(
     metrics        of the collector, to which those of the normalisers are added
     timer          of the run
     score          evaluates the actions; None: the policy, all at once
+    symmetry       the rollout then ends with the mirror images of its rows, as likely as the policy makes them, with the same
+                   rewards and values
     """
     device, mask, rewards = agent.device, acted.mask, acted.rewards
     terminated, truncated = acted.terminated, acted.truncated
     actions = acted.actions.to(device)
     with torch.no_grad():
+        normalise = agent.normaliser()
         with timer.detail("normalising"):
-            inputs = agent.normaliser()({path: values.to(device) for path, values in acted.observed.items()})
+            inputs = normalise({path: values.to(device) for path, values in acted.observed.items()})
             shaped = rewards if agent.reward_normaliser is None else agent.reward_normaliser(rewards)
         if acted.lstm_state is not None:
             inputs[LSTM_STATE] = acted.lstm_state[0].clone()  # inference tensors can't be used in autograd
         with timer.detail("log-probs and values"):
             evaluation: Evaluation = (score or agent.policy)(inputs, actions)
             values, next_values = _values(agent, evaluation.values, acted)
+        image = None if symmetry is None else _image(symmetry, acted.observed, actions, normalise, score or agent.policy)
     with timer.detail("normalising"):
         if agent.observation_normaliser is not None:
             agent.observation_normaliser.add(acted.observed, mask)
@@ -100,7 +111,22 @@ def rollout_of(
         steps=int(mask.sum()),
         metrics=metrics | _clipped(agent, inputs, shaped, acted.actions, mask),
     )
-    return rollout, discounted
+    return (rollout if image is None else concatenated([rollout, replace(rollout, **image)])), discounted
+
+
+def _image(
+    symmetry: Symmetry, observed: dict[str, Tensor], actions: Tensor, normalise: Normalise, score: Callable[..., Evaluation]
+) -> dict[str, Any]:
+    """The fields of a rollout that its mirror image has for itself."""
+    seen, images = symmetry({path: values.to(actions.device) for path, values in observed.items()}, actions)
+    inputs = normalise(seen)
+    evaluation = score(inputs, images)
+    return {
+        "inputs": inputs,
+        "actions": images,
+        "old_log_probs": evaluation.log_probs,
+        "old_distribution": map_tensors(torch.clone, evaluation.distribution),
+    }
 
 
 class Scorer:

@@ -13,6 +13,7 @@ from surefoot.control.agent import Agent, CompiledActor
 from surefoot.control.collect import check_actions
 from surefoot.control.collect.episodes import RECENT_EPISODES, EpisodeLog
 from surefoot.control.collect.scoring import Acted, Finals, Scorer, rollout_of
+from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.environments.observations import SUCCESS, not_finite_message
 from surefoot.control.environments.tensor import TensorEnvironments, TensorStep
 from surefoot.control.networks import EPISODE_STARTS
@@ -33,13 +34,21 @@ class TensorCollector:
     agent           its policy acts; its normalisers are frozen during a rollout and updated after it
     steps           T
     compiled        act with a compiled program
+    symmetry        adds mirror images to the rollouts
     """
 
     raw = None
     """traces can't be replayed"""
 
-    def __init__(self, environments: TensorEnvironments, agent: Agent, steps: int, compiled: bool = False) -> None:
-        self.environments, self.agent, self.steps = environments, agent, steps
+    def __init__(
+        self,
+        environments: TensorEnvironments,
+        agent: Agent,
+        steps: int,
+        compiled: bool = False,
+        symmetry: Symmetry | None = None,
+    ) -> None:
+        self.environments, self.agent, self.steps, self.symmetry = environments, agent, steps, symmetry
         self.actor = CompiledActor(agent).tensor_actor if compiled else agent.tensor_actor
         self.score = Scorer(agent, ROWS_PER_PASS, compiled)
         self.send = sent_actions(environments.action_space, agent.recipe.normalise.actions, environments.device)
@@ -55,6 +64,10 @@ class TensorCollector:
         self.log = EpisodeLog(environments.name, environments.first, agent.recipe.rollout.info)
         self.steps_taken = 0
         self.lost: list[int] = []
+
+    def use_eager(self) -> None:
+        """Act and score without compiled programs from the next rollout on."""
+        self.actor, self.score = self.agent.tensor_actor, Scorer(self.agent, ROWS_PER_PASS)
 
     def collect(self, state: LearnerState) -> Rollout:
         """One rollout under the current policy.
@@ -76,7 +89,9 @@ class TensorCollector:
             raise
         self.log.exchange()
         metrics = self.log.metrics() | steps.log_metrics() | self._guessed(steps, acted)
-        rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, metrics, state.timer, self.score)
+        rollout, self.discounted = rollout_of(
+            self.agent, acted, self.discounted, metrics, state.timer, self.score, self.symmetry
+        )
         return rollout
 
     def _act_out(self, generator: torch.Generator, timer: Timer) -> "Steps":

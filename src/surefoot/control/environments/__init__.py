@@ -20,8 +20,8 @@ from surefoot.control.environments.atari import ATARI, make_atari
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.errors import SurefootError, cause_of, place_of, to_install
+from surefoot.recipes.callables import append_working_folder, import_object
 from surefoot.recipes.control import TENSOR
-from surefoot.recipes.import_object import append_working_folder, import_object
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used, because worker processes start without torch
     from surefoot.control.environments.tensor import TensorEnvironments

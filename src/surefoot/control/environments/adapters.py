@@ -1,4 +1,4 @@
-"""Tensor environments of other forms: rsl_rl's, and Gymnasium's vector environments with arrays of JAX and others (DLPack)."""
+"""Tensor environments of other forms: rsl_rl's, Brax's, and Gymnasium's vector environments with arrays of others (DLPack)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -99,6 +99,68 @@ class DLPackEnvironment:
     def close(self) -> None:
         """Close the environment."""
         self.environment.close()
+
+
+class BraxEnvironment:
+    """An environment of the form of Brax and MuJoCo Playground: functions of a state, in JAX.
+
+    Wrap it first with its library's function for training (``mujoco_playground.wrapper.wrap_for_brax_training``,
+    ``brax.envs.training.wrap``), which adds rows, time limits and resets. ``reset`` and ``step`` are compiled by ``jax.jit``.
+    Arrays are shared, not copied. Actions are in [-1, 1]. Final observations are not returned, so V of the observation before
+    the last step stands for theirs. The state is saved, so that resumed runs continue exactly.
+
+    ``step`` raises SurefootError if the environment is not wrapped.
+
+    environment   the wrapped environment
+    num_envs      B
+    device        of the tensors, where JAX's arrays must be
+    """
+
+    def __init__(self, environment: Any, num_envs: int, device: Any = "cpu") -> None:
+        import jax
+
+        self.jax, self.num_envs, self.device = jax, num_envs, torch.device(device)
+        self._reset, self._step = jax.jit(environment.reset), jax.jit(environment.step)
+        self.key = jax.random.PRNGKey(0)
+        self.state: Any = None
+        sizes = environment.observation_size
+        boxes = {name: _box(_shape(size)) for name, size in sizes.items()} if isinstance(sizes, Mapping) else None
+        self.single_observation_space = _box(_shape(sizes)) if boxes is None else spaces.Dict(dict(boxes))
+        self.single_action_space = spaces.Box(-1, 1, (int(environment.action_size),), np.float32)
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start a new episode in every row."""
+        if seed is not None:
+            self.key = self.jax.random.PRNGKey(seed % 2**31)
+        self.key, key = self.jax.random.split(self.key)
+        self.state = self._reset(self.jax.random.split(key, self.num_envs))
+        return as_tensors(self.state.obs), {}
+
+    def step(self, actions: Tensor) -> tuple[Any, ...]:
+        """Act in every row."""
+        self.state = self._step(self.state, self.jax.numpy.from_dlpack(actions.contiguous()))
+        if "truncation" not in self.state.info:
+            raise SurefootError("BraxEnvironment: state.info has no 'truncation'; wrap the environment for training first")
+        done, truncated = (from_dlpack(x).bool() for x in (self.state.done, self.state.info["truncation"]))
+        log = {name: from_dlpack(x).mean() for name, x in self.state.metrics.items()}
+        return as_tensors(self.state.obs), from_dlpack(self.state.reward), done & ~truncated, done & truncated, {"log": log}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All arrays of the state, and the key of resets."""
+        return {str(at): from_dlpack(x).clone() for at, x in enumerate(self.jax.tree.leaves((self.key, self.state)))}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from a saved state. Raises ValueError if its arrays are not those of this environment."""
+        ours, tree = self.jax.tree.flatten((self.key, self.state))
+        if [tuple(x.shape) for x in ours] != [tuple(x.shape) for x in state.values()]:
+            raise ValueError("the saved state has other arrays")
+        saved = [self.jax.numpy.from_dlpack(x.clone()) for x in state.values()]
+        self.key, self.state = self.jax.tree.unflatten(tree, saved)
+
+
+def _shape(size: Any) -> tuple[int, ...]:
+    """The shape of a row's observation, given as Brax does: a number or a tuple."""
+    return (size,) if isinstance(size, int) else tuple(size)
 
 
 def _box(shape: tuple[int, ...]) -> spaces.Box:

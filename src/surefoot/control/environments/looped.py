@@ -101,6 +101,12 @@ def episode_seed(seed: int, environment: int, episode: int, purpose: str = "trai
     return derived_seed(*words)
 
 
+def check_saved_count(saved: int, count: int) -> None:
+    """Raise SurefootError if a checkpoint has another number of environments than the recipe."""
+    if saved != count:
+        raise SurefootError(f"rollout.environments={count}: the checkpoint has {saved} environments; set that many")
+
+
 class LoopedEnvironments:
     """B environments stepped one after the other in this process, each reset as soon as its episode ends.
 
@@ -205,10 +211,7 @@ class LoopedEnvironments:
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
         if "episodes" not in state:  # saved by a vector environment
             return self.reset(), list(range(self.count))
-        if len(state["episodes"]) != self.count:
-            raise SurefootError(
-                f"rollout.environments={self.count}: the checkpoint has {len(state['episodes'])} environments; set that many"
-            )
+        check_saved_count(len(state["episodes"]), self.count)
         lost = []
         for index, episode in enumerate(state["episodes"]):
             self._begin(index, episode)

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.sharedctypes import RawArray
@@ -32,11 +33,11 @@ import numpy as np
 
 from surefoot.control.environments import make_environments, maker, task_name
 from surefoot.control.environments.atari import ATARI
-from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, Step
+from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, Step, check_saved_count
 from surefoot.control.environments.observations import environment_failure
 from surefoot.control.spaces import Array
 from surefoot.errors import SurefootError, cause_of, place_of
-from surefoot.recipes.import_object import python_safe_path, unset_python_safe_path
+from surefoot.recipes.callables import python_safe_path, unset_python_safe_path
 
 IDLE = -1
 """in place of an environment's index: no environment is being called"""
@@ -61,7 +62,6 @@ class WorkerConfig:
     count: int
     seed: int
     name: str
-    purpose: str
 
 
 @dataclass
@@ -98,7 +98,6 @@ class WorkerEnvironments:
         seed: int,
         workers: int,
         deadline: float,
-        purpose: str = "training",
         first: int = 0,
     ) -> None:
         self.count, self.name, self.deadline, self.first = count, task_name(task), deadline, first
@@ -111,8 +110,9 @@ class WorkerEnvironments:
         )  # when Python exits, at the latest
         try:
             for rows in np.array_split(np.arange(count), min(workers, count)):
-                config = WorkerConfig(first + int(rows[0]), len(rows), seed, self.name, purpose)
-                self._workers.append(_start(pickled, config, needs_main, int(rows[0])))
+                config = WorkerConfig(first + int(rows[0]), len(rows), seed, self.name)
+                with _signals_held():
+                    self._workers.append(_start(pickled, config, needs_main, int(rows[0])))
             made = [self._receive(worker, max(deadline, START_TIMEOUT)) for worker in self._workers]
         except BaseException:
             self.close()
@@ -153,10 +153,7 @@ class WorkerEnvironments:
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Any, list[int]]:
         if "episodes" not in state:  # saved by a vector environment
             return self.reset(), list(range(self.count))
-        if len(state["episodes"]) != self.count:
-            raise SurefootError(
-                f"rollout.environments={self.count}: the checkpoint has {len(state['episodes'])} environments; set that many"
-            )
+        check_saved_count(len(state["episodes"]), self.count)
         answers = self._call("load_state_dict", [(slice_state(state, worker.rows),) for worker in self._workers])
         self._observations = [observations for observations, _ in answers]
         lost = [w.first + local for w, (_, lost) in zip(self._workers, answers, strict=True) for local in lost]
@@ -239,7 +236,7 @@ def _start(pickled: bytes, config: WorkerConfig, needs_main: bool, first_row: in
     arguments = (child_connection, position, pickled, config, kill_with_parent)
     process = context.Process(target=serve, args=arguments, name=f"surefoot-{config.first}")
     try:
-        with python_safe_path(), _interrupts_held(), contextlib.nullcontext() if needs_main else _main_hidden():
+        with python_safe_path(), contextlib.nullcontext() if needs_main else _main_hidden():
             process.start()
     except (OSError, AssertionError) as error:  # out of processes, or this is a daemon, which may have none
         connection.close()
@@ -304,22 +301,21 @@ def _main_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+HELD = {signal.SIGINT, signal.SIGTERM}
+
+
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Start a worker with SIGINT blocked until it ignores it; a Ctrl-C in between reaches this process afterwards."""
+def _signals_held() -> Iterator[None]:
+    """Start a worker with signals blocked that it will ignore; this process gets them when the worker is in its list."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    resource_tracker.ensure_running()  # starting it unblocks these signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def available_cores() -> int:
-    """CPU available_cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---- slices of B and back -----------------------------------------------------------------------------------------------
@@ -398,7 +394,7 @@ def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config
         except SurefootError as error:
             answer = False, str(error), "".join(traceback.format_exception(error))
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: no exception of an environment ends the process
-            line = environment_failure(config.name, position, f"raised {cause_of(error)}", config.purpose, place_of(error))
+            line = environment_failure(config.name, position, f"raised {cause_of(error)}", line=place_of(error))
             answer = False, line, "".join(traceback.format_exception(error))
         position[0] = IDLE
         try:
@@ -424,7 +420,7 @@ def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironm
             "own module, or set rollout.backend = 'loop'"
         ) from None
     position[:] = IDLE, -1, -1
-    make_one = maker(task, arguments, config.purpose)
+    make_one = maker(task, arguments)
     if spec is not None and task not in gymnasium.registry:  # registered by the program, not by a package
         make_one = partial(gymnasium.make, spec, disable_env_checker=True, **arguments)
 
@@ -433,7 +429,7 @@ def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironm
         return make_one()
 
     make.__name__ = config.name
-    made = make_environments(make, {}, config.count, config.seed, config.purpose)
+    made = make_environments(make, {}, config.count, config.seed)
     if not isinstance(made, LoopedEnvironments):
         raise SurefootError(
             f"task={config.name!r}: makes a vector environment, but worker processes need single ones; set "
@@ -444,10 +440,10 @@ def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironm
 
 
 def _live_as_long_as_parent(kill_with_parent: bool) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in HELD:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):  # it was started with SIGINT blocked
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if hasattr(signal, "pthread_sigmask"):  # it was started with them blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     if kill_with_parent and sys.platform == "linux":
         # prctl(PR_SET_PDEATHSIG): C code that hangs with the interpreter lock ends with the parent too.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -140,13 +140,16 @@ def ranks_per_machine() -> int:
 def gathered(root: nn.Module, part: nn.Module | None = None) -> Iterator[None]:
     """Hold whole weights on every rank, in the dtype of the computation; passes without gradient then need no exchange.
 
-    root    a module that was passed to ``shard``, or to ``rest_on_cpu``; any other is left as it is
+    root    a module that was passed to ``shard``, or is on the CPU, or a part of it is; any other is left as it is
     part    gather only this part of it, with what the root itself holds, such as embeddings
 
     Entering is an exchange: all ranks do it together.
     """
-    if (idle := idle_weights(root)) is not None:
-        with idle.present():
+    idle = [weights for module in (root if part is None else part).modules() if (weights := idle_weights(module)) is not None]
+    if idle:
+        with ExitStack() as stack:
+            for weights in idle:
+                stack.enter_context(weights.present())
             yield
         return
     parts = _sharded_parts(root)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import numpy as by_numpy
+from safetensors import torch as by_torch
 from torch import Tensor
 
 from surefoot.core.sharding import Shard
@@ -37,6 +38,32 @@ def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
     return copies
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """``host_copies`` as the bytes of a safetensors file."""
+    arrays = _arrays(tensors)
+    return by_torch.save(dict(tensors), metadata) if arrays is None else by_numpy.save(arrays, metadata)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write ``host_copies`` into a safetensors file."""
+    arrays = _arrays(tensors)
+    if arrays is None:
+        by_torch.save_file(dict(tensors), path)
+    else:
+        by_numpy.save_file(arrays, path)
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """The tensors as arrays that share their memory; None if NumPy lacks one of the types.
+
+    ``safetensors.torch`` makes a type for each size of a tensor and keeps it, about 6 kB. Lengths of episodes differ, so a long
+    run would grow.
+    """
+    if any(tensor.dtype not in NUMPY_TYPES for tensor in tensors.values()):
+        return None
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def shards_of_rank(parts: Mapping[str, Any], number: int) -> RankShards:
@@ -68,7 +95,7 @@ def write_shards(place: Path, shards: RankShards, number: int) -> None:
     """
     try:
         for file, tensors in shards.files.items():
-            save_file(tensors, place / file)
+            write_tensors(tensors, place / file)
             with (place / file).open("rb") as opened:
                 os.fsync(opened.fileno())
     except (OSError, SafetensorError) as error:
@@ -166,3 +193,4 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 DTYPES |= {"I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 """by their names in safetensors"""
+NUMPY_TYPES = set(DTYPES.values()) - {torch.bfloat16}

@@ -137,10 +137,10 @@ class GradientSum:
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         """The micro-batches."""
-        costs = None
+        costs = shared = None
         if self.micro_batch_tokens is not None and batch.mask is not None:
-            costs = self.policy.costs(batch.inputs, batch.mask)
-        return micro_batches(batch, self.micro_batch, self.micro_batch_tokens, costs)
+            costs, shared = self.policy.costs(batch.inputs, batch.mask), self.policy.shared(batch.inputs, batch.mask)
+        return micro_batches(batch, self.micro_batch, self.micro_batch_tokens, costs, shared)
 
     def _evened(self, parts: Iterable[Batch], minibatch: Batch) -> Iterator[tuple[Batch, bool]]:
         """The micro-batches, and whether each counts. The passes of a sharded model are exchanges, so a rank with fewer

@@ -18,8 +18,8 @@ from surefoot.core.algorithms import Objective
 from surefoot.core.distributed import in_float64
 from surefoot.core.minibatches import global_count, micro_batches, normalised, random_order, select_rows
 from surefoot.core.objective import Batch, loss, ratio_range
-from surefoot.core.optimizer import BETAS, FlatOptimizer, adam
-from surefoot.core.rollout import Policy, map_tensors, tensors_in
+from surefoot.core.optimizer import BETAS, FlatOptimizer, FlatParameters, adam
+from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
 from surefoot.core.steps import LossSums, PendingStep, UpdateContext, by_name
 from surefoot.core.steps.programs import Program, loop, program_of, require_programs, structure
 
@@ -80,14 +80,22 @@ class CompiledStepper:
     too large, or a number is not finite. A trace reads θ before each step, so then the program runs once for each; that is the
     same loop, so the bits are the same.
 
-    optimizers  together they have all parameters of the policy
+    optimizers  the parameters that move
     rows        depends on the recipe alone, so that a resumed run uses the same engine
+    fixed       the parameters that don't move; with those that do they are all of the policy's
 
     Raises SurefootError if there is neither a compiler nor a compiled program in the cache.
     """
 
-    def __init__(self, policy: Policy, objective: Objective, optimizers: Mapping[str, FlatOptimizer], rows: int) -> None:
-        self.policy, self.objective, self.optimizers, self.rows = policy, objective, optimizers, rows
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        optimizers: Mapping[str, FlatOptimizer],
+        rows: int,
+        fixed: Sequence[FlatParameters] = (),
+    ) -> None:
+        self.policy, self.objective, self.optimizers, self.rows, self.fixed = policy, objective, optimizers, rows, fixed
         self.program: Program | None = None
         self.names: Names = ([], [])
         require_programs()
@@ -133,7 +141,8 @@ class CompiledStepper:
         arguments: list[Tensor] = []
         for optimizer in self.optimizers.values():
             arguments += [optimizer.values.detach(), *optimizer.moments()[1:]]
-        arguments += [torch.tensor([begin]), torch.tensor([end]), whole.numbers, whole.order, *whole.tensors]
+        arguments += [torch.tensor([begin]), torch.tensor([end]), whole.numbers, whole.order]
+        arguments += [*values_of(self.fixed), *whole.tensors]
         if self.program is None:
             with context.state.timer.detail("compiling"):
                 self.program = self._program(replace(whole.batch, flat_index=None), arguments)
@@ -152,7 +161,8 @@ class CompiledStepper:
         context.recording.visit(part, self.policy(part.inputs, part.actions), context.state.updates)
 
     def _program(self, batch: Batch, arguments: list[Tensor]) -> Program:
-        optimizers = list(self.optimizers.values())
+        optimizers, still = list(self.optimizers.values()), len(self.fixed)
+        groups = [*optimizers, *self.fixed]
         count = 3 * len(optimizers)  # of tensors of parameters and moments
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -165,7 +175,8 @@ class CompiledStepper:
             return (taken < end).view(())
 
         def step(taken: Tensor, end: Tensor, shown: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-            state, (numbers, order), columns = others[:count], others[count : count + 2], others[count + 2 :]
+            state, (numbers, order), columns = others[:count], others[count : count + 2], others[count + 2 + still :]
+            fixed = others[count + 2 : count + 2 + still]
             clip_scale, beta, *of_adam = numbers.index_select(0, taken).view(-1).unbind()
             rows = order.index_select(0, taken).view(-1)
             selected = iter([x.index_select(0, rows) for x in columns])
@@ -173,8 +184,8 @@ class CompiledStepper:
             if self.objective.normalise_advantages == "minibatch":
                 minibatch = normalised(minibatch)
             denominator = global_count(minibatch, self.objective.aggregation)
-            loss_of = loss_function(self.policy, self.objective, optimizers, minibatch, (denominator, clip_scale, beta))
-            gradients, shown_now = grad(loss_of, has_aux=True)(list(state[::3]))
+            loss_of = loss_function(self.policy, self.objective, groups, minibatch, (denominator, clip_scale, beta))
+            gradients, shown_now = grad(loss_of, has_aux=True)(list(state[::3]), fixed)
             norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
             accepted, moved = self._accepted(shown_now, norms), []
             for index, optimizer in enumerate(optimizers):
@@ -186,7 +197,8 @@ class CompiledStepper:
             return (taken + accepted, torch.where(accepted, end, taken), shown, *moved)
 
         self.names = names_of_terms(self.policy, self.objective, batch)
-        return program_of("the update", run, arguments, decided_by(self.policy, self.objective, optimizers, batch), FAST)
+        known = decided_by(self.policy, self.objective, optimizers, batch, self.fixed)
+        return program_of("the update", run, arguments, known, FAST)
 
     def _accepted(self, values: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
         """Whether the learner takes a step: its terms and norms are finite, and its KL is not too large.   [1]"""
@@ -203,11 +215,20 @@ class CompiledGradients:
 
     A micro-batch whose activations stay in a core's cache takes about half the time per row of a large minibatch.
 
-    optimizers   together they have all parameters of the policy
+    groups   the parameters that get a gradient
+    fixed    those that get none; together they are all of the policy's
     """
 
-    def __init__(self, policy: Policy, objective: Objective, optimizers: Mapping[str, FlatOptimizer], rows: int) -> None:
-        self.policy, self.objective, self.optimizers, self.rows = policy, objective, list(optimizers.values()), rows
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        groups: Sequence[FlatParameters],
+        rows: int,
+        fixed: Sequence[FlatParameters] = (),
+    ) -> None:
+        self.policy, self.objective, self.rows = policy, objective, rows
+        self.groups, self.fixed = groups, fixed
         self.program: Program | None = None
         self.names: Names = ([], [])
         require_programs()
@@ -215,9 +236,9 @@ class CompiledGradients:
     def add(
         self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
     ) -> LossSums:
-        """Add the gradient to that of each optimizer."""
+        """Add the gradient to that of each group."""
         numbers = torch.stack([denominator, denominator.new_tensor(context.clip_scale), denominator.new_tensor(context.beta)])
-        values, shown = [optimizer.values.detach() for optimizer in self.optimizers], []
+        values, shown = values_of([*self.groups, *self.fixed]), []
         read = replace(rows, flat_index=None)
         for part in zip(*(torch.split(x, self.rows) for x in tensors_in(read)), strict=True):
             arguments = [*values, numbers, *part]
@@ -226,8 +247,8 @@ class CompiledGradients:
                     self.program = self._program(read, arguments)
             with context.state.timer.detail("program"):
                 *gradients, row = self.program(arguments)
-            for optimizer, gradient in zip(self.optimizers, gradients, strict=True):
-                optimizer.gradients += gradient
+            for group, gradient in zip(self.groups, gradients, strict=True):
+                group.gradients += gradient
             shown.append(row)
         if context.recording is not None:
             self._record(rows, context)
@@ -242,25 +263,20 @@ class CompiledGradients:
             context.recording.visit(part, self.policy(part.inputs, part.actions), context.state.updates)
 
     def _program(self, batch: Batch, arguments: list[Tensor]) -> Program:
-        count = len(self.optimizers)
+        groups = [*self.groups, *self.fixed]
+        moving, count = len(self.groups), len(groups)
 
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
             rest = iter(tensors[count + 1 :])
             part: Batch = map_tensors(lambda _: next(rest), batch)
             denominator, clip_scale, beta = tensors[count].unbind()
-            numbers = denominator, clip_scale, beta
-            loss_of = loss_function(self.policy, self.objective, self.optimizers, part, numbers)
-            by_parameter, shown = grad(loss_of, has_aux=True)(list(tensors[:count]))
+            loss_of = loss_function(self.policy, self.objective, groups, part, (denominator, clip_scale, beta))
+            by_parameter, shown = grad(loss_of, has_aux=True)(list(tensors[:moving]), tensors[moving:count])
             return (*by_parameter, torch.stack(shown))
 
         self.names = names_of_terms(self.policy, self.objective, batch)
-        return program_of(
-            "the gradient of a micro-batch",
-            gradients,
-            arguments,
-            decided_by(self.policy, self.objective, self.optimizers, batch),
-            FAST,
-        )
+        known = decided_by(self.policy, self.objective, self.groups, batch, self.fixed)
+        return program_of("the gradient of a micro-batch", gradients, arguments, known, FAST)
 
 
 @torch.no_grad()
@@ -271,42 +287,55 @@ def names_of_terms(policy: Policy, objective: Objective, batch: Batch) -> Names:
     return list(terms), list(metrics)
 
 
-def decided_by(policy: Policy, objective: Objective, optimizers: Sequence[FlatOptimizer], batch: Batch) -> list[Any] | None:
+def decided_by(
+    policy: Policy, objective: Objective, groups: Sequence[FlatParameters], batch: Batch, fixed: Sequence[FlatParameters] = ()
+) -> list[Any] | None:
     """All that decides the graph of a step on a batch, for ``program_of``; None if the policy has code of others."""
     parts = structure(policy, constants=True)
     if parts is None:
         return None
     names = {id(p): name for name, p in policy.named_parameters()}
-    groups = [(replace(each.settings, learning_rate=0.0), [names[id(p)] for p in each.parameters]) for each in optimizers]
-    return [objective, groups, map_tensors(_kind, batch), *parts]
+    rules = [replace(each.settings, learning_rate=0.0) if isinstance(each, FlatOptimizer) else None for each in groups]
+    of_groups = [[names[id(p)] for p in each.parameters] for each in (*groups, *fixed)]
+    return [objective, rules, of_groups, map_tensors(_kind, batch), *parts]
 
 
 def _kind(x: Tensor) -> Any:
     return tuple(x.shape), x.dtype
 
 
+def values_of(groups: Sequence[FlatParameters]) -> list[Tensor]:
+    """The flat values of each group."""
+    return [group.values.detach() for group in groups]
+
+
+def evaluated(policy: Policy, groups: Sequence[FlatParameters], values: Sequence[Tensor], batch: Batch) -> Evaluation:
+    """The policy's evaluation of a batch of single steps with these flat values as its parameters."""
+    parameters = {id(p): name for name, p in policy.named_parameters()}
+    named: dict[str, Tensor] = {}
+    for group, part in zip(groups, values, strict=True):
+        named |= split(part, group.parameters, parameters)
+    evaluation: Evaluation = functional_call(policy, named, (batch.inputs, batch.actions, None))
+    return evaluation
+
+
 def loss_function(
     policy: Policy,
     objective: Objective,
-    optimizers: Sequence[FlatOptimizer],
+    groups: Sequence[FlatParameters],
     batch: Batch,
     numbers: tuple[Tensor, Tensor, Tensor],
-) -> Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]:
-    """The loss of a batch as a function of each optimizer's flat parameters: the total; and its terms, its metrics, and the
-    smallest and largest ratio.
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, list[Tensor]]]:
+    """The loss of a batch as a function of each group's flat parameters, first those that move, then the others: the total;
+    and its terms, its metrics, and the smallest and largest ratio.
 
     numbers   denominator, scale of the clip, weight of the KL penalty   [] each
     """
-    parameters = {id(p): name for name, p in policy.named_parameters()}
 
-    def loss_of(values: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        named: dict[str, Tensor] = {}
-        for optimizer, part in zip(optimizers, values, strict=True):
-            named |= split(part, optimizer.parameters, parameters)
-        evaluation = functional_call(policy, named, (batch.inputs, batch.actions, None))
+    def loss_of(moving: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         denominator, clip_scale, beta = numbers
         total, terms, metrics, ratio = loss(
-            evaluation,
+            evaluated(policy, groups, [*moving, *fixed], batch),
             batch,
             objective,
             denominator=denominator,

@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
 import time
 import warnings
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
-from surefoot.errors import SurefootError
+from surefoot.errors import NotCompiledError, cause_of
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 """takes a list of tensors, which it empties, and returns new tensors"""
@@ -63,7 +64,7 @@ def program_of(
                  with a ``repr`` of their values, and tensors. None: unknown, so the function is traced each time
     replaced     functions of this package to compute in place of operations, by the operation
 
-    Raises SurefootError if there is no C++ compiler, or the function can't be traced, such as one that branches on values.
+    Raises NotCompiledError if there is no C++ compiler, or the function can't be traced, such as one that branches on values.
     """
     operations = [str(operation) for operation in replaced or {}]
     known = None
@@ -78,7 +79,7 @@ def program_of(
             traced = make_fx(function, decomposition_table=dict(replaced or {}))(*arguments)
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        raise SurefootError(
+        raise NotCompiledError(
             f"engine='compiled': the policy can't be traced ({type(error).__name__}: {reason}); set engine = 'eager'"
         ) from error
     traced.graph.eliminate_dead_code()
@@ -162,22 +163,27 @@ def _load(library: Path) -> Program:
 
 
 def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library: Path) -> None:
-    """Compile the traced function into a shared library."""
+    """Compile the traced function into a shared library. Raises NotCompiledError if that fails."""
     require_compiler()
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        warnings.simplefilter("ignore")  # the exporter uses functions that PyTorch has deprecated
-        exported = torch.export.export(traced, tuple(arguments), strict=False)
-        new = Path(folder) / library.name
-        try:
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            warnings.simplefilter("ignore")  # the exporter uses functions that PyTorch has deprecated
+            exported = torch.export.export(traced, tuple(arguments), strict=False)
+            new = Path(folder) / library.name
             with torch._inductor.config.patch({"cpp.cxx": (compiler(),)}):  # its default search knows only $CXX and g++
                 torch._inductor.aoti_compile_and_package(exported, package_path=str(new))
-        except Exception as error:
-            raise SurefootError(
-                f"engine='compiled': {compiler()} could not compile the program ({type(error).__name__}); set engine = "
-                "'eager', or another compiler by $CXX"
-            ) from error
-        os.replace(new, library)
+            os.replace(new, library)
+    except OSError as error:
+        raise NotCompiledError(
+            f"engine='compiled': {library.parent} can't be written ({cause_of(error)}); set engine = 'eager', or "
+            "another folder by $XDG_CACHE_HOME"
+        ) from error
+    except Exception as error:
+        raise NotCompiledError(
+            f"engine='compiled': {compiler()} could not compile the program ({type(error).__name__}); set engine = 'eager', or "
+            "another compiler by $CXX"
+        ) from error
 
 
 def _fingerprint(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> str:
@@ -224,13 +230,31 @@ def compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
+TRIAL = "#include <cmath>\n#include <vector>\ndouble half(double x) { return std::vector<double>(1, std::fabs(x))[0] / 2; }\n"
+"""a small program that needs the standard library"""
+
+
+def no_compiler() -> str | None:
+    """Why programs can't be compiled here; None if the compiler makes a library of a small one, in about 0.3 s."""
+    path = compiler()
+    if path is None:
+        return "no C++ compiler (g++ or clang++) is installed"
+    with tempfile.TemporaryDirectory() as folder:
+        words = [path, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(Path(folder) / "trial.so")]
+        try:
+            done = subprocess.run(words, input=TRIAL.encode(), capture_output=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{path} does not run ({cause_of(error)})"
+    return f"{path} can't compile a small program" if done.returncode else None
+
+
 def require_programs() -> None:
-    """Raise SurefootError if there is neither a compiler nor a compiled program in the cache."""
+    """Raise NotCompiledError if there is neither a compiler nor a compiled program in the cache."""
     if not any(cache_folder().glob("*.pt2")):
         require_compiler()
 
 
 def require_compiler() -> None:
-    """Raise SurefootError unless there is a C++ compiler."""
+    """Raise NotCompiledError unless there is a C++ compiler."""
     if compiler() is None:
-        raise SurefootError("engine='compiled': needs a C++ compiler (g++ or clang++); install one, or set engine = 'eager'")
+        raise NotCompiledError("engine='compiled': needs a C++ compiler (g++ or clang++); install one, or set engine = 'eager'")

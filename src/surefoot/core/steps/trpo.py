@@ -7,6 +7,7 @@ rank takes the same one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ from surefoot.core.distributed import all_sum
 from surefoot.core.minibatches import Minibatch, with_global_numbers
 from surefoot.core.objective import Batch, loss, mean_old_kl, ratio_range
 from surefoot.core.optimizer import FlatParameters
-from surefoot.core.rollout import Policy, map_tensors
-from surefoot.core.steps import GradientSum, PendingStep, UpdateContext, by_name, sum_over_ranks
+from surefoot.core.rollout import Evaluation, Policy, map_tensors
+from surefoot.core.steps import Gradients, GradientSum, LossSums, PendingStep, UpdateContext, by_name, sum_over_ranks
 from surefoot.errors import SurefootError
 from surefoot.functional import aggregate, conjugate_gradient, fisher_vector_product, line_search
 from surefoot.functional.masking import keep_only
@@ -40,6 +41,75 @@ class Surrogate:
     """the smallest and the largest ρ of this rank's samples"""
 
 
+class NaturalPasses(Gradients, Protocol):
+    """What a natural step computes of a batch: gradient, surrogate and curvature, in sums over the rows of this rank."""
+
+    def evaluate(self, rows: Batch, denominator: Tensor) -> LossSums:
+        """The loss at the present θ. Its metrics end with those of ``further_sums``."""
+        ...
+
+    def curvature(self, rows: Batch, denominator: Tensor) -> Callable[[Tensor], Tensor]:
+        """v -> H v, with H the Hessian at θ_old of the rows' part of the mean KL(π_old‖π_θ).   [n] -> [n]"""
+        ...
+
+
+class EagerPasses:
+    """The passes of a natural step by autograd, in micro-batches.
+
+    optimizer    the policy's parameters
+    """
+
+    def __init__(self, gradients: GradientSum, optimizer: FlatParameters) -> None:
+        self.gradients, self.optimizer, self.objective = gradients, optimizer, gradients.objective
+
+    def add(
+        self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
+    ) -> LossSums:
+        """Add the gradient to ``.grad`` of ``parameters``, or of all parameters if None."""
+        return self.gradients.add(rows, denominator, context, parameters)
+
+    @torch.no_grad()
+    def evaluate(self, rows: Batch, denominator: Tensor) -> LossSums:
+        """The loss at the present θ."""
+        sums: list[Tensor] = []
+        extremes: list[Tensor] = []
+        for part in self.gradients.parts(rows):
+            evaluation = self.gradients.policy(part.inputs, part.actions, part.mask)
+            _, terms, metrics, ratio = loss(evaluation, part, self.objective, denominator=denominator)
+            metrics = metrics | further_sums(evaluation, part, self.objective, denominator)
+            sums.append(torch.stack([*terms.values(), *metrics.values()]))
+            extremes.append(torch.stack(ratio.aminmax()))
+        return LossSums(list(terms), list(metrics), torch.stack(sums).sum(0), ratio_range(extremes))
+
+    def curvature(self, rows: Batch, denominator: Tensor) -> Callable[[Tensor], Tensor]:
+        """v -> H v. A batch in one part keeps the graph of the gradient. With several parts each product builds the graphs
+        again, one at a time, to bound memory.
+        """
+        parts, parameters = list(self.gradients.parts(rows)), self.optimizer.parameters
+
+        def product(part: Batch) -> Callable[[Tensor], Tensor]:
+            # Neither fused attention nor cuDNN's LSTM can be differentiated twice.
+            with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+                evaluation = self.gradients.policy(part.inputs, part.actions, part.mask)
+            return fisher_vector_product(mean_old_kl(evaluation, part, self.objective, denominator), parameters, damping=0.0)
+
+        kept = product(parts[0]) if len(parts) == 1 else None
+
+        def matvec(v: Tensor) -> Tensor:
+            return kept(v) if kept else torch.stack([product(part)(v) for part in parts]).sum(0)
+
+        return matvec
+
+
+def further_sums(evaluation: Evaluation, batch: Batch, objective: Objective, denominator: Tensor) -> dict[str, Tensor]:
+    """What a line search reads besides the loss: mean KL(π_old‖π_θ), and the entropy bonus if there is one.   each []"""
+    further = {"kl_after": mean_old_kl(evaluation, batch, objective, denominator)}
+    if objective.entropy_coefficient:
+        mode, length = objective.aggregation, objective.aggregation_length
+        further["bonus"] = aggregate(keep_only(evaluation.entropy, batch.mask), batch.mask, mode, denominator, length)
+    return further
+
+
 class NaturalStepper:
     """One step of the policy on the whole batch; the critic does not move.
 
@@ -49,34 +119,35 @@ class NaturalStepper:
 
     def __init__(
         self,
-        gradients: GradientSum,
+        policy: Policy,
+        passes: NaturalPasses,
         optimizer: FlatParameters,
         constraint: Constraint,
         parameters: Sequence[nn.Parameter] | None = None,
     ) -> None:
-        self.gradients, self.optimizer, self.constraint, self.parameters = gradients, optimizer, constraint, parameters
+        self.policy, self.passes, self.optimizer, self.constraint = policy, passes, optimizer, constraint
+        self.parameters = parameters
 
     def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> list[Minibatch]:
         """The whole batch, in its own order."""
-        return with_global_numbers([batch], self.gradients.objective)
+        return with_global_numbers([batch], self.passes.objective)
 
     def prepare(self, minibatch: Minibatch, context: UpdateContext) -> "NaturalStep":
         """The gradient of the loss at θ_old; the line search runs when the step is taken."""
-        gradients = self.gradients
         rows = minibatch.rows if minibatch.moments is None else context.normalised(minibatch.rows, minibatch.moments)
         self.optimizer.zero()
-        sums = gradients.add(rows, minibatch.denominator, context, self.parameters)
+        sums = self.passes.add(rows, minibatch.denominator, context, self.parameters)
         terms, metrics = sum_over_ranks(sums, [self.optimizer])
         return NaturalStep(
             terms=terms,
             metrics=metrics,
             ratios=sums.ratios,
             norms={"policy": self.optimizer.gradient_norm()},
-            policy=gradients.policy,
-            objective=gradients.objective,
+            policy=self.policy,
+            passes=self.passes,
             constraint=self.constraint,
             optimizer=self.optimizer,
-            parts=list(gradients.parts(rows)),
+            rows=rows,
             denominator=minibatch.denominator,
         )
 
@@ -86,11 +157,11 @@ class NaturalStep(PendingStep):
     """A step whose gradient, summed over ranks, is in ``optimizer.gradients``."""
 
     policy: Policy
-    objective: Objective
+    passes: NaturalPasses
     constraint: Constraint
     optimizer: FlatParameters
-    parts: Sequence[Batch]
-    """the whole batch, in micro-batches"""
+    rows: Batch
+    """the whole batch"""
     denominator: Tensor
     """the batch's count over all ranks"""
 
@@ -100,8 +171,8 @@ class NaturalStep(PendingStep):
         θ stays if the gradient is 0, if the KL has no curvature along the direction (xᵀHx ≤ 0), or if the line search accepts
         no length.
         """
-        if self.objective.baseline == "critic":
-            _reject_shared_trunk(self.policy, self.parts[0], self.optimizer.parameters)
+        if self.passes.objective.baseline == "critic":
+            _reject_shared_trunk(self.policy, self.rows, self.optimizer.parameters)
         constraint, values, old = self.constraint, self.optimizer.values, self.optimizer.values.clone()
         start = self._surrogate()
         tried: list[Surrogate] = []
@@ -135,8 +206,7 @@ class NaturalStep(PendingStep):
         norm = torch.linalg.vector_norm(gradients)
         if norm == 0:
             return None
-        parameters, damping = self.optimizer.parameters, constraint.damping
-        matvec = damped_fisher(self.policy, self.parts, parameters, self.objective, self.denominator, damping)
+        matvec = damped_fisher(self.passes.curvature(self.rows, self.denominator), constraint.damping)
         # The step's length does not depend on that of g; at length 1 a small g is not lost in the solver's tolerance.
         direction = conjugate_gradient(matvec, -gradients / norm, constraint.cg_iterations)
         curvature = direction @ matvec(direction)
@@ -144,26 +214,15 @@ class NaturalStep(PendingStep):
             return None
         return (2 * constraint.delta / curvature).sqrt() * direction
 
-    @torch.no_grad()
     def _surrogate(self) -> Surrogate:
         """Evaluate the policy on the whole batch, over all ranks."""
-        objective, denominator = self.objective, self.denominator
-        sums: list[Tensor] = []
-        extremes: list[Tensor] = []
-        for part in self.parts:
-            evaluation = self.policy(part.inputs, part.actions, part.mask)
-            _, terms, metrics, ratio = loss(evaluation, part, objective, denominator=denominator)
-            further = {"kl_after": mean_old_kl(evaluation, part, objective, denominator)}
-            if objective.entropy_coefficient:
-                mode, length = objective.aggregation, objective.aggregation_length
-                further["bonus"] = aggregate(keep_only(evaluation.entropy, part.mask), part.mask, mode, denominator, length)
-            sums.append(torch.stack([*terms.values(), *metrics.values(), *further.values()]))
-            extremes.append(torch.stack(ratio.aminmax()))
-        of_terms, of_metrics, rest = by_name(all_sum(torch.stack(sums).sum(0)).tolist(), terms, metrics, further)
-        gain = -of_terms["policy_loss"] + objective.entropy_coefficient * rest.get("bonus", 0.0)
+        objective, sums = self.passes.objective, self.passes.evaluate(self.rows, self.denominator)
+        terms, metrics = by_name(all_sum(sums.sums).tolist(), sums.terms, sums.metrics)
+        kl, bonus = metrics.pop("kl_after"), metrics.pop("bonus", 0.0)
+        gain = -terms["policy_loss"] + objective.entropy_coefficient * bonus
         if objective.reference_coefficient:
-            gain -= objective.reference_coefficient * of_terms["reference_loss"]
-        return Surrogate(gain, rest["kl_after"], of_terms, of_metrics, ratio_range(extremes))
+            gain -= objective.reference_coefficient * terms["reference_loss"]
+        return Surrogate(gain, kl, terms, metrics, sums.ratios)
 
 
 def _reject_shared_trunk(policy: Policy, part: Batch, parameters: Sequence[nn.Parameter]) -> None:
@@ -180,30 +239,10 @@ def _reject_shared_trunk(policy: Policy, part: Batch, parameters: Sequence[nn.Pa
         )
 
 
-def damped_fisher(
-    policy: Policy,
-    parts: Sequence[Batch],
-    parameters: Sequence[nn.Parameter],
-    objective: Objective,
-    denominator: Tensor,
-    damping: float,
-) -> Callable[[Tensor], Tensor]:
-    """v -> (H + damping·I) v, with H the Hessian at θ_old of the mean KL(π_old‖π_θ) over all parts and ranks.   [n] -> [n]
-
-    A batch in one part keeps the graph of the gradient. With several parts each product builds the graphs again, one at a time,
-    to bound memory.
-    """
-
-    def product(part: Batch) -> Callable[[Tensor], Tensor]:
-        # Neither fused attention nor cuDNN's LSTM can be differentiated twice.
-        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
-            evaluation = policy(part.inputs, part.actions, part.mask)
-        return fisher_vector_product(mean_old_kl(evaluation, part, objective, denominator), parameters, damping=0.0)
-
-    kept = product(parts[0]) if len(parts) == 1 else None
+def damped_fisher(curvature: Callable[[Tensor], Tensor], damping: float) -> Callable[[Tensor], Tensor]:
+    """v -> (H + damping·I) v, with H the sum over ranks of their ``curvature``.   [n] -> [n]"""
 
     def matvec(v: Tensor) -> Tensor:
-        products = [kept(v)] if kept else [product(part)(v) for part in parts]
-        return all_sum(torch.stack(products).sum(0)) + damping * v
+        return all_sum(curvature(v)) + damping * v
 
     return matvec

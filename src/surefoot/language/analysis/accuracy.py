@@ -148,7 +148,7 @@ def parse_ks(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise SurefootError(f"--k {text}: is no list of whole numbers; separate them by commas, such as 1,4,8") from None
+        raise SurefootError(f"--k {text}: is not a list of whole numbers; separate them by commas, such as 1,4,8") from None
 
 
 @torch.no_grad()

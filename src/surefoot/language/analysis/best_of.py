@@ -12,7 +12,6 @@ from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import best_of_n_kl
 from surefoot.language.data import datasets as data
-from surefoot.language.data.rows import Row
 from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import columns_of
 from surefoot.language.models.language_model import LanguageModel
@@ -96,7 +95,7 @@ def best_of_n(
 
     Raises SurefootError for rows that are no prompts or don't fit into the model's context, and when no row is left.
     """
-    prompts = _fitting(read_rows(path), model, settings.max_tokens)
+    prompts = prompts_that_fit(path, model, settings.max_tokens)
     for part in parts_of(reward):
         if isinstance(part, FunctionReward):
             part.check_columns(prompts.columns)
@@ -178,14 +177,15 @@ def chosen_row(
     return pair_row(prompt, responses[best], responses[last]) | {"reward": rewards[best], "reward_rejected": rewards[last]}
 
 
-def _fitting(rows: Sequence[Row], model: LanguageModel, max_tokens: int) -> data.Prompts:
-    """The prompts of a file, all of which leave room for a response."""
+def prompts_that_fit(path: str | Path, model: LanguageModel, max_tokens: int) -> data.Prompts:
+    """The prompts of a file. Raises SurefootError if one doesn't fit into the model's context with its response."""
+    rows = read_rows(path)
     prompts, context = data.prompts(rows, model.tokens, NO_LIMIT), context_length(model.model)
     for row, ids in zip(rows, prompts.ids, strict=True):
         if context is not None and len(ids) + max_tokens > context:
             raise SurefootError(
-                f"{row.where}: its prompt has {len(ids)} tokens, and with --max-tokens {max_tokens} they don't fit into the "
-                f"model's context of {context}; shorten one of them"
+                f"{row.where}: its prompt has {len(ids)} tokens, which with --max-tokens {max_tokens} is more than the model's "
+                f"context of {context}; shorten one of them"
             )
     return prompts
 

@@ -252,7 +252,7 @@ def index_of_token(mask: Tensor, number: Tensor) -> Tensor:
     return (mask & (mask.cumsum(-1) == number.unsqueeze(-1) + 1)).int().argmax(-1)
 
 
-def success(predicted: Tensor, right: Tensor, bins: int = BINS) -> dict[str, Any]:
+def success(predicted: Tensor, right: Tensor) -> dict[str, Any]:
     """How well predicted probabilities of success fit the outcomes.   [N], [N] bool
 
     ``brier`` is mean (p − right)²; ``brier_baseline`` that of always predicting the share of successes (Brier 1950);
@@ -260,15 +260,15 @@ def success(predicted: Tensor, right: Tensor, bins: int = BINS) -> dict[str, Any
     """
     p, right = in_float64(predicted).clamp(0, 1), in_float64(right)
     share = right.mean()
-    which = (p * bins).long().clamp(max=bins - 1)
+    which = (p * BINS).long().clamp(max=BINS - 1)
     table = []
-    for index in range(bins):
+    for index in range(BINS):
         here = which == index
         count = int(here.sum())
         table.append(
             {
-                "from": index / bins,
-                "to": (index + 1) / bins,
+                "from": index / BINS,
+                "to": (index + 1) / BINS,
                 "count": count,
                 "predicted": float(p[here].mean()) if count else None,
                 "observed": float(right[here].mean()) if count else None,

@@ -52,44 +52,42 @@ SYSTEM = ("system", "developer")
 """roles that may precede the user"""
 
 
-@dataclass(frozen=True)
-class Demonstrations:
-    """Tokenised demonstrations for supervised fine-tuning."""
+@dataclass(frozen=True, kw_only=True)
+class Tokenised:
+    """What rows of every kind have besides their tokens."""
 
-    ids: Sequence[list[int]]
-    trained: Sequence[list[bool]]
-    """which ids are trained, row by row; never the first"""
-    dropped: int
-    """number of rows dropped as too long"""
+    dropped: int = 0
+    """number of rows dropped as too long; a pair is if either side is"""
     unused: tuple[str, ...] = ()
-    """columns that are not used"""
+    """columns that are not used; of prompts, those that only reward functions read"""
     notes: tuple[str, ...] = ()
-    """lines about control tokens in the rows"""
+    """lines about control tokens in the rows, and about labelled answers without a partner"""
     facts: Facts = field(default_factory=Facts)
     """what was computed from all rows before"""
 
 
 @dataclass(frozen=True)
-class Pairs:
+class Demonstrations(Tokenised):
+    """Tokenised demonstrations for supervised fine-tuning."""
+
+    ids: Sequence[list[int]]
+    trained: Sequence[list[bool]]
+    """which ids are trained, row by row; never the first"""
+
+
+@dataclass(frozen=True)
+class Pairs(Tokenised):
     """Tokenised pairs for a reward model or DPO: each side is prompt and answer."""
 
     chosen: Sequence[list[int]]
     rejected: Sequence[list[int]]
     prompt_lengths: Sequence[int]
     """number of the prompt's ids at the beginning of both sides"""
-    dropped: int
-    """number of pairs dropped because a side was too long"""
     chosen_trained: Sequence[list[bool]]
     """which ids of the chosen side the assistant wrote"""
     rejected_trained: Sequence[list[bool]]
     equal: int = 0
     """number of pairs dropped because both answers are the same"""
-    unused: tuple[str, ...] = ()
-    """columns that are not used"""
-    notes: tuple[str, ...] = ()
-    """lines about control tokens in the rows, and about labelled answers without a partner"""
-    facts: Facts = field(default_factory=Facts)
-    """what was computed from all rows before"""
 
 
 @dataclass(frozen=True)
@@ -101,25 +99,17 @@ class Labelled(Demonstrations):
 
 
 @dataclass(frozen=True)
-class Stepped:
+class Stepped(Tokenised):
     """Tokenised answers in steps, each step labelled as good or bad."""
 
     ids: Sequence[list[int]]
     ends: Sequence[list[int]]
     """the index of the last token of each step"""
     good: Sequence[list[bool]]
-    dropped: int
-    """number of rows dropped as too long"""
-    unused: tuple[str, ...] = ()
-    """columns that are not used"""
-    notes: tuple[str, ...] = ()
-    """lines about control tokens in the rows"""
-    facts: Facts = field(default_factory=Facts)
-    """what was computed from all rows before"""
 
 
 @dataclass(frozen=True)
-class Prompts:
+class Prompts(Tokenised):
     """Tokenised prompts for sampling."""
 
     prompts: Sequence[str | Messages]
@@ -127,14 +117,6 @@ class Prompts:
     ids: Sequence[list[int]]
     columns: Mapping[str, Sequence[Any]]
     """every other column, for reward functions; None for rows without it"""
-    dropped: int
-    """number of prompts dropped as too long"""
-    unused: tuple[str, ...] = ()
-    """columns that only reward functions read"""
-    notes: tuple[str, ...] = ()
-    """lines about control tokens in the rows"""
-    facts: Facts = field(default_factory=Facts)
-    """what was computed from all rows before"""
 
 
 def repeat_prompts(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> Prompts:
@@ -187,8 +169,8 @@ def demonstrations(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    made, tally, facts = _tokenised("demonstrations", rows, tokens, max_length, limit_text, control)
-    return Demonstrations(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control), facts)
+    made, _, common = _Preparation("demonstrations", rows, tokens, max_length, limit_text, control).run()
+    return Demonstrations(made["ids"], made["trained"], **common)
 
 
 def pairs(
@@ -200,19 +182,10 @@ def pairs(
 
     Raises SurefootError, with file and line, for a row of another shape, and if no row remains.
     """
-    made, tally, facts = _tokenised("pairs", rows, tokens, max_length, limit_text, control)
-    return Pairs(
-        made["chosen"],
-        made["rejected"],
-        facts.once("prompt-lengths", lambda: [length for (length,) in made["prompt_lengths"]]),
-        tally.dropped,
-        made["chosen_trained"],
-        made["rejected_trained"],
-        tally.equal,
-        tuple(tally.unused),
-        tally.notes(control),
-        facts,
-    )
+    made, tally, common = _Preparation("pairs", rows, tokens, max_length, limit_text, control).run()
+    lengths = common["facts"].once("prompt-lengths", lambda: [length for (length,) in made["prompt_lengths"]])
+    trained = made["chosen_trained"], made["rejected_trained"]
+    return Pairs(made["chosen"], made["rejected"], lengths, *trained, tally.equal, **common)
 
 
 def labelled(
@@ -222,9 +195,9 @@ def labelled(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    made, tally, facts = _tokenised("labelled", rows, tokens, max_length, limit_text, control)
-    good = facts.once("labels", lambda: [label for (label,) in made["good"]])
-    return Labelled(made["ids"], made["trained"], tally.dropped, tuple(tally.unused), tally.notes(control), facts, good)
+    made, _, common = _Preparation("labelled", rows, tokens, max_length, limit_text, control).run()
+    good = common["facts"].once("labels", lambda: [label for (label,) in made["good"]])
+    return Labelled(made["ids"], made["trained"], good, **common)
 
 
 def stepped(
@@ -239,8 +212,8 @@ def stepped(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    made, tally, facts = _tokenised("steps", rows, tokens, max_length, limit_text, control, separator)
-    return Stepped(made["ids"], made["ends"], made["good"], tally.dropped, tuple(tally.unused), tally.notes(control), facts)
+    made, _, common = _Preparation("steps", rows, tokens, max_length, limit_text, control, separator).run()
+    return Stepped(made["ids"], made["ends"], made["good"], **common)
 
 
 def prompts(
@@ -250,17 +223,9 @@ def prompts(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every prompt is too long.
     """
-    made, tally, facts = _tokenised("prompts", rows, tokens, max_length, limit_text, control)
-    stored = made["row"]
-    return Prompts(
-        _listed(stored, _prompt_of),
-        made["ids"],
-        {name: _listed(stored, _column_of(name)) for name in tally.columns},
-        tally.dropped,
-        tuple(tally.unused),
-        tally.notes(control),
-        facts,
-    )
+    made, tally, common = _Preparation("prompts", rows, tokens, max_length, limit_text, control).run()
+    columns = {name: _listed(made["row"], _column_of(name)) for name in tally.columns}
+    return Prompts(_listed(made["row"], _prompt_of), made["ids"], columns, **common)
 
 
 class Mapped(Sequence[Any]):
@@ -298,7 +263,7 @@ def prompts_without_ids(rows: Sequence[Row]) -> Prompts:
     """Rows for an environment, which makes the prompts: every column is kept, and there are no ids."""
     names = dict.fromkeys(name for row in rows for name in row.columns)
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
-    return Prompts(["" for _ in rows], [[] for _ in rows], columns, 0)
+    return Prompts(["" for _ in rows], [[] for _ in rows], columns)
 
 
 # ---- one row as its fields --------------------------------------------------------------------------------------------
@@ -579,19 +544,6 @@ class _RowMaker:
         self.tally.literal += literal is not None
 
 
-def _tokenised(
-    kind: str,
-    rows: Iterable[Row],
-    tokens: Tokens,
-    max_length: int,
-    limit_text: str,
-    control: ControlPolicy,
-    separator: str = "",
-) -> tuple[Mapping[str, Sequence[Any]], Tally, Facts]:
-    """The fields of all rows that are kept, in memory or, for a large source, in the cache; a tally of all rows; and facts."""
-    return _Preparation(kind, rows, tokens, max_length, limit_text, control, separator).run()
-
-
 class _Preparation:
     """Tokenises the rows of a source: those of a large one in several processes, with the same result.
 
@@ -613,7 +565,14 @@ class _Preparation:
         self.maker = _RowMaker(kind, tokens, max_length, control, separator)
         self.tally = Tally()
 
-    def run(self) -> tuple[Mapping[str, Sequence[Any]], Tally, Facts]:
+    def run(self) -> tuple[Mapping[str, Sequence[Any]], Tally, dict[str, Any]]:
+        """The fields of all rows that are kept, a tally of all rows, and the fields of ``Tokenised``."""
+        made, tally, facts = self._made()
+        unused, notes = tuple(tally.unused), tally.notes(self.control)
+        return made, tally, {"dropped": tally.dropped, "unused": unused, "notes": notes, "facts": facts}
+
+    def _made(self) -> tuple[Mapping[str, Sequence[Any]], Tally, Facts]:
+        """The fields in memory or, of a large source, in the cache."""
         kinds, processes = FIELDS[self.kind], 1
 
         def build(fields: Fields) -> dict[str, Any]:

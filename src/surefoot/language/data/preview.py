@@ -1,7 +1,7 @@
 """Preview data before training: rows with trained tokens coloured, lengths, and dropped rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.language.data.cache import lengths_of
-from surefoot.language.data.datasets import ControlPolicy, demonstrations, labelled, pairs, prompts, stepped
+from surefoot.language.data.datasets import (
+    ControlPolicy,
+    Mapped,
+    Pairs,
+    Tokenised,
+    demonstrations,
+    labelled,
+    pairs,
+    prompts,
+    stepped,
+)
 from surefoot.language.data.shapes import is_labelled, paired, shape_of
 from surefoot.language.data.sources import Source, open_rows
 from surefoot.language.data.tokens import Tokens
@@ -87,79 +97,74 @@ def _sequences(
 ) -> tuple[list[TokenSequence], Summary]:
     """The first kept sequences, and a summary of all. The columns of the first row show what the rows are."""
     names = set(first)
+    extra: dict[str, str] = {}
     if is_labelled(first):
-        return _labelled_sequences(rows, tokens, limit, count, control)
+        answers = labelled(rows, tokens, limit, control=control)
+        labels = ["good" if good else "bad" for good in answers.good[:count]]
+        good = sum(answers.good)
+        extra["labels"] = f"{good:,} good, {len(answers.good) - good:,} bad, for preference.loss = 'kto' or 'binary'"
+        extra["pairs"] = f"{sum(1 for _ in paired(rows, [])):,}, for the other losses"
+        return _shown("labelled answers", answers, answers.ids, answers.trained, labels, limit, extra)
     if names & {"chosen", "rejected"}:
-        both = pairs(rows, tokens, limit, control=control)
-        sides = (("chosen", both.chosen, both.chosen_trained), ("rejected", both.rejected, both.rejected_trained))
-        shown = [
-            TokenSequence(ids[index], trained[index], f"{index + 1} {name}")
-            for index in range(min(count, len(both.chosen)))
-            for name, ids, trained in sides
-        ]
-        equal = {"equal": f"{both.equal:,} whose answers are the same, dropped"} if both.equal else {}
-        lengths = [length for _, ids, _ in sides for length in lengths_of(ids)]
-        trained = sum(sum(row) for _, _, side in sides for row in side)
-        left_out = {"dropped": _too_long(both.dropped, limit), **equal, **_noted(both.notes), **_unused(both.unused)}
-        return shown, Summary(
-            "pairs", len(both.chosen), len(both.chosen) + both.dropped + both.equal, lengths, trained, left_out
-        )
+        return _pair_sequences(pairs(rows, tokens, limit, control=control), limit, count)
     if {"completions", "labels"} <= names:
-        return _stepped_sequences(rows, tokens, limit, count, control)
+        steps = stepped(rows, tokens, limit, control=control)
+        scored = [[at in ends for at in range(len(ids))] for ids, ends in zip(steps.ids, map(set, steps.ends), strict=True)]
+        labels = [" ".join("good" if x else "bad" for x in good) for good in steps.good[:count]]
+        good, every = sum(map(sum, steps.good)), sum(map(len, steps.good))
+        extra["labels"] = f"{good:,} good and {every - good:,} bad steps, for preference.loss = 'steps'"
+        return _shown("answers in steps", steps, steps.ids, scored, labels, limit, extra)
     if _is_prompt(names):
         kept = prompts(rows, tokens, limit, control=control)
-        shown = [TokenSequence(ids, [False] * len(ids), f"{i + 1}") for i, ids in enumerate(kept.ids[:count])]
-        columns = {"for rewards": ", ".join(kept.unused)} if kept.unused else {}
-        left_out = {"dropped": _too_long(kept.dropped, limit), **columns, **_noted(kept.notes)}
-        return shown, Summary("prompts", len(kept.ids), len(kept.ids) + kept.dropped, lengths_of(kept.ids), 0, left_out)
+        if kept.unused:
+            extra["for rewards"] = ", ".join(kept.unused)
+        untrained = Mapped(kept.ids, lambda ids: [False] * len(ids))
+        return _shown("prompts", replace(kept, unused=()), kept.ids, untrained, [""] * count, limit, extra)
     made = demonstrations(rows, tokens, limit, control=control)
-    some = zip(made.ids[:count], made.trained[:count], strict=True)
-    shown = [TokenSequence(*row, f"{i + 1}") for i, row in enumerate(some)]
-    left_out = {"dropped": _too_long(made.dropped, limit), **_noted(made.notes), **_unused(made.unused)}
-    trained = sum(map(sum, made.trained))
-    return shown, Summary(
-        "demonstrations", len(made.ids), len(made.ids) + made.dropped, lengths_of(made.ids), trained, left_out
-    )
+    if {"prompt", "completion", "label"} <= names and not is_labelled(first, numbers=True):
+        extra["label"] = f"{first['label']!r:.40} is not true or false: no label for preference.loss = 'kto' or 'binary'"
+    return _shown("demonstrations", made, made.ids, made.trained, [""] * count, limit, extra)
 
 
-def _labelled_sequences(
-    rows: Source, tokens: Tokens, limit: int, count: int, control: ControlPolicy
+def _shown(
+    kind: str,
+    made: Tokenised,
+    ids: Sequence[list[int]],
+    trained: Sequence[list[bool]],
+    labels: Sequence[str],
+    limit: int,
+    extra: Mapping[str, str],
 ) -> tuple[list[TokenSequence], Summary]:
-    """The first labelled answers, and a summary of all, with the number of pairs that they make."""
-    made = labelled(rows, tokens, limit, control=control)
-    some = zip(made.ids[:count], made.trained[:count], made.good[:count], strict=True)
-    shown = [TokenSequence(ids, trained, f"{i + 1} {'good' if good else 'bad'}") for i, (ids, trained, good) in enumerate(some)]
-    kept, good = len(made.ids), sum(made.good)
-    left_out = {
-        "labels": f"{good:,} good, {kept - good:,} bad, for preference.loss = 'kto' or 'binary'",
-        "pairs": f"{sum(1 for _ in paired(rows, [])):,}, for the other losses",
-        "dropped": _too_long(made.dropped, limit),
-        **_noted(made.notes),
-        **_unused(made.unused),
-    }
-    trained = sum(map(sum, made.trained))
-    return shown, Summary("labelled answers", kept, kept + made.dropped, lengths_of(made.ids), trained, left_out)
+    """The first sequences, one for each label, and a summary of all."""
+    some = zip(ids[: len(labels)], trained[: len(labels)], labels, strict=False)
+    shown = [TokenSequence(row, marks, f"{i} {label}".rstrip()) for i, (row, marks, label) in enumerate(some, start=1)]
+    left_out = {**extra, **_left_out(made, limit)}
+    return shown, Summary(kind, len(ids), len(ids) + made.dropped, lengths_of(ids), sum(map(sum, trained)), left_out)
 
 
-def _stepped_sequences(
-    rows: Source, tokens: Tokens, limit: int, count: int, control: ControlPolicy
-) -> tuple[list[TokenSequence], Summary]:
-    """The first answers in steps, whose last tokens count as trained, and a summary of all."""
-    made = stepped(rows, tokens, limit, control=control)
-    scored = [[place in ends for place in range(len(ids))] for ids, ends in zip(made.ids, map(set, made.ends), strict=True)]
+def _pair_sequences(both: Pairs, limit: int, count: int) -> tuple[list[TokenSequence], Summary]:
+    """The same for pairs, whose sides are sequences of their own."""
+    sides = (("chosen", both.chosen, both.chosen_trained), ("rejected", both.rejected, both.rejected_trained))
     shown = [
-        TokenSequence(ids, trained, f"{i + 1} {' '.join('good' if x else 'bad' for x in good)}")
-        for i, (ids, trained, good) in enumerate(zip(made.ids[:count], scored[:count], made.good[:count], strict=True))
+        TokenSequence(ids[index], trained[index], f"{index + 1} {name}")
+        for index in range(min(count, len(both.chosen)))
+        for name, ids, trained in sides
     ]
-    steps, good_ones = sum(map(len, made.good)), sum(map(sum, made.good))
-    left_out = {
-        "labels": f"{good_ones:,} good and {steps - good_ones:,} bad steps, for preference.loss = 'steps'",
-        "dropped": _too_long(made.dropped, limit),
-        **_noted(made.notes),
-        **_unused(made.unused),
-    }
-    kept = len(made.ids)
-    return shown, Summary("answers in steps", kept, kept + made.dropped, lengths_of(made.ids), steps, left_out)
+    equal = {"equal": f"{both.equal:,} whose answers are the same, dropped"} if both.equal else {}
+    lengths = [length for _, ids, _ in sides for length in lengths_of(ids)]
+    trained = sum(sum(row) for _, _, side in sides for row in side)
+    kept = len(both.chosen)
+    return shown, Summary("pairs", kept, kept + both.dropped + both.equal, lengths, trained, _left_out(both, limit) | equal)
+
+
+def _left_out(made: Tokenised, limit: int) -> dict[str, str]:
+    """Name and text of each line about dropped and unused data."""
+    lines = {"dropped": f"{made.dropped:,} longer than {limit:,} tokens"}
+    if made.notes:
+        lines["note"] = "\n".join(note.partition(": ")[2] for note in made.notes)
+    if made.unused:
+        lines["not used"] = ", ".join(made.unused)
+    return lines
 
 
 def _is_prompt(names: set[str]) -> bool:
@@ -167,18 +172,6 @@ def _is_prompt(names: set[str]) -> bool:
     if "instruction" in names and "prompt" not in names:
         return "output" not in names
     return "prompt" in names and not names & {"completion", "messages", "text"}
-
-
-def _too_long(dropped: int, limit: int) -> str:
-    return f"{dropped:,} longer than {limit:,} tokens"
-
-
-def _noted(notes: Sequence[str]) -> dict[str, str]:
-    return {"note": "\n".join(note.partition(": ")[2] for note in notes)} if notes else {}
-
-
-def _unused(names: Sequence[str]) -> dict[str, str]:
-    return {"not used": ", ".join(names)} if names else {}
 
 
 def coloured_tokens(one: TokenSequence, tokens: Tokens) -> Text:

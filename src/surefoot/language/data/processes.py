@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from surefoot.errors import SurefootError
+from surefoot.files import available_cores
 
 CHUNK = 500
 """rows per request"""
@@ -28,8 +29,7 @@ Work = Callable[[list[Any]], Any]
 
 def usable_processes() -> int:
     """As many processes as there are cores that this process may use, at most ``MOST``."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST)
+    return min(available_cores(), MOST)
 
 
 def in_processes(work: Work, rows: Iterable[Any], processes: int) -> Generator[tuple[list[Any], Any], None, None]:
@@ -103,12 +103,15 @@ def _started(work: Work, processes: int) -> "list[_Worker]":
         content = pickle.dumps(work)
     except Exception:
         return []
-    workers = [_Worker(content) for _ in range(processes)]
-    ready = [worker.is_ready() for worker in workers]
-    if all(ready):
-        return workers
-    for worker in workers:
-        worker.close()
+    with contextlib.ExitStack() as started:
+        workers = []
+        for _ in range(processes):
+            workers.append(_Worker(content))
+            started.callback(workers[-1].close)
+        ready = [worker.is_ready() for worker in workers]
+        if all(ready):
+            started.pop_all()
+            return workers
     return []
 
 

@@ -26,6 +26,10 @@ HEAD = 100
 """rows in which a renamed column must occur"""
 
 
+IMAGES = ("image", "images", "audio", "audios", "video", "videos")
+"""columns that vision-language data sets have, which a model of text would not see"""
+
+
 class Source:
     """Rows that can be read again and again, one at a time.
 
@@ -48,13 +52,14 @@ class Source:
         self._read, self._size, self._content = read, size, content
 
     def __iter__(self) -> Iterator[Row]:
-        """The rows, with renamed columns. Raises SurefootError if there are none."""
+        """The rows, with renamed columns. Raises SurefootError if there are none, and for a row with images, sound or video."""
         rows = self._read()
         head = list(islice(rows, HEAD))
         if not head:
             raise SurefootError(f"{self.name}: has no rows; write at least one")
         self._check_columns(head)
         for row in chain(head, rows):
+            self._check_text(row)
             yield self._renamed(row) if self.columns else row
 
     @property
@@ -66,6 +71,14 @@ class Source:
     def content(self) -> str:
         """A hash of everything that the rows depend on."""
         return self._content()
+
+    def _check_text(self, row: Row) -> None:
+        for name in IMAGES:
+            if row.columns.get(name) not in (None, [], "") and self.columns.get(name, name) == name:
+                raise SurefootError(
+                    f"{row.where}: has a column {name!r}, and only text is trained; remove the column, or give it another "
+                    f'name for rewards that read it: data.columns = {{ {name} = "picture" }}'
+                )
 
     def _check_columns(self, head: list[Row]) -> None:
         known = dict.fromkeys(name for row in head for name in row.columns)

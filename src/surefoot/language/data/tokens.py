@@ -13,9 +13,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language.calls import DeadlineExceeded, with_deadline
 from surefoot.language.data.rendering import ENDS, ControlTokens, changed_span, tokens_within
 from surefoot.language.data.rows import SETTINGS, TOOLS, WEIGHT
-from surefoot.language.deadline import DeadlineExceeded, with_deadline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,9 +84,9 @@ class ChatTemplate:
             return [int(i) for i in ids]
         return control.encode(str(self._apply(marked, add_generation_prompt=add_generation_prompt, tokenize=False)))[0]
 
-    def control_tokens(self, value: Any, options: Mapping[str, Any] | None = None) -> str | None:
+    def control_tokens(self, value: Any) -> str | None:
         """The first control token in the text of a message or value; None if there is none."""
-        return self._controls(options or {}).first_in(value)
+        return self._controls({}).first_in(value)
 
     def _encoded(self, text: str) -> list[int]:
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -137,7 +137,7 @@ class Workload:
     reward_adapters: "tuple[AdapterSettings, ...]" = ()
     """reward models that are adapters of the same base"""
     idle: tuple[str, ...] = ()
-    """frozen roles that are in the memory of the CPU while they are not used"""
+    """roles that are in the memory of the CPU while they are not used; "critic" is its own model, trained parts included"""
     layout: Layout = SINGLE
     """the ranks; rows, responses and prompts are those of all of them"""
 
@@ -230,6 +230,11 @@ class PhaseMemory:
     def total(self) -> int:
         """Their sum."""
         return sum(self.parts.values())
+
+
+def with_parts(phase: PhaseMemory, more: dict[str, int]) -> PhaseMemory:
+    """The same phase with further parts."""
+    return PhaseMemory({**phase.parts, **more})
 
 
 @dataclass(frozen=True)
@@ -367,12 +372,27 @@ def on_device_and_host(workload: Workload) -> tuple[dict[str, dict[str, int]], d
     if workload.layout.offloaded:
         return {}, always
     host = {}
+    if can_leave(workload) and "critic" in workload.idle:
+        critic = always.pop("value")
+        host["value"] = {name: size for name, size in critic.items() if name != "gradients"}
     for role in workload.idle if workload.layout.gpu else ():
         if parts := _frozen_roles(workload).get(role):
             host[role] = {name: workload.layout.part(size) for name, size in parts.items()}
             rest = {name: size - host[role].get(name, 0) for name, size in always[role].items()}
             always[role] = rest  # heads, and adapters of a base that stays
     return {role: parts for role, parts in always.items() if any(parts.values())}, host
+
+
+def can_leave(workload: Workload) -> bool:
+    """Whether the critic is a model that can leave the device between updates."""
+    layout = workload.layout
+    return workload.value == "own" and workload.adapter is None and layout.gpu and not layout.sharded
+
+
+def critic_in_updates(workload: Workload) -> dict[str, int]:
+    """The bytes of a critic that is on the device in updates alone, besides its passes."""
+    away = can_leave(workload) and "critic" in workload.idle
+    return {"critic": sum(permanent(workload)["value"].values())} if away else {}
 
 
 def permanent_bytes(workload: Workload) -> int:
@@ -411,7 +431,7 @@ class _Estimator:
         s = self.workload
         always, host = on_device_and_host(s)
         always["data"] = {"rollout": self.rollout}
-        phases = {"learning": self.learning()}
+        phases = {"learning": with_parts(self.learning(), critic_in_updates(s))}
         if s.kind == "language":
             phases |= {"sampling": self.sampling(), "scoring": self.scoring()}
             if s.demonstrated is not None:
@@ -424,8 +444,9 @@ class _Estimator:
         if s.quantize is not None:
             width = LOW_WEIGHT if s.bf16 or s.low_weights else WEIGHT
             whole = {"weights of a layer": width * max(map(int, linear_sizes(s.policy).layers))}
-            phases = {name: PhaseMemory({**phase.parts, **whole}) for name, phase in phases.items()}
-        phases["saving"] = PhaseMemory({"copies": WEIGHT * trained + moment_bytes(trained, s.low_moments)})
+            phases = {name: with_parts(phase, whole) for name, phase in phases.items()}
+        copies = PhaseMemory({"copies": WEIGHT * trained + moment_bytes(trained, s.low_moments)})
+        phases["saving"] = with_parts(copies, critic_in_updates(s))
         return Estimate(always, phases, tuple(self.failed), host)
 
     @cached_property
@@ -540,7 +561,8 @@ class _Estimator:
         read = s.micro(max(s.responses, s.evaluated))
         held = {"batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})}
         needs: list[tuple[list[ModelSize], int]] = []
-        needs += [(self.trained_models, self.counted("scoring", lambda: passes.scoring(s.policy, s.pass_options(), read)).peak)]
+        own = self.counted("scoring", lambda: passes.scoring(s.policy, s.pass_options(), read)).peak
+        needs += [(self.trained_models, own + self.brought("value"))]
         if s.reference is not None and s.reference is not s.policy:
             other = s.reference
             peak = self.counted("scoring", lambda: passes.scoring(other, s.pass_options(value=False), read)).peak
@@ -561,7 +583,7 @@ class _Estimator:
         """Bytes of a role's weights that are on the device only in its own passes; sharded ones are gathered in any case."""
         s = self.workload
         resting = {} if s.layout.sharded else on_device_and_host(s)[1]
-        return sum(resting.get(role, {}).values())
+        return resting.get(role, {}).get("weights", 0)
 
     def evaluating(self) -> PhaseMemory:
         s = self.workload
@@ -615,9 +637,12 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield 'adapter.quantize = "nf4"', replace(workload, quantize="nf4")
     if not workload.low_moments and not layout.sharded:
         yield 'optimizer.kind = "adam-8bit"', replace(workload, low_moments=True)
-    frozen = tuple(role for role in ("reference", "reward") if role in _frozen_roles(workload))
-    if frozen and not workload.idle and layout.gpu and not layout.sharded:
-        yield f"offload = {json.dumps(frozen)}", replace(workload, idle=frozen)
+    resting = (
+        *(role for role in ("reference", "reward") if role in _frozen_roles(workload)),
+        *(["critic"] * can_leave(workload)),
+    )
+    if resting and not workload.idle and layout.gpu and not layout.sharded:
+        yield f"offload = {json.dumps(resting)}", replace(workload, idle=resting)
     if workload.value == "own":
         started = "" if workload.critic is None else ' and critic.start = "none"'
         yield f"critic.own_model = false{started}", replace(workload, value="head", critic=None)

@@ -25,6 +25,7 @@ from surefoot.language.memory import (
     Estimate,
     Workload,
     alternatives,
+    critic_in_updates,
     estimate,
     host_bytes,
     is_whole,
@@ -80,6 +81,7 @@ class MemoryCheck:
         evaluated: int,
         demonstrated: tuple[int, int, int] | None = None,
         mixed: tuple[int, int, int] | None = None,
+        together: int = 1,
     ) -> list[str]:
         """Reject a run that can't fit, and warn of one that may not.
 
@@ -89,6 +91,7 @@ class MemoryCheck:
         evaluated  held-out rows
         demonstrated  demonstrations whose likelihood is evaluated: their number, and tokens and trained tokens of the longest
         mixed         demonstrations in every update, in the same format
+        together      rows that may read one prompt together
 
         Returns a line if the run fits only while responses stay short. Raises SurefootError if it does not fit in any case.
         """
@@ -99,7 +102,7 @@ class MemoryCheck:
         self.full = full
         if upper_bound(full) <= self.available:
             return []
-        least = replace(full, response=response, rounds=1)
+        least = replace(full, prompt=max(1, prompt // together), response=response, rounds=1)
         lower = estimate(least)
         if least_needed(lower) > self.available:
             self._reject(least, running_peak(lower), f"({peak_text(lower)})", lambda other: running_peak(estimate(other)))
@@ -365,7 +368,7 @@ def upper_bound(workload: Workload) -> int:
         each = layers * (40 * wide + 8 * heads * width)
         logits = 8 * (texts * counts.vocabulary + CHUNK) + 8 * counts.total  # and as much for weights that are gathered
         largest += 4 * (tokens * each + logits)
-    return permanent_bytes(workload) + largest + workload.held
+    return permanent_bytes(workload) + sum(critic_in_updates(workload).values()) + largest + workload.held
 
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -397,14 +400,14 @@ def available_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) ->
     return min((size for size in limits if size is not None), default=None)
 
 
-def total_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+def total_memory(device: str) -> int | None:
     """Bytes of the device, free or not; None if unknown. On a CPU the least of the machine's and the control groups' limits."""
     kind, _, _ = device.partition(":")
     if kind == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[1])
     if kind == "mps":
         return int(torch.mps.recommended_max_memory())
-    limits = [_fields(proc / "meminfo").get("MemTotal"), *(group_limit(folder) for folder in control_groups(proc, cgroups))]
+    limits = [_fields(PROC / "meminfo").get("MemTotal"), *map(group_limit, control_groups())]
     return min((size for size in limits if size is not None), default=None)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -50,8 +50,6 @@ OURS = {"policy": 16, "value": 16, "reference": 4, "reward": 4}
 
 Fit = tuple[tuple[str, ...], Estimate]
 """settings of a recipe, and the estimate with them"""
-
-
 Setting = tuple[tuple[str, ...], Workload]
 """settings of a recipe, and the workload with them"""
 
@@ -317,16 +315,18 @@ def _rank_line(plan: MemoryPlan) -> str:
     return f"{layout.ranks} ranks, {models}: {verdict}, {readable(running_peak(needed))} a rank ({peak_text(needed)}){host}"
 
 
+def _table(title: str, columns: Sequence[str], text: Sequence[str] = ()) -> Table:
+    """A table whose columns are numbers, aligned right, except those in ``text``."""
+    table = Table(title=title, title_justify="left", box=None)
+    for name in columns:
+        table.add_column(name, justify="left" if name in text else "right", overflow="fold" if name in text else "ellipsis")
+    return table
+
+
 def _card_table(plan: MemoryPlan) -> Table:
     ranks = plan.workload.layout.ranks
-    table = Table(
-        title=f"the cheapest settings that fit on {'one GPU' if ranks == 1 else f'{ranks} GPUs'}",
-        title_justify="left",
-        box=None,
-    )
-    for name in ("GPU", "peak"):
-        table.add_column(name, justify="right")
-    table.add_column("settings", overflow="fold")
+    title = f"the cheapest settings that fit on {'one GPU' if ranks == 1 else f'{ranks} GPUs'}"
+    table = _table(title, ("GPU", "peak", "settings"), ("settings",))
     for card, fit in plan.cheapest.items():
         table.add_row(*_fit_row(card, ranks, fit))
     return table
@@ -334,10 +334,7 @@ def _card_table(plan: MemoryPlan) -> Table:
 
 def _several_table(plan: MemoryPlan) -> Table:
     title = 'the cheapest settings that fit on several GPUs, with --ranks N and sharding = "full"'
-    table = Table(title=title, title_justify="left", box=None)
-    for name in ("GPUs", "peak of each"):
-        table.add_column(name, justify="right")
-    table.add_column("settings", overflow="fold")
+    table = _table(title, ("GPUs", "peak of each", "settings"), ("settings",))
     for count, fits_by_card in plan.several.items():
         for card, fit in fits_by_card.items():
             table.add_row(*_fit_row(card, count, fit))
@@ -354,9 +351,7 @@ def _fit_row(card: int, ranks: int, fit: Fit | None) -> tuple[str, str, str]:
 def _role_table(needed: Estimate) -> Table:
     resting = ", ".join(needed.host)
     title = "what always stays" + (f" ({resting}: in the memory of the CPU)" if resting else "")
-    table = Table(title=title, title_justify="left", box=None)
-    for name in ("role", *PARTS, "together"):
-        table.add_column(name, justify="left" if name == "role" else "right")
+    table = _table(title, ("role", *PARTS, "together"), ("role",))
     for role, parts in {**needed.host, **needed.always}.items():
         if role != "data":
             cells = [readable(parts[part]) if part in parts else "–" for part in PARTS]
@@ -367,11 +362,8 @@ def _role_table(needed: Estimate) -> Table:
 
 
 def _phase_table(needed: Estimate) -> Table:
-    table = Table(title="what comes on top, one phase after another", title_justify="left", box=None)
-    table.add_column("phase")
-    table.add_column("more", justify="right")
-    table.add_column("peak", justify="right")
-    table.add_column("of what", overflow="fold")
+    columns = ("phase", "more", "peak", "of what")
+    table = _table("what comes on top, one phase after another", columns, ("phase", "of what"))
     for name, phase in sorted(needed.phases.items(), key=lambda pair: -pair[1].total):
         parts = ", ".join(f"{part} {readable(count)}" for part, count in phase.parts.items() if count)
         table.add_row(
@@ -381,12 +373,8 @@ def _phase_table(needed: Estimate) -> Table:
 
 
 def _variant_table(plan: MemoryPlan) -> Table:
-    title = "other settings: peak, and the GPUs (GB) that hold it"
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("setup")
-    table.add_column("peak", justify="right")
-    for card in CARDS:
-        table.add_column(str(card), justify="right")
+    columns = ("setup", "peak", *map(str, CARDS))
+    table = _table("other settings: peak, and the GPUs (GB) that hold it", columns, ("setup",))
     for name, needed in {"this recipe": plan.estimate, **plan.others}.items():
         held = fits(needed)
         cells = ["yes" if card in held else "no" for card in CARDS]
@@ -396,9 +384,7 @@ def _variant_table(plan: MemoryPlan) -> Table:
 
 def _textbook_table(plan: MemoryPlan) -> Table:
     title = f"four roles of {plan.nominal / 1e9:,.3g} B parameters each, counted three ways"
-    table = Table(title=title, title_justify="left", box=None)
-    for name in ("", *TEXTBOOK, "together"):
-        table.add_column(name, justify="right" if name else "left")
+    table = _table(title, ("", *TEXTBOOK, "together"), ("",))
     for way, roles in textbook(plan.nominal).items():
         table.add_row(way, *(readable(count) for count in roles.values()), readable(sum(roles.values())))
     return table

@@ -98,7 +98,7 @@ def load_stored(own: Mapping[str, Tensor], weights: Mapping[str, Any], where: Pa
     for name, tensor in own.items():
         fill(tensor, weights[name])
         if bad := non_finite_numbers(local_part(tensor)):
-            raise SurefootError(f"{where}: {name} holds numbers that are {bad}; take another checkpoint")
+            raise SurefootError(f"{where}: {name} has numbers that are {bad}; take another checkpoint")
 
 
 def load_merged(
@@ -147,8 +147,15 @@ def load_adapted(
     prefix = "writer.model." if recipe["kind"] == "dpo" else "model."
     names = {name for name, p in holder.named_parameters() if p.requires_grad}
     weights = {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
+    if isinstance(holder, RewardModel):
+        holder.of_steps = is_of_steps(recipe)
     load_trained(holder, {name: x for name, x in weights.items() if name in names or f".{POLICY}." in name}, where)
     return model, base, holder if isinstance(holder, RewardModel) else None
+
+
+def is_of_steps(recipe: Mapping[str, Any]) -> bool:
+    """Whether the saved recipe of a reward model is that of a process reward model."""
+    return bool(recipe.get("preference", {}).get("loss") == "steps")
 
 
 def _settings(recipe: Mapping[str, Any]) -> Any:

@@ -381,15 +381,15 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def merged_state(model: nn.Module, role: str = POLICY) -> dict[str, Tensor] | None:
-    """A model's weights with a role's adapter merged, by their names without adapters; None for a model without adapters."""
+def merged_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """A model's weights with the policy's adapter merged, by their names without adapters; None if it has none."""
     if not has_adapters(model):
         return None
     merged = {base_name(name): tensor for name, tensor in restored_state(model).items() if ".lora_" not in name}
     for name, layer in model.named_modules():
-        if role in getattr(layer, "lora_A", ()):
+        if POLICY in getattr(layer, "lora_A", ()):
             adapted = f"{base_name(name)}.{adapted_name(layer)}"
-            delta = layer.get_delta_weight(role).to(merged[adapted].device)
+            delta = layer.get_delta_weight(POLICY).to(merged[adapted].device)
             merged[adapted] = (merged[adapted] + delta).to(merged[adapted].dtype)
     return merged
 

@@ -15,7 +15,14 @@ from surefoot.core.sharding.files import StoredTensor
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
 from surefoot.language.data.tokens import Messages, Tokens
-from surefoot.language.models.adapter_files import load_adapted, load_merged, load_stored, load_trained, save_adapter
+from surefoot.language.models.adapter_files import (
+    is_of_steps,
+    load_adapted,
+    load_merged,
+    load_stored,
+    load_trained,
+    save_adapter,
+)
 from surefoot.language.models.adapters import SharedBase, merge
 from surefoot.language.models.classifier import is_token_classifier
 from surefoot.language.models.loading import HEAD, context_length, is_classifier, load_model, read_config, save_model
@@ -242,7 +249,7 @@ def _build_model(
         return LanguageModel(model.eval(), Tokens(tokenizer, model))
     head = nn.Linear(weights["head.weight"].shape[1], 1)
     scores = RewardModel(model, head, tokenizer)
-    scores.of_steps = parts["recipe"].get("preference", {}).get("loss") == "steps"
+    scores.of_steps = is_of_steps(parts["recipe"])
     _load_all(scores, weights, where)
     copy_standardisation(scores, where.absolute().parent.parent / "model")
     return scores.eval()
@@ -279,6 +286,7 @@ def _merged_model(
         return LanguageModel(model, Tokens(tokenizer, model))
     trunk: Any = model.base_model
     scores = RewardModel(trunk, head, tokenizer)
+    scores.of_steps = is_of_steps(parts["recipe"])
     copy_standardisation(scores, where.absolute().parent.parent / "adapter")
     return scores.eval()
 

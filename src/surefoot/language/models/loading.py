@@ -3,7 +3,7 @@
 import re
 import socket
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,8 +120,30 @@ def read_config(name: str, trust_remote_code: bool = False) -> "PreTrainedConfig
             config = _local_first(AutoConfig, name, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise _load_error(name, error) from None
+    check_text_only(name, config)
+    check_whole_weights(name, config)
     no_dropout(config)
     return config
+
+
+def check_text_only(name: str, config: "PreTrainedConfig") -> None:
+    """Raise SurefootError if the configuration is of a model that also reads images or sound."""
+    for part in ("vision_config", "audio_config"):
+        if getattr(config, part, None) is not None:
+            raise SurefootError(
+                f"model={name!r}: has {part} in its config.json ({config.model_type}), and only text is trained; use a model "
+                "of text alone"
+            )
+
+
+def check_whole_weights(name: str, config: "PreTrainedConfig") -> None:
+    """Raise SurefootError if the saved weights are quantised: rounded weights can't be trained, nor merged with an adapter."""
+    if (saved := getattr(config, "quantization_config", None)) is not None:
+        method = saved.get("quant_method") if isinstance(saved, Mapping) else getattr(saved, "quant_method", None)
+        raise SurefootError(
+            f"model={name!r}: its weights are quantised ({getattr(method, 'value', method)}); use the model that they were "
+            "made from, and adapter.quantize = 'nf4' or 'int8' to have its base in 4 or 8 bits"
+        )
 
 
 def read_only_config(place: Path) -> "PreTrainedConfig":
@@ -364,7 +386,7 @@ def _check_report(name: str, model: nn.Module, report: dict[str, Any]) -> None:
             raise SurefootError(f"model={name!r}: its weights {what} {keys[0]}{others}; copy both from the same place")
     for key, parameter in model.named_parameters():
         if bad := non_finite_numbers(parameter.detach()):
-            raise SurefootError(f"model={name!r}: {key} holds numbers that are {bad}; take another copy or checkpoint")
+            raise SurefootError(f"model={name!r}: {key} has numbers that are {bad}; take another copy or checkpoint")
 
 
 def _without_numbers(key: str) -> str:

@@ -4,6 +4,10 @@ End to end, positions begin at 0 in every row, and attention is computed row by 
 most of a pass, then read real tokens only. ``transformers`` recognises rows that are end to end by their positions and makes a
 mask of all tokens by all tokens, which costs more than padding on a CPU (docs/benchmarks/language.md). So its interfaces for
 attention and masks get functions here that compute each row by itself, and are otherwise its own.
+
+Rows that begin with the same prompt need it once. The first of them is there as a whole; the others are there without their
+prompt, and their attention reads the keys and values of the first row's prompt before their own. A causal model computes the
+same numbers for equal beginnings, so losses and gradients are those of rows that each read their prompt.
 """
 
 import inspect
@@ -25,6 +29,29 @@ ATTENTION = "sdpa"
 """the attention of ``transformers`` that is extended; its default for most families"""
 
 
+COPIED = 8
+"""a row that is there without its prompt counts one of so many tokens of it: attention keeps a copy of the prompt's keys and
+values, about an eighth of what a layer of a Llama keeps for its backward pass"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows that are end to end.
+
+    lengths  of each, the number of its tokens that are there
+    begins   of each, the row whose first tokens it begins with, and their number; None: it is there as a whole
+    """
+
+    lengths: tuple[int, ...]
+    begins: tuple[tuple[int, int] | None, ...]
+
+    def longest(self) -> tuple[int, int]:
+        """Start and length of a longest row, which must be there as a whole."""
+        row = max(range(len(self.lengths)), key=lambda row: self.lengths[row] + (self.begins[row] or (0, 0))[1])
+        assert self.begins[row] is None, "the first row of a prompt is its longest"
+        return sum(self.lengths[:row]), self.lengths[row]
+
+
 @dataclass(frozen=True)
 class Reading:
     """Rows of tokens in the form of a model's inputs."""
@@ -35,8 +62,8 @@ class Reading:
     """True at real tokens; of the same shape"""
     options: dict[str, Tensor] = field(default_factory=dict)
     """further inputs of the model"""
-    lengths: tuple[int, ...] = ()
-    """of the rows that are end to end; () if padded"""
+    layout: Layout | None = None
+    """of the rows that are end to end; None if padded"""
     place: Tensor | None = None
     """column of every token in the one row; None if padded   [B, L]"""
 
@@ -47,11 +74,11 @@ class Reading:
     @contextmanager
     def laid_out(self) -> Iterator[None]:
         """Passes over the rows: attention treats each by itself."""
-        token = _LENGTHS.set(self.lengths)
+        token = _LAYOUT.set(self.layout)
         try:
             yield
         finally:
-            _LENGTHS.reset(token)
+            _LAYOUT.reset(token)
 
 
 def padded(ids: Tensor, real: Tensor) -> Reading:
@@ -67,9 +94,53 @@ def end_to_end(ids: Tensor, real: Tensor) -> Reading:
         ids[real].unsqueeze(0),
         real[real].unsqueeze(0),
         {"position_ids": order[real].unsqueeze(0)},
-        tuple(real.sum(-1).tolist()),
+        Layout(tuple(real.sum(-1).tolist()), (None,) * len(real)),
         real.flatten().cumsum(0).view(real.shape) - 1,
     )
+
+
+def prompts_once(ids: Tensor, real: Tensor, prompts: Tensor) -> Reading:
+    """The same, with the prompt of rows that begin with the same one read once.
+
+    prompts  tokens of each row's prompt   [B]
+
+    Real tokens begin at column 0.   [B, L], [B, L]
+    """
+    group = same_beginnings(ids, prompts)
+    if int(group.max()) + 1 == len(group):
+        return end_to_end(ids, real)
+    extend_attention()
+    lengths, columns = real.sum(-1), torch.arange(ids.shape[1], device=ids.device)
+    # By prompt, and the longest row first: masks are parts of the one of the longest row, which is there as a whole.
+    order = torch.argsort(lengths, descending=True, stable=True)
+    order = order[torch.argsort(group[order], stable=True)]
+    sorted_groups = group[order]
+    is_first = torch.ones_like(order, dtype=torch.bool)
+    is_first[1:] = sorted_groups[1:] != sorted_groups[:-1]
+    first = order[is_first][group]  # of each row, the row that has its prompt
+    own = real & (columns >= torch.where(first == torch.arange(len(ids), device=ids.device), 0, prompts).unsqueeze(-1))
+    counts = own.sum(-1)
+    starts = torch.empty_like(counts).index_copy_(0, order, counts[order].cumsum(0) - counts[order])
+    shift = starts - (lengths - counts)  # from a column of a row to its place
+    place = torch.where(own, shift.unsqueeze(-1), starts[first].unsqueeze(-1)) + columns
+    there = own[order]
+    rank = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    begins = zip(is_first.tolist(), rank[first[order]].tolist(), prompts[order].tolist(), strict=True)
+    return Reading(
+        ids[order][there].unsqueeze(0),
+        torch.ones(1, int(counts.sum()), dtype=torch.bool, device=ids.device),
+        {"position_ids": columns.expand_as(ids)[there].unsqueeze(0)},
+        Layout(tuple(counts[order].tolist()), tuple(None if whole else (row, size) for whole, row, size in begins)),
+        place,
+    )
+
+
+def same_beginnings(ids: Tensor, lengths: Tensor) -> Tensor:
+    """A number for each row that is equal for rows whose first ``lengths`` tokens are the same.   [B, L], [B] -> [B]"""
+    columns = torch.arange(int(lengths.max()), device=ids.device)
+    beginning = ids[:, : len(columns)].masked_fill(columns >= lengths.unsqueeze(-1), -1)
+    group: Tensor = torch.unique(beginning, dim=0, return_inverse=True)[1]
+    return group
 
 
 @torch.no_grad()
@@ -84,22 +155,38 @@ def reason_for_padding(trunk: Any) -> str | None:
     attention = reader.config._attn_implementation
     if attention != ATTENTION:
         return f"the attention of {type(reader).__name__} is {attention!r}, not {ATTENTION!r}"
-    embeddings = reader.get_input_embeddings().weight
-    ids = (torch.arange(24, device=embeddings.device) * 7 % embeddings.shape[0]).view(3, 8)
-    real = torch.arange(8, device=ids.device) < torch.tensor([[5], [8], [1]], device=ids.device)
-    rows, columns = real.nonzero(as_tuple=True)
     try:
-        with quiet_transformers():
-            states = []
-            for read in (padded(ids, real), end_to_end(ids, real)):
-                with read.laid_out():
-                    hidden = trunk(input_ids=read.ids, use_cache=False, **read.options).last_hidden_state
-                states.append(hidden[read.at(rows, columns)])
+        alike = _reads_alike(trunk, end_to_end)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):  # another signature, output or shape
         return f"{type(reader).__name__} can't read them"
-    if not logits_close(*states):
+    if not alike:
         return f"{type(reader).__name__} would let a row read the one before it, as recurrent layers do"
     return None
+
+
+@torch.no_grad()
+def reads_prompts_once(trunk: Any) -> bool:
+    """Whether a model that reads rows end to end computes the same with ``prompts_once``, by the same test."""
+    try:
+        return _reads_alike(trunk, lambda ids, real: prompts_once(ids, real, real.sum(-1).clamp(max=4)))
+    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
+        return False
+
+
+def _reads_alike(trunk: Any, layout: Callable[[Tensor, Tensor], Reading]) -> bool:
+    """Whether three rows, two of which begin with the same tokens, have the hidden states of padded rows."""
+    embeddings = getattr(trunk, "reader", trunk).get_input_embeddings().weight
+    ids = (torch.arange(24, device=embeddings.device) * 7 % embeddings.shape[0]).view(3, 8)
+    ids[0, :4] = ids[1, :4]
+    real = torch.arange(8, device=ids.device) < torch.tensor([[5], [8], [1]], device=ids.device)
+    rows, columns = real.nonzero(as_tuple=True)
+    states = []
+    with quiet_transformers():
+        for read in (padded(ids, real), layout(ids, real)):
+            with read.laid_out():
+                hidden = trunk(input_ids=read.ids, use_cache=False, **read.options).last_hidden_state
+            states.append(hidden[read.at(rows, columns)])
+    return logits_close(*states)
 
 
 def padding_notes(recipe: ModelRecipe, reason: str | None) -> list[str]:
@@ -109,7 +196,7 @@ def padding_notes(recipe: ModelRecipe, reason: str | None) -> list[str]:
     return ["padding_free: rows are read end to end" if reason is None else f"padding_free: rows are padded, because {reason}"]
 
 
-_LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
+_LAYOUT: ContextVar[Layout | None] = ContextVar("layout", default=None)
 """of the rows that are end to end in the present pass"""
 
 
@@ -120,13 +207,22 @@ class RowMask:
     It is what every layer gets, so a layer that is computed again in the backward pass has it too.
     """
 
-    lengths: tuple[int, ...]
+    layout: Layout
     causal: Tensor | None
-    """the mask of the longest row, whose beginning is that of a shorter one; None: plain causal   [1, 1, L, L]"""
+    """the mask of the longest row, whose beginning is that of a shorter one; None if no row needs it   [1, 1, L, L]"""
+    plain: bool
+    """whether it is plain causal, which a row that is there as a whole needs no mask for"""
 
-    def of(self, length: int) -> Tensor | None:
-        """The mask of a row."""
-        return None if self.causal is None else self.causal[..., :length, :length]
+    def of(self, row: int) -> Tensor | None:
+        """The mask of a row: of its tokens that are there by all that it reads.   [1, 1, l, L], or None"""
+        begins, length = self.layout.begins[row], self.layout.lengths[row]
+        if begins is None and self.plain:
+            return None
+        assert self.causal is not None
+        if begins is None:
+            return self.causal[..., :length, :length]
+        end = begins[1] + length
+        return self.causal[..., begins[1] : end, :end]
 
 
 @cache
@@ -144,9 +240,25 @@ def _by_row(attention: Callable[..., Any]) -> Callable[..., Any]:
     # Lengths differ from pass to pass, so they are not part of a compiled block.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def each_row(module: torch.nn.Module, *states: Tensor, mask: RowMask, **options: Any) -> Tensor:
-        of_rows = [torch.split_with_sizes(x, mask.lengths, dim=2) for x in states]
-        rows = zip(mask.lengths, *of_rows, strict=True)
-        return torch.cat([attention(module, *row, mask.of(length), **options)[0] for length, *row in rows], dim=1)
+        rows = list(zip(*(torch.split_with_sizes(x, mask.layout.lengths, dim=2) for x in states), strict=True))
+
+        def of_row(number: int) -> Tensor:
+            output: Tensor = attention(module, *rows[number], mask.of(number), **options)[0]
+            return output
+
+        def after_prompt(number: int, first: int, size: int) -> Tensor:
+            query, *own = rows[number]
+            both = [torch.cat([x[:, :, :size], y], 2) for x, y in zip(rows[first][1:], own, strict=True)]
+            output: Tensor = attention(module, query, *both, mask.of(number), **options)[0]
+            return output
+
+        outputs = []
+        for number, begins in enumerate(mask.layout.begins):
+            if begins is None:
+                outputs.append(of_row(number))
+            elif mask.layout.lengths[number]:
+                outputs.append(after_prompt(number, *begins))
+        return torch.cat(outputs, dim=1)
 
     def attend(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
@@ -164,15 +276,15 @@ def _by_row(attention: Callable[..., Any]) -> Callable[..., Any]:
 def _mask_by_row(mask: Callable[..., Any]) -> Callable[..., Any]:
     def make(*sizes: Any, **options: Any) -> Any:
         """The mask of a pass: causal, perhaps with a window or in chunks, as ``mask_function`` in the options is."""
-        lengths = _LENGTHS.get()
-        if not lengths:
+        layout = _LAYOUT.get()
+        if layout is None:
             return mask(*sizes, **options)
-        longest = max(lengths)
-        start = sum(lengths[: lengths.index(longest)])
+        start, longest = layout.longest()
         # The function is of all tokens, and knows the rows; so the block of one row is that row's mask.
         options |= {"q_length": longest, "kv_length": longest, "q_offset": start, "kv_offset": start}
         block = mask(*sizes, **{**options, "allow_is_causal_skip": False})
         plain = torch.ones(longest, longest, dtype=torch.bool, device=block.device).tril()
-        return RowMask(lengths, None if bool((block == plain).all()) else block)
+        is_plain = bool((block == plain).all())
+        return RowMask(layout, None if is_plain and not any(layout.begins) else block, is_plain)
 
     return make

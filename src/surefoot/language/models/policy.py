@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from surefoot.core.distributed import all_sum, world_size
 from surefoot.core.minibatches import groups_by_length, select_rows
-from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
+from surefoot.core.rollout import Evaluation, Policy, Shared, map_tensors, tensors_in
 from surefoot.core.sharding import is_sharded
 from surefoot.errors import SurefootError
 from surefoot.functional import chunked_likelihood, expert_load, load_balance
@@ -23,7 +23,16 @@ from surefoot.language import quiet_transformers
 from surefoot.language.data.batches import PackedBatch, pack_batch, row_lengths
 from surefoot.language.models.adapters import CHECKPOINT_CONTEXTS, SharedBase
 from surefoot.language.models.loading import NOT_CAUSAL, logits_close, looks_ahead
-from surefoot.language.models.padding_free import Reading, end_to_end, padded, reason_for_padding
+from surefoot.language.models.padding_free import (
+    COPIED,
+    Reading,
+    end_to_end,
+    padded,
+    prompts_once,
+    reads_prompts_once,
+    reason_for_padding,
+    same_beginnings,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,7 +112,9 @@ class LanguagePolicy(Policy):
     checkpointing  recompute every layer in the backward pass instead of keeping its activations
     bf16           multiply in bfloat16 (autocast); weights, log-probabilities and values stay as they are
     balanced       compute the load-balancing loss of a mixture's routers when gradients are on
-    padding_free   read rows end to end instead of padded, unless the model can't; ``padding_reason`` is then why
+    padding_free   read rows end to end instead of padded, and a prompt once for all rows that begin with it, unless the
+                   model can't; ``padding_reason`` is then why
+    idle_critic    the critic, a ``Critic``, is on the CPU while it is not used
 
     Dropout is always off, also in training. ``inputs`` are {"prompt" [B, P], "prompt_mask" [B, P]}.
     """
@@ -119,6 +130,7 @@ class LanguagePolicy(Policy):
         bf16: bool = False,
         balanced: bool = False,
         padding_free: bool = False,
+        idle_critic: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -131,11 +143,15 @@ class LanguagePolicy(Policy):
         self.pad_id, self.temperature, self.bf16, self.exact = pad_id, temperature, bf16, not bf16
         width = max(4, next(model.parameters()).element_size())  # of logits, which are float32 at least
         self.chunk = chunk or max(1, CHUNK // (width * self.readout.vocabulary))
-        self.checkpointing = checkpointing
+        self.checkpointing, self.idle_critic = checkpointing, idle_critic
         self.padding_reason = self._reason_for_padding() if padding_free else None
         self.padding_free = padding_free and self.padding_reason is None
+        self.prompts_once = self.padding_free and all(map(reads_prompts_once, self._trunks()))
+        """whether rows that begin with the same prompt read it once in a pass"""
         self.valued = True
         """whether passes compute values"""
+        self.frozen = False
+        """whether its passes never have a gradient, though a model that it shares may be trained"""
         self.before_first_pass: Callable[[LanguagePolicy], None] | None = None
         """is called once, with the policy in its place"""
         if checkpointing:
@@ -153,7 +169,7 @@ class LanguagePolicy(Policy):
             ready(self)
         mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
         batch = pack_batch(inputs, actions, mask, self.pad_id)
-        read = self._reading(batch)
+        read = self._reading(batch, inputs)
         with computing(self, self.checkpointing, self.bf16), read.laid_out():
             with self._recording() as router_logits:
                 hidden, states = self.readout.states(read, batch.rows, batch.before)
@@ -167,16 +183,26 @@ class LanguagePolicy(Policy):
         )
 
     @contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Passes of the model alone, for which a critic of its own need not be gathered."""
+        before, self.valued = self.valued, False
+        try:
+            yield
+        finally:
+            self.valued = before
+
+    @contextmanager
     def as_in_sft(self) -> Iterator[None]:
         """Passes at temperature 1, without values and routers' loss: those of SFT. Sharded weights are gathered only for passes
         of the policy itself.
         """
-        before = self.temperature, self.valued, self.routers
-        self.temperature, self.valued, self.routers = 1.0, False, None
+        before = self.temperature, self.routers
+        self.temperature, self.routers = 1.0, None
         try:
-            yield
+            with self.without_values():
+                yield
         finally:
-            self.temperature, self.valued, self.routers = before
+            self.temperature, self.routers = before
 
     def prepare(self, parts: Sequence[tuple[Inputs, Tensor, Tensor | None]]) -> None:
         """Count the tokens of each expert, in a pass without gradient if the minibatch has several parts."""
@@ -191,7 +217,7 @@ class LanguagePolicy(Policy):
                 batch = pack_batch(
                     inputs, actions, torch.ones_like(actions, dtype=torch.bool) if mask is None else mask, self.pad_id
                 )
-                read = self._reading(batch)
+                read = self._reading(batch, inputs)
                 with self.routers.recording() as router_logits, read.laid_out():
                     self.model.base_model(input_ids=read.ids, use_cache=False, **read.options)
                 loads.append(self.routers.load(router_logits, read.real))
@@ -204,7 +230,7 @@ class LanguagePolicy(Policy):
     def values_after(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
         """V after the last token of each row: the expected return of a truncated response; zeros without a critic.   [B]"""
         batch = pack_batch(inputs, actions, mask, self.pad_id)
-        rows, read = torch.arange(len(actions), device=actions.device), self._reading(batch)
+        rows, read = torch.arange(len(actions), device=actions.device), self._reading(batch, inputs)
         with computing(self, self.checkpointing, self.bf16), read.laid_out():
             hidden = None if self.value_head is None else self.readout.states(read, rows, batch.last)[0]
             values = self._values(batch, read, hidden, rows, batch.last)
@@ -214,10 +240,23 @@ class LanguagePolicy(Policy):
         """Real tokens of each row, prompt and response.   [B]"""
         return row_lengths(inputs, mask)
 
+    def shared(self, inputs: Inputs, mask: Tensor) -> Shared | None:
+        """The prompts that several rows begin with."""
+        if not self.prompts_once or self.routers is not None:
+            return None
+        prompts = pack_batch(inputs, inputs["prompt"][:, :0], mask[:, :0], self.pad_id)
+        lengths = prompts.real.sum(-1)
+        group, saved = same_beginnings(prompts.ids, lengths), lengths - lengths // COPIED
+        return None if int(group.max()) + 1 == len(group) else Shared(group, saved)
+
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """Parameters of the critic: its own trunk and head, or the head on the policy's trunk."""
         critic = self.value_head if self.critic is None else self.critic
         return () if critic is None else [p for p in critic.parameters() if p.requires_grad]
+
+    def idle_part(self) -> nn.Module | None:
+        """The critic, if it is on the CPU while it is not used."""
+        return self.critic if self.idle_critic else None
 
     def train(self, mode: bool = True) -> "LanguagePolicy":
         """Stay in evaluation mode: dropout would make π_θ differ from π_old before the first step."""
@@ -225,10 +264,14 @@ class LanguagePolicy(Policy):
 
     def _reason_for_padding(self) -> str | None:
         """Why the rows can't be read end to end by the policy's trunk or by that of its critic."""
-        trunks = [self.model.base_model, *([self.critic.trunk] if isinstance(self.critic, Critic) else [])]
-        return next((reason for reason in map(reason_for_padding, trunks) if reason is not None), None)
+        return next((reason for reason in map(reason_for_padding, self._trunks()) if reason is not None), None)
 
-    def _reading(self, batch: PackedBatch) -> Reading:
+    def _trunks(self) -> list[nn.Module]:
+        return [self.model.base_model, *([self.critic.trunk] if isinstance(self.critic, Critic) else [])]
+
+    def _reading(self, batch: PackedBatch, inputs: Inputs) -> Reading:
+        if self.prompts_once and self.routers is None:  # whose loss is a mean over all tokens, as often as they are read
+            return prompts_once(batch.ids, batch.real, inputs["prompt_mask"].bool().sum(-1))
         return (end_to_end if self.padding_free else padded)(batch.ids, batch.real)
 
     def _values(self, batch: PackedBatch, read: Reading, hidden: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
@@ -262,6 +305,7 @@ class ReferencePolicy(nn.Module):
             model.zero_grad(set_to_none=True)  # an optimizer may keep gradients, which are copied too
         options = {"bf16": policy.bf16, "padding_free": policy.padding_free}
         self.policy = LanguagePolicy(model, None, policy.pad_id, policy.temperature, policy.chunk, **options)
+        self.policy.frozen = True
 
     @torch.no_grad()
     def log_probs(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
@@ -302,10 +346,12 @@ def in_micro_batches(
     tokens: int | None,
     size: int | None = None,
     costs: Tensor | None = None,
+    shared: Shared | None = None,
 ) -> Any:
     """``function(inputs, actions, mask)`` without gradient, in micro-batches of at most ``tokens`` tokens and ``size`` rows.
 
-    costs  tokens read for each row; by default those of prompt and response   [B]
+    costs   tokens read for each row; by default those of prompt and response   [B]
+    shared  beginnings that a pass reads once
 
     The function returns a tensor [B, ...] or a tree of them: a policy's Evaluation, its ``values_after``, a reference's
     ``log_probs``. Rows keep their order.
@@ -313,7 +359,7 @@ def in_micro_batches(
     if tokens is None and size is None:
         return function(inputs, actions, mask)
     costs = row_lengths(inputs, mask) if costs is None else costs
-    groups = groups_by_length(costs, sys.maxsize if tokens is None else tokens, size)
+    groups = groups_by_length(costs, sys.maxsize if tokens is None else tokens, size, shared)
     back = torch.cat(groups).argsort()
     parts = [function(*select_rows((inputs, actions, mask), group)) for group in groups]
     joined = iter([torch.cat(pieces) for pieces in zip(*map(tensors_in, parts), strict=True)])

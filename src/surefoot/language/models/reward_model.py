@@ -316,7 +316,7 @@ def read_head(model: RewardModel, folder: Path) -> None:
         model.std.copy_(tensors.pop("std"))
         for name, tensor in {**model.head.state_dict(), "mean": model.mean, "std": model.std}.items():
             if bad := non_finite_numbers(tensor):
-                raise ValueError(f"{name} holds numbers that are {bad}")
+                raise ValueError(f"{name} has numbers that are {bad}")
     except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
         raise SurefootError(f"model={str(folder)!r}: {HEAD} can't be read ({cause_of(error)}); copy the whole folder") from None
 

@@ -38,6 +38,7 @@ from surefoot.functional import (
 )
 from surefoot.functional.masking import keep_only
 from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_length, repeated_share
+from surefoot.language.calls import Background
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
@@ -49,6 +50,7 @@ from surefoot.language.online.responses import (
     final_rewards,
     gather_signal,
     length_penalty,
+    response_text,
     rows_of_batch,
     token_rewards,
     with_signal,
@@ -56,10 +58,9 @@ from surefoot.language.online.responses import (
 from surefoot.language.online.turns import Environments, as_samples, mean_turns
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
-from surefoot.language.rewards.terms import FunctionReward, parts_of
+from surefoot.language.rewards.terms import FunctionReward, function_rewards, parts_of
 from surefoot.language.sampling import Samples, concat_samples
-from surefoot.language.sampling.engines import Engine, Request
-from surefoot.language.threads import Background
+from surefoot.language.sampling.engines import Engine, OnFinished, Request
 from surefoot.recipes.language import LanguageRecipe
 
 ADAPTED_BETA = "reference_beta"
@@ -141,7 +142,8 @@ class LanguageCollector:
         old = None
         if recipe.sampling.old_log_probs != "update":
             with gathered(self.policy), timer.detail("log-probs and values"):
-                old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget)
+                shared = self.policy.shared(inputs, mask)
+                old = in_micro_batches(self.policy, inputs, actions, mask, *self.budget, shared=shared)
         with timer.detail("reference"):
             ref_log_probs = self.reference_log_probs(inputs, actions, mask)
         log_probs, gap = self._old_log_probs(samples, None if old is None else old.log_probs, mask)
@@ -192,7 +194,8 @@ class LanguageCollector:
         """The value after each response [B], and whether each [B] is truncated."""
         read = mask if samples.real is None else samples.real & valid.unsqueeze(-1)
         with gathered(self.policy):
-            beyond = in_micro_batches(self.policy.values_after, inputs, samples.actions, read, *self.budget)
+            shared = self.policy.shared(inputs, read)
+            beyond = in_micro_batches(self.policy.values_after, inputs, samples.actions, read, *self.budget, shared=shared)
         return beyond, ~samples.ended
 
     def reference_log_probs(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor | None:
@@ -200,7 +203,8 @@ class LanguageCollector:
         if self.reference is None:
             return None
         with gathered(self.reference_root):
-            log_probs: Tensor = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget)
+            shared = self.reference.policy.shared(inputs, mask)
+            log_probs: Tensor = in_micro_batches(self.reference.log_probs, inputs, actions, mask, *self.budget, shared=shared)
         return log_probs
 
     def _old_log_probs(self, samples: Samples, trainer: Tensor | None, mask: Tensor) -> tuple[Tensor, float | None]:
@@ -245,8 +249,21 @@ class LanguageCollector:
         """
         if self.environments is not None:
             return self._converse(self.environments, prompts, seeds, greedy)
-        drawn = self._sample(prompts.ids[::samples], seeds, samples, greedy)
+        drawn = self._sample(prompts.ids[::samples], seeds, samples, greedy, self._begin_scoring(prompts))
         return self._as_responses(drawn, prompts)
+
+    def _begin_scoring(self, prompts: Prompts) -> OnFinished | None:
+        """Requests the score of a finished response from reward servers, while others are sampled; None without servers."""
+        rewards = function_rewards(self.reward) + ([] if self.gold is None else [self.gold])
+        servers = [reward for reward in rewards if reward.begins_early]
+
+        def finished(number: int, ids: Sequence[int]) -> None:
+            text = response_text(self.tokens, ids, self.recipe.sampling.stop)
+            row = {name: column[number] for name, column in prompts.columns.items()}
+            for server in servers:
+                server.begin(prompts.prompts[number], text, row)
+
+        return finished if servers else None
 
     def _as_responses(self, drawn: Samples, prompts: Prompts) -> Responses:
         return Responses(drawn, prompts, self.tokens, stop=self.recipe.sampling.stop)
@@ -265,12 +282,26 @@ class LanguageCollector:
         device = next(self.policy.parameters()).device
         return Responses(as_samples(conversations, self.tokens, device), prompts, self.tokens, conversations)
 
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, greedy: bool) -> Samples:
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        samples: int,
+        greedy: bool,
+        on_finished: OnFinished | None = None,
+    ) -> Samples:
         assert self.ahead is None or self.ahead.over, "settle first: the weights would change while a server samples"
         self.engine.use(None if self.state is None else self.state.updates)
-        return self.engine.sample(self._request(prompts, seeds, samples, greedy))
+        return self.engine.sample(self._request(prompts, seeds, samples, greedy, on_finished))
 
-    def _request(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, greedy: bool = False) -> Request:
+    def _request(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        samples: int,
+        greedy: bool,
+        on_finished: OnFinished | None,
+    ) -> Request:
         settings = self.recipe.sampling
         return Request(
             prompts,
@@ -283,6 +314,7 @@ class LanguageCollector:
             stop=settings.stop,
             decode=self.tokens.decode,
             greedy=greedy,
+            on_finished=on_finished,
         )
 
     def _sample_batch(self, state: LearnerState) -> SampledBatch:
@@ -346,7 +378,7 @@ class LanguageCollector:
             return
         samples = recipe.sampling.samples
         prompts, seeds = self._next(copy.copy(self.sampler), recipe.sampling.prompts, done)
-        request = self._request(prompts.ids[::samples], seeds, samples)
+        request = self._request(prompts.ids[::samples], seeds, samples, False, self._begin_scoring(prompts))
         with together():
             self.engine.use(state.updates)
         self.ahead = Background(lambda: self._as_responses(self.engine.sample(request), prompts))

@@ -22,6 +22,11 @@ from surefoot.language.sampling import Samples, cut_at_stop
 from surefoot.recipes.language import LanguageRecipe
 
 
+def response_text(tokens: Tokens, ids: Sequence[int], stop: Sequence[str]) -> str:
+    """The text of a response, up to the first of the strings that end one."""
+    return cut_at_stop(tokens.decode(list(ids)), stop)
+
+
 class Responses:
     """Samples with their text, one for each prompt.
 
@@ -43,7 +48,7 @@ class Responses:
         self.samples, self.prompts, self.tokens, self.conversations = samples, prompts, tokens, conversations
         if conversations is None:
             self.ids = samples.responses()
-            self.texts = [cut_at_stop(tokens.decode(ids), stop) for ids in self.ids]
+            self.texts = [response_text(tokens, ids, stop) for ids in self.ids]
         else:
             self.prompts = replace(prompts, prompts=[one.history for one in conversations])
             self.ids = [[one.ids[place] for place in one.last] for one in conversations]

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
 from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
-from surefoot.language.deadline import DeadlineExceeded, with_deadline
 from surefoot.language.rewards.scores import Prompt, Scores
 from surefoot.language.sampling import DecodedBy, Samples, cut_at_stop
-from surefoot.language.threads import in_threads
-from surefoot.recipes.import_object import import_object
+from surefoot.recipes.callables import import_object
 from surefoot.recipes.language import TurnSettings
 
 T = TypeVar("T")

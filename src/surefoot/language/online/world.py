@@ -107,6 +107,7 @@ class LanguageWorld:
             bf16=recipe.autocast,
             balanced=recipe.objective.router_coefficient > 0,
             padding_free=recipe.padding_free,
+            idle_critic="critic" in recipe.idle_roles,
         )
         self.model_summary += padding_notes(recipe, self.policy.padding_reason)
         self._place()
@@ -212,6 +213,7 @@ class LanguageWorld:
             evaluated=evaluated,
             demonstrated=None if self.demonstrations is None else self.demonstrations.sizes(recipe.evaluation.rows),
             mixed=None if self.mixed is None else (recipe.mixed_batch, *self._mixed_tokens(self.mixed)),
+            together=recipe.sampling.samples if recipe.padding_free else 1,
         )
 
     def _prompts(self, path: str) -> data.Prompts:
@@ -286,8 +288,8 @@ class LanguageWorld:
             scores = reward_role(base, start, VALUE)
         if scores is None:
             raise SurefootError(
-                f"critic.start={start!r}: is no adapter of model={self.recipe.model!r}; train it with [adapter] on that model, "
-                "or unset it"
+                f"critic.start={start!r}: is not an adapter of model={self.recipe.model!r}; train it with [adapter] on "
+                "that model, or unset it"
             )
         scores.backbone.requires_grad_(True)
         return Critic.from_reward_trunk(scores.backbone, scores.head, float(scores.mean), float(scores.std))
@@ -429,7 +431,7 @@ class LanguageWorld:
         recipe, reuse = self.recipe, self.recipe.objective.reuse
         tokens, size = self.collector.budget
         size = size or max(1, recipe.responses // (reuse.minibatches if reuse else 1))
-        with gathered(self.policy):
+        with gathered(self.policy, self.policy.model):
             log_probs = row_log_probs(self._supervised(), rows, recipe.evaluation.rows, size, recipe.device, tokens)
             return mean_log_likelihood(log_probs)
 
@@ -475,7 +477,7 @@ class LanguageWorld:
         kl = None
         columns: dict[str, Any] = {"reward": scores.column(total)}
         if self.reference is not None:
-            with gathered(self.policy), agreed():
+            with gathered(self.policy, self.policy.model), self.policy.without_values(), agreed():
                 log_probs = in_micro_batches(self.policy, inputs, samples.actions, samples.mask, *budget).log_probs
             with gathered(self.collector.reference_root), agreed():
                 ref_log_probs = in_micro_batches(self.reference.log_probs, inputs, samples.actions, samples.mask, *budget)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language.calls import ThreadPool, in_threads
 from surefoot.language.http_client import RESUME, HttpClient
-from surefoot.language.threads import in_threads
 
 if TYPE_CHECKING:
     import httpx2
@@ -45,6 +45,7 @@ class Endpoint:
         self.client = HttpClient(url, token_from=token_from, retries=retries, limit=limit, then=then)
         self.batch, self.at_once, self.deadline = batch, at_once, deadline
         self.arguments, self.then = dict(arguments or {}), then
+        self.early: ThreadPool[bytes, httpx2.Response] = ThreadPool(self.client.open, self._request_early, at_once)
         self.__qualname__ = re.sub(r"//[^/@]*@", "//", re.split(r"[?#]", url)[0])  # for messages
 
     @property
@@ -64,14 +65,37 @@ class Endpoint:
         DeadlineExceeded when it is too slow.
         """
         ends = time.monotonic() + self.deadline
-        arguments = {"prompts": prompts, "responses": responses, **columns}
-        if doubled := [name for name in self.arguments if name in arguments]:
-            raise SurefootError(f"argument {doubled[0]!r} is also a column of the rows; remove one of them")
-        bodies = [self._body(arguments, slice(start, start + self.batch)) for start in range(0, len(responses), self.batch)]
-        with self.client.open(self.at_once) as connection:
-            replies = in_threads(lambda body: self.client.request(connection, ends, body), bodies, self.at_once)
+        bodies = self._bodies({"prompts": prompts, "responses": responses, **columns}, len(responses))
+        replies = self._replies(bodies, ends)
         counts = [min(self.batch, len(responses) - start) for start in range(0, len(responses), self.batch)]
         return [score for reply, count in zip(replies, counts, strict=True) for score in self._scores_in(reply, count)]
+
+    def begin(self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]) -> None:
+        """Request the score of a response that is finished while others are sampled; a call with the same row uses it.
+
+        Only where each response is a request of its own: a server may compare those of one request.
+        """
+        if self.batch == 1:
+            for body in self._bodies({"prompts": prompts, "responses": responses, **columns}, len(responses)):
+                self.early.begin(body)
+
+    def _request_early(self, connection: "httpx2.Client", body: bytes) -> "httpx2.Response":
+        return self.client.request(connection, time.monotonic() + self.deadline, body)
+
+    def _replies(self, bodies: Sequence[bytes], ends: float) -> "list[httpx2.Response]":
+        """The response to each request, which may have been sent before; what failed then is sent again."""
+        replies = {body: self.early.take(body, ends) for body in dict.fromkeys(bodies)}
+        if missing := [body for body in bodies if replies[body] is None]:
+            with self.client.open(self.at_once) as connection:
+                sent = in_threads(lambda body: self.client.request(connection, ends, body), missing, self.at_once)
+            later = iter(sent)
+            return [next(later) if replies[body] is None else replies[body] for body in bodies]  # type: ignore[misc]
+        return [reply for body in bodies if (reply := replies[body]) is not None]
+
+    def _bodies(self, arguments: Mapping[str, Sequence[Any]], count: int) -> list[bytes]:
+        if doubled := [name for name in self.arguments if name in arguments]:
+            raise SurefootError(f"argument {doubled[0]!r} is also a column of the rows; remove one of them")
+        return [self._body(arguments, slice(start, start + self.batch)) for start in range(0, count, self.batch)]
 
     def _body(self, arguments: Mapping[str, Sequence[Any]], rows: slice) -> bytes:
         body = {name: list(column[rows]) for name, column in arguments.items()} | self.arguments

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import SurefootError
 from surefoot.language.rewards.endpoint import Endpoint
-from surefoot.language.threads import in_threads
 from surefoot.recipes.language import JUDGE_FIELDS, JudgeSettings, placeholders
 
 if TYPE_CHECKING:
@@ -80,6 +79,13 @@ class Judge(Endpoint):
             del self.answers[body]
         return scores
 
+    def begin(self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]) -> None:
+        """Ask about a response that is finished while others are sampled; a call with the same row uses the answer."""
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            for question in self._questions(prompt, response, {name: column[row] for name, column in columns.items()}):
+                if (body := self._request(question)) not in self.answers:
+                    self.early.begin(body)
+
     def _questions(self, prompt: Any, response: str, row: Mapping[str, Any]) -> list[str]:
         """The prompt of the judge about one response; of a comparison, both orders."""
         fields = {**row, "prompt": conversation_text(prompt), "response": response}
@@ -99,13 +105,11 @@ class Judge(Endpoint):
         """Send new requests, ``judge.in_flight`` at a time, and keep the answers."""
         if not bodies:
             return
-        ends, distinct = time.monotonic() + self.deadline, list(bodies)
-        with self.client.open(self.at_once) as connection:
-            answers = in_threads(lambda body: self._answer(connection, body, ends), distinct, self.at_once)
-        self.answers |= dict(zip(distinct, answers, strict=True))
+        distinct = list(bodies)
+        replies = self._replies(distinct, time.monotonic() + self.deadline)
+        self.answers |= dict(zip(distinct, map(self._answer, replies), strict=True))
 
-    def _answer(self, connection: "httpx2.Client", body: bytes, ends: float) -> str:
-        response = self.client.request(connection, ends, body)
+    def _answer(self, response: "httpx2.Response") -> str:
         try:
             content = response.json()["choices"][0]["message"]["content"]
         except (ValueError, RecursionError, LookupError, TypeError):

@@ -16,8 +16,10 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from queue import SimpleQueue
 from typing import Any, Literal
 
+from surefoot.language.calls import Background
 from surefoot.language.rewards.scores import Columns, Prompt
 
 Style = Literal["surefoot", "trl", "verifiers"]
@@ -160,11 +162,20 @@ def _wait_for(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     async def together() -> list[Any]:
         return list(await asyncio.gather(*map(one, awaitables)))
 
-    future = asyncio.run_coroutine_threadsafe(together(), _event_loop())
-    try:
+    ended: SimpleQueue[None] = SimpleQueue()
+
+    def supervise() -> list[Any]:
+        """Start, wait and cancel in a thread that no alarm interrupts in between."""
+        future = asyncio.run_coroutine_threadsafe(together(), _event_loop())
+        future.add_done_callback(lambda _: ended.put(None))
+        ended.get()
+        future.cancel()  # if this thread was woken early
         return future.result()
+
+    try:
+        return Background(supervise).result()
     finally:
-        future.cancel()
+        ended.put(None)
 
 
 @cache

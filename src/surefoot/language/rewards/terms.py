@@ -5,6 +5,7 @@ tokenizer. A score is for the whole response, or for each of its steps or tokens
 (``reward.missing_eos``) is not decided here; see ``online.responses``.
 """
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.files import parse_value
-from surefoot.language.deadline import DeadlineExceeded, with_deadline
+from surefoot.language.calls import DeadlineExceeded, with_deadline
 from surefoot.language.http_client import REPEAT, RESUME
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.rewards.endpoint import Endpoint
@@ -37,8 +38,7 @@ from surefoot.language.rewards.scores import (
     to_number,
 )
 from surefoot.language.rewards.signatures import signature_of
-from surefoot.recipes.callables import Functions, find_function, term_field
-from surefoot.recipes.import_object import import_object
+from surefoot.recipes.callables import Functions, find_function, import_object, term_field
 from surefoot.recipes.language import RewardTerm, term_error, term_from_text
 
 
@@ -138,6 +138,18 @@ class FunctionReward:
         if self.per != "response" and tokens is not None:
             dense = self.weight * dense_scores(scored, tokens, self.per)
         return Scores(self.weight * raw, {self.name: raw}, valid, dense)
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether ``begin`` has an effect."""
+        return isinstance(self.function, Endpoint) and self.per == "response"
+
+    def begin(self, prompt: Prompt, response: str, row: Mapping[str, Any]) -> None:
+        """Request the score of a response from a server while others are sampled. A problem is reported by the call for it."""
+        assert isinstance(self.function, Endpoint)
+        with contextlib.suppress(SurefootError):
+            columns = {name: [value] for name, value in row.items()}
+            self.function.begin(**self.signature.arguments([prompt], [response], columns))
 
     def longest(self, count: int, columns: Columns) -> float | None:
         """The most seconds that ``count`` responses to prompts with these columns can take, by the function's attribute

@@ -105,6 +105,7 @@ def sample(
     rows: int | None = None,
     look_every: int | None = None,
     on_token: Callable[[int], None] | None = None,
+    on_finished: Callable[[int, Sequence[int]], None] | None = None,
 ) -> Samples:
     """Draw ``samples`` responses to each prompt from softmax(logits / temperature), without top-k or top-p.
 
@@ -116,7 +117,8 @@ def sample(
     The prompt is read once for all its samples. The model is in eval mode and without gradient while it samples. ``path`` names
     the path; by default the fastest one that is exact for the model is used, and ``Samples.path`` reports it. At most ``rows``
     responses are drawn at a time. Finished responses are looked for after every ``look_every`` tokens; None: one on a CPU,
-    ``LOOK_EVERY`` elsewhere. ``on_token`` is called with each token as it is drawn, for a single response.
+    ``LOOK_EVERY`` elsewhere. ``on_token`` is called with each token as it is drawn, for a single response;
+    ``on_finished`` with the number and the tokens of each response that ends before ``max_tokens``.
 
     Raises SurefootError for invalid prompts, seeds, limits or path, and NotFiniteError for logits that are not finite.
     """
@@ -130,14 +132,13 @@ def sample(
         for at, of_prompt in row_chunks(len(prompts), samples, rows):
             ids, mask = left_padded(prompts[at.start : at.stop], pad_id)
             batch = Prompts(ids.to(device), mask.to(device))
-            uniforms = None
+            uniforms, numbers = None, [prompt * samples + number for prompt in at for number in of_prompt]
             if not greedy:
-                drawn = [seeds[prompt * samples + number] for prompt in at for number in of_prompt]
-                uniforms = uniform_draws(drawn, max_tokens).to(exact_device(device))
+                uniforms = uniform_draws([seeds[number] for number in numbers], max_tokens).to(exact_device(device))
             logits, past = read_prompts(model, batch)
             ends = EndDetector(eos_ids, stop, decode, logits.shape[-1], device)
             decoder, used = decoder_for(model, batch, past, len(of_prompt), max_tokens, path)
-            responses = _Responses(logits.repeat_interleave(len(of_prompt), 0), max_tokens, pad_id)
+            responses = _Responses(logits.repeat_interleave(len(of_prompt), 0), max_tokens, pad_id, numbers, on_finished)
             responses.draw(decoder, ends, uniforms, temperature, every, on_token)
             parts.append(responses.as_samples(batch, len(of_prompt), used))
     return concat_samples(parts, pad_id)
@@ -154,11 +155,21 @@ def row_chunks(prompts: int, samples: int, rows: int | None) -> Iterator[tuple[r
 class _Responses:
     """The tokens drawn so far. Each slot of the decoder holds an unfinished response; finished responses leave the batch.
 
-    logits  of the first token   [N, vocabulary]
+    logits       of the first token   [N, vocabulary]
+    numbers      of the responses, for ``on_finished``
+    on_finished  of ``sample``
     """
 
-    def __init__(self, logits: Tensor, max_tokens: int, pad_id: int) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        max_tokens: int,
+        pad_id: int,
+        numbers: Sequence[int],
+        on_finished: Callable[[int, Sequence[int]], None] | None,
+    ) -> None:
         count, device = len(logits), logits.device
+        self.numbers, self.on_finished = numbers, on_finished
         self.logits, self.max_tokens, self.pad_id = logits, max_tokens, pad_id
         self.actions = torch.full((max_tokens, count), pad_id, dtype=torch.long, device=device)
         self.log_probs = torch.zeros(max_tokens, count, dtype=working_dtype(logits), device=device)
@@ -210,6 +221,9 @@ class _Responses:
         done = lengths > 0
         self.ended[self.slots[done]] = True
         self.lengths[self.slots[done]] = lengths[done]
+        if self.on_finished is not None:
+            for slot, length in zip(self.slots[done].tolist(), lengths[done].tolist(), strict=True):
+                self.on_finished(self.numbers[slot], self.actions[:length, slot].tolist())
         count = int((~done).sum())
         if count:
             holes, movers = done[:count].nonzero().squeeze(-1), (~done[count:]).nonzero().squeeze(-1) + count

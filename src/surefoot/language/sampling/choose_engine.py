@@ -22,7 +22,7 @@ from surefoot.recipes.language import LanguageRecipe
 class InProcess:
     """The engines "packed" and "model": decode with the trainer's own weights in this process.
 
-    name   None: packed weights wherever they are exact
+    name   None: packed weights if they are exact
     rows   most responses at a time; None: as many as fit into ``CACHE_SHARE`` of the device's memory
     bf16   multiply in bfloat16 (autocast), unless ``name`` is "packed"
     """

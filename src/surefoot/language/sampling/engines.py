@@ -16,6 +16,8 @@ from surefoot.language.data.tokens import left_padded, right_padded
 from surefoot.language.sampling import EndDetector, Samples
 
 EngineName = Literal["packed", "model", "continuous", "vllm"]
+OnFinished = Callable[[int, Sequence[int]], None]
+"""called with the number and the tokens of a response"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Request:
     """from tokens to text, if there are stop strings"""
     greedy: bool = False
     """the most likely tokens"""
+    on_finished: OnFinished | None = None
+    """called for a response that ends before others do, where the engine knows; in any thread"""
 
 
 class Engine(Protocol):
@@ -72,6 +76,11 @@ Answer = tuple[list[int], list[float], bool] | None
 """the tokens of a response, their log-probabilities, and whether the engine saw it end; None if there is none"""
 
 
+def detector_for(request: Request, device: torch.device) -> EndDetector:
+    """Finds the ends of responses to a request."""
+    return EndDetector(request.eos_ids, request.stop, request.decode, 1 + max(request.eos_ids, default=0), device)
+
+
 def samples_of(
     request: Request, answers: Sequence[Answer], device: torch.device, name: Literal["continuous", "vllm"], version: int | None
 ) -> Samples:
@@ -79,7 +88,7 @@ def samples_of(
 
     Raises NotFiniteError for log-probabilities that are not finite, and SurefootError for a response without an end.
     """
-    detector = EndDetector(request.eos_ids, request.stop, request.decode, 1 + max(request.eos_ids, default=0), device)
+    detector = detector_for(request, device)
     lengths, ended = [], []
     for answer in answers:
         ids, _, stopped = answer or ([], [], False)

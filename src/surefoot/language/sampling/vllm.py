@@ -1,7 +1,8 @@
 """The engine "vllm": a running vLLM server samples, by its OpenAI-compatible completions with token ids and log-probabilities.
 
-New weights go through a folder that both read: the trainer writes safetensors; the server pauses, loads them, drops its cache
-of prefixes and goes on. A version names the weights on the server; a probe compares its log-probabilities with the trainer's.
+New weights go through a folder that both read, or over NCCL by vLLM's own transfer: the server pauses, loads them, drops its
+cache of prefixes and goes on. A version names the weights on the server; a probe compares its log-probabilities with the
+trainer's.
 The server needs ``VLLM_SERVER_DEV_MODE=1``, which adds the endpoints for weights, so it must not be open to others.
 """
 
@@ -13,8 +14,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -23,14 +25,13 @@ import torch
 from torch import Tensor
 
 from surefoot.core.distributed import from_first, rank
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, cause_of
+from surefoot.language.calls import DeadlineExceeded, in_threads
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.deadline import DeadlineExceeded
 from surefoot.language.http_client import HttpClient, is_local
 from surefoot.language.models.loading import save_model
-from surefoot.language.sampling import Samples, check_options, check_prompts, eval_mode, log_softmax
-from surefoot.language.sampling.engines import Answer, EngineName, Request, samples_of
-from surefoot.language.threads import in_threads
+from surefoot.language.sampling import Samples, check_options, check_prompts, eval_mode, log_softmax, nccl
+from surefoot.language.sampling.engines import Answer, EngineName, Request, detector_for, samples_of
 from surefoot.recipes.language import LanguageRecipe, ServerSettings
 
 if TYPE_CHECKING:
@@ -71,7 +72,11 @@ class VllmServer:
         self.weights = None if self.settings.weights is None else Path(self.settings.weights).expanduser()
         self.remove: Any = None
         """removes a temporary folder of weights"""
+        self.sender: Any = None
+        """vLLM's sender over NCCL, once it is connected"""
         settings = self.settings
+        if settings.transfer == "nccl":
+            nccl.check_device(model)
         limit = f"server.timeout={settings.timeout:g} s"
         then = f"or start it: {self.command}"
         self.http = HttpClient(settings.url, token_from=settings.token_from, retries=settings.retries, limit=limit, then=then)
@@ -79,7 +84,7 @@ class VllmServer:
             self.http.ready("sampling.engine = 'vllm'")
         except SurefootError as error:
             raise self._error(str(error)) from None
-        if self.weights is None and not is_local(settings.url):
+        if settings.transfer == "folder" and self.weights is None and not is_local(settings.url):
             raise SurefootError(
                 f"server.weights: server.url={settings.url!r} is another machine; name a folder that both machines read"
             )
@@ -107,16 +112,45 @@ class VllmServer:
             elif (label := self._label_on_server()) != self.label:
                 if not fresh and label != UNNAMED:
                     raise self._other_weights(label)
-                self._send()
+                if label == UNNAMED:  # a new server, whose GPUs have not joined
+                    self.sender = None
+                if self.settings.transfer == "nccl":
+                    self._replace_weights(self._send_over_nccl)
+                else:
+                    self._send_by_folder()
+                self._probe()
         self.version = version
 
-    def _send(self) -> None:
+    def _send_by_folder(self) -> None:
         folder = self._weights_folder() / self.label
         before = [path for path in folder.parent.iterdir() if path.name.startswith(f"{self.run}-")]
         save_model(self.model, self.tokens.tokenizer, folder)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
+        self._replace_weights(lambda: self._post("collective_rpc", reload))
+        for old in before:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _send_over_nccl(self) -> None:
+        try:
+            if self.sender is None:
+                workers = int(self._get("get_world_size")["world_size"])
+                self.sender = nccl.connect(
+                    self.model, nccl.Routes(partial(self._post, repeat=False)), self.settings.url, workers
+                )
+            self.sender.send_weights()
+        except SurefootError:
+            raise
+        except (RuntimeError, OSError, KeyError, TypeError, ValueError) as error:
+            raise self._error(
+                f"did not get the weights over NCCL ({cause_of(error)}); start it again, or set transfer = 'folder', and "
+                f"resume from the last checkpoint: {self.command}"
+            ) from error
+
+    def _replace_weights(self, load: Callable[[], Any]) -> None:
+        """Load weights while the server samples nothing, and name them."""
         self._post("pause?mode=abort")
         try:
-            self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}})
+            load()
             self._post("reset_prefix_cache")
             self._post("update_weight_version", {"new_version": self.label})
         except SurefootError:
@@ -124,9 +158,6 @@ class VllmServer:
                 self._post("resume")
             raise
         self._post("resume")
-        for old in before:
-            shutil.rmtree(old, ignore_errors=True)
-        self._probe()
 
     def _weights_folder(self) -> Path:
         if self.weights is None:
@@ -196,6 +227,8 @@ class VllmServer:
         check_options(count, samples, request.temperature, request.seeds, request.stop, request.decode, request.greedy, None)
         ends, down = time.monotonic() + self.settings.timeout, threading.Event()
         problems: list[str] = []
+        device = self.model.get_input_embeddings().weight.device
+        detector = detector_for(request, device)
 
         def one(number: int) -> Answer:
             if down.is_set():
@@ -208,10 +241,14 @@ class VllmServer:
                 problems.append(str(error) or f"did not answer within {self.http.limit}; raise it, or lower server.at_once")
                 return None
             try:
-                return self._answer(self._choice(response), request)
+                answer = self._answer(self._choice(response), request)
             except SurefootError as error:
                 problems.append(str(error))
                 return None
+            if request.on_finished is not None:
+                ids = answer[0][: request.max_tokens]
+                request.on_finished(number, ids[: detector.length(ids) or None])
+            return answer
 
         with self._connected():
             answers = in_threads(one, range(count * samples), self.settings.at_once)
@@ -220,7 +257,6 @@ class VllmServer:
             label = None if down.is_set() else self._label_on_server()
         if label not in (None, self.label):
             raise self._other_weights(label)
-        device = self.model.get_input_embeddings().weight.device
         return samples_of(request, answers, device, "vllm", self.version)
 
     def _complete(self, prompt: Any, seed: int, request: Request, more: dict[str, Any], ends: float) -> "httpx2.Response":
@@ -299,20 +335,20 @@ class VllmServer:
     def _get(self, path: str) -> dict[str, Any]:
         return self._table(path, "GET", None)
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._table(path, "POST", json.dumps({} if body is None else body).encode())
+    def _post(self, path: str, body: dict[str, Any] | None = None, repeat: bool = True) -> dict[str, Any]:
+        return self._table(path, "POST", json.dumps({} if body is None else body).encode(), repeat)
 
-    def _table(self, path: str, method: str, body: bytes | None) -> dict[str, Any]:
+    def _table(self, path: str, method: str, body: bytes | None, repeat: bool = True) -> dict[str, Any]:
         assert self.client is not None
         ends = time.monotonic() + self.settings.timeout
         try:
-            response = self.http.request(self.client, ends, body, url=self._url(path), method=method)
+            response = self.http.request(self.client, ends, body, url=self._url(path), method=method, repeat=repeat)
         except DeadlineExceeded:
             raise self._error(f"did not answer /{path} within {self.http.limit}; check the server, or raise it") from None
         except SurefootError as error:
             text = str(error)
             if "returned 404" in text:
-                text = f"has no /{path}: it is no vLLM, too old, or without VLLM_SERVER_DEV_MODE=1; start it: {self.command}"
+                text = f"has no /{path}: it is not vLLM, too old, or without VLLM_SERVER_DEV_MODE=1; start it: {self.command}"
             raise self._error(text) from None
         try:
             table = response.json() if response.content else {}
@@ -368,6 +404,7 @@ def serve_command(recipe: LanguageRecipe, folder: str, longest: int) -> str:
         "vllm",
         "--logprobs-mode",
         "processed_logprobs",
+        *(["--weight-transfer-config", '{"backend": "nccl"}'] if settings.transfer == "nccl" else []),
         *(["--trust-remote-code"] if recipe.trust_remote_code else []),
     ]
     key = "" if settings.token_from is None else f' --api-key "${settings.token_from}"'

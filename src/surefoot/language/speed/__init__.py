@@ -102,6 +102,11 @@ def all_reduce_bytes(size: float, ranks: int) -> float:
     return 2 * gather_bytes(size, ranks)
 
 
+def unpacked_bytes(size: float, ranks: int) -> float:
+    """Bytes read and written to copy what was gathered in one tensor to the parameters, or gradients into one."""
+    return 2 * size if ranks > 1 else 0.0
+
+
 def exchange_seconds(size: float, bandwidth: float, count: float, latency: float) -> float:
     """Seconds of ``count`` exchanges of ``size`` bytes together: never less than bytes over bandwidth."""
     return size / bandwidth + count * latency

@@ -3,11 +3,16 @@
 Programs are made at once, before a policy's first pass, on rows of fixed length, because their code may depend on the sizes
 that they are made with. So a run that is repeated or resumed has the same programs, whatever its rows are. Sizes are dynamic:
 rows of other lengths need no new program. Passes with a cache, those of the sampler, are not compiled.
+
+Roles that are adapters on one base share its blocks. Each role has programs of its own, which its first passes make: PyTorch
+chooses among them by the active adapter. Reward models pass a mask to their blocks if rows have padding, and none otherwise,
+so their programs are made with rows of both kinds.
 """
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from types import MethodType
 from typing import Any
@@ -18,7 +23,8 @@ from torch import Tensor, nn
 from surefoot.core.steps.programs import announce, compiler, require_compiler
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.models.placement import layers_of
-from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.policy import LanguagePolicy, computing
+from surefoot.language.supervised.preferences import PairPolicy
 
 PROGRAMS = 64
 """most programs that PyTorch keeps for the blocks of all models of a process; beyond its default of 8 it would go on eagerly"""
@@ -30,7 +36,7 @@ TOLERANCE = {True: 1e-3, False: 1e-1}
 """largest difference of a log-probability from the eager pass, for exact policies and others"""
 
 
-def compile_blocks(*policies: LanguagePolicy | None) -> None:
+def compile_blocks(*policies: LanguagePolicy | PairPolicy | None) -> None:
     """Compile the blocks of these policies before the first pass of each.
 
     Raises SurefootError if there is no C++ compiler. The first pass raises it if the blocks can't be compiled, or compute
@@ -42,12 +48,19 @@ def compile_blocks(*policies: LanguagePolicy | None) -> None:
             policy.before_first_pass = _make_programs
 
 
-def _make_programs(policy: LanguagePolicy) -> None:
+def eager_blocks(policy: nn.Module) -> None:
+    """Let the blocks of a policy run without programs again, so that a model that is made of them makes no others."""
+    for block in layers_of(policy):
+        vars(block).pop("forward", None)
+
+
+def _make_programs(policy: LanguagePolicy | PairPolicy) -> None:
     """Compile, and compare a pass with the eager one."""
     blocks, started = layers_of(policy), time.perf_counter()
-    wanted = [_pass(policy, rows, grad=False) for rows in (2, 1)]
-    what = f"engine='compiled': {type(policy.model).__name__}"
-    announce(f"engine: compiling the block of {type(policy.model).__name__}; this may take minutes …")
+    wanted = _passes(policy, False)
+    name = type(policy.model.backbone if isinstance(policy, PairPolicy) else policy.model).__name__
+    what, numbers = f"engine='compiled': {name}", "scores" if isinstance(policy, PairPolicy) else "log-probabilities"
+    announce(f"engine: compiling the block of {name}; this may take minutes …")
     torch._dynamo.config.recompile_limit = max(PROGRAMS, torch._dynamo.config.recompile_limit)
     try:
         with warnings.catch_warnings(), torch._inductor.config.patch({"cpp.cxx": (compiler(),)}):
@@ -55,12 +68,12 @@ def _make_programs(policy: LanguagePolicy) -> None:
             for block in blocks:
                 block.forward = MethodType(_compiled(type(block)), block)  # type: ignore[arg-type]
             for grad in (True, False):
-                found = [_pass(policy, rows, grad) for rows in (2, 1)]
+                found = _passes(policy, grad)
     except Exception as error:
         raise SurefootError(f"{what} can't be compiled ({cause_of(error)}); set engine = 'eager'") from error
     apart = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
     if not apart <= TOLERANCE[policy.exact]:
-        raise SurefootError(f"{what} has other log-probabilities when compiled, by {apart:.2g}; set engine = 'eager'")
+        raise SurefootError(f"{what} has other {numbers} when compiled, by {apart:.2g}; set engine = 'eager'")
     announce(f"engine: compiled {len(blocks)} blocks in {time.perf_counter() - started:.0f} s")
 
 
@@ -80,19 +93,54 @@ def _compiled(block: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-def _pass(policy: LanguagePolicy, rows: int, grad: bool) -> Tensor:
-    """Log-probabilities of rows of fixed tokens; with ``grad`` also a backward pass, which changes nothing.   [rows, tokens]"""
-    vocabulary = policy.readout.vocabulary
-    device = next(policy.parameters()).device
-    ids = (torch.arange(rows * (PROMPT + RESPONSE), device=device) * 7 % vocabulary).view(rows, -1)
-    prompt, actions = ids[:, :PROMPT], ids[:, PROMPT:]
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    grad = grad and bool(trained)
-    with torch.set_grad_enabled(grad):
+def _passes(policy: LanguagePolicy | PairPolicy, grad: bool) -> list[Tensor]:
+    """What passes of each form compute; with ``grad`` each has a backward pass, which changes nothing."""
+    return _reward_passes(policy, grad) if isinstance(policy, PairPolicy) else _language_passes(policy, grad)
+
+
+def _language_passes(policy: LanguagePolicy, grad: bool) -> list[Tensor]:
+    """Log-probabilities of two rows, and of one.   each [rows, tokens]"""
+    found = []
+    for rows in (2, 1):
+        ids = _ids(policy, policy.readout.vocabulary, rows)
+        prompt, actions = ids[:, :PROMPT], ids[:, PROMPT:]
         inputs = {"prompt": prompt, "prompt_mask": torch.ones_like(prompt, dtype=torch.bool)}
-        evaluation = policy(inputs, actions, torch.ones_like(actions, dtype=torch.bool))
-        if grad:
-            total = evaluation.log_probs.sum() + (0 if evaluation.values is None else evaluation.values.sum())
+        with _with_gradient(policy, grad) as differentiate:
+            evaluation = policy(inputs, actions, torch.ones_like(actions, dtype=torch.bool))
+            differentiate(evaluation.log_probs.sum() + (0 if evaluation.values is None else evaluation.values.sum()))
+        found.append(evaluation.log_probs.detach())
+    return found
+
+
+def _reward_passes(policy: PairPolicy, grad: bool) -> list[Tensor]:
+    """Scores of two rows, with and without padding, and of one.   each [rows, tokens]"""
+    table: Any = policy.model.backbone.get_input_embeddings()
+    found = []
+    for rows, padding in ((2, PROMPT), (2, 0), (1, 0)):
+        ids = _ids(policy, table.weight.shape[0], rows)
+        mask = torch.ones_like(ids)
+        mask[1:, mask.shape[1] - padding :] = 0
+        with _with_gradient(policy, grad) as differentiate, computing(policy, False, policy.bf16):
+            scores = policy.model.prefix_scores(ids, mask).float() * mask
+            differentiate(scores.sum())
+        found.append(scores.detach())
+    return found
+
+
+def _ids(policy: nn.Module, vocabulary: int, rows: int) -> Tensor:
+    device = next(policy.parameters()).device
+    return (torch.arange(rows * (PROMPT + RESPONSE), device=device) * 7 % vocabulary).view(rows, -1)
+
+
+@contextmanager
+def _with_gradient(policy: nn.Module, grad: bool) -> Iterator[Callable[[Tensor], None]]:
+    """A context for a pass, with a function that makes its backward pass, which changes nothing; both only with ``grad``."""
+    grad = grad and not getattr(policy, "frozen", False)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad] if grad else []
+
+    def differentiate(total: Tensor) -> None:
+        if trained:
             torch.autograd.grad(total, trained, allow_unused=True)
-    log_probs: Tensor = evaluation.log_probs.detach()
-    return log_probs
+
+    with torch.set_grad_enabled(bool(trained)):
+        yield differentiate

@@ -3,12 +3,16 @@
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 
 import torch
+
+from surefoot.errors import SurefootError
 
 Clock = Callable[[], float]
 
@@ -98,6 +102,13 @@ def measured_machine(
         latency, link = (0.0, bandwidth) if ranks == 1 else _exchange_rates(ranks, clock)
     finally:
         torch.set_num_threads(threads)
+    return cpu_machine(ranks, flops=flops, bandwidth=bandwidth, link=link, launch=launch, latency=latency, few_rows=few_rows)
+
+
+def cpu_machine(
+    ranks: int, *, flops: float, bandwidth: float, link: float, launch: float, latency: float, few_rows: float
+) -> Machine:
+    """A machine whose processes compute and exchange one after the other, at rates that are reached."""
     return Machine(
         name=f"this machine, {ranks} rank{'s' * (ranks > 1)}",
         flops=flops,
@@ -161,16 +172,35 @@ def _exchange_rates(ranks: int, clock: Clock) -> tuple[float, float]:
         context = multiprocessing.get_context("spawn")
         places = [Path(folder) / str(rank) for rank in range(ranks)]
         processes = [
-            context.Process(target=_exchange, args=(rank, ranks, str(Path(folder) / "store"), place, clock))
+            context.Process(target=_exchange, args=(rank, ranks, str(Path(folder) / "store"), place, clock), daemon=True)
             for rank, place in enumerate(places)
         ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+        try:
+            for process in processes:
+                process.start()
+            _wait_for(processes)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         times = [[float(word) for word in place.read_text().split()] for place in places]
     small, large = (max(column) for column in zip(*times, strict=True))
     return small / (ranks - 1), 2 * LARGE * (ranks - 1) / ranks / max(large - small, 1e-9)
+
+
+def _wait_for(processes: Sequence[BaseProcess]) -> None:
+    """Wait until all ranks end. Raises SurefootError at once if one fails, for which the others would wait half an hour."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in wait(list(running)):
+            ended = running.pop(sentinel)  # type: ignore[arg-type]  # sentinels are numbers
+            ended.join()
+            if ended.exitcode:
+                raise SurefootError(
+                    f"--ranks {len(processes)}: a process that measures exchanges ended with code {ended.exitcode}; use fewer "
+                    "ranks, or give --gpu instead of --measure"
+                )
 
 
 SMALL, LARGE = 1024, 2**26

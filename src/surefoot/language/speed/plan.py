@@ -23,6 +23,7 @@ from surefoot.language.speed import (
     moved_bytes,
     together,
     transformer_of,
+    unpacked_bytes,
 )
 from surefoot.language.speed.machines import Machine
 
@@ -173,7 +174,8 @@ def _gathering(models: Sequence[Transformer], workload: Workload, each: int) -> 
     """What a phase exchanges to hold these models whole; nothing if they are not sharded."""
     shards = workload.layout.shards
     size, layers = sum(model.total for model in models) * each, sum(model.layers + 1 for model in models)
-    return Work(exchanged=gather_bytes(size, shards), exchanges=layers if shards > 1 else 0, across=shards)
+    exchanges = layers if shards > 1 else 0
+    return Work(moved=unpacked_bytes(size, shards), exchanged=gather_bytes(size, shards), exchanges=exchanges, across=shards)
 
 
 def _sampling(workload: Workload) -> Work:
@@ -236,8 +238,10 @@ def _gradient_exchange(models: Sequence[Transformer], layout: Layout, each: int,
     gathers = parameters + (sum(model.weights for model in models) if layout.reshard else 0)
     machines = max(1, layout.ranks // layout.shards)
     count = layers * (3 if layout.reshard else 2) + (layers if machines > 1 else 0)
+    size = each * gathers + WEIGHT * parameters
     one = Work(
-        exchanged=gather_bytes(each * gathers + WEIGHT * parameters, layout.shards),
+        moved=unpacked_bytes(size, layout.shards),
+        exchanged=gather_bytes(size, layout.shards),
         exchanges=count,
         across=layout.shards,
         between=all_reduce_bytes(WEIGHT * parameters / layout.shards, machines),

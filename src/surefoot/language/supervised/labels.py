@@ -171,7 +171,7 @@ def kto_rows(
     def tensors(rows: Sequence[int]) -> Batch:
         ids, trained = zip(*map(mismatched, rows), strict=True)
         inputs = side_tensors(ANSWER, demonstration_tensors(answers, rows, tokens.pad_id))
-        other = data.Demonstrations(ids, trained, 0)
+        other = data.Demonstrations(ids, trained)
         inputs |= side_tensors(MISMATCHED, demonstration_tensors(other, range(len(rows)), tokens.pad_id))
         return inputs, labels_of(answers, rows), torch.ones(len(rows), 1, dtype=torch.bool)
 

@@ -14,11 +14,12 @@ with variance 1/2, in which label "first" is 1/(2β) and label "second" −1/(2�
 SimPO and ORPO have no reference: they compare the mean log-probabilities per token of the two answers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from surefoot.core.distributed import in_float64
 from surefoot.core.rollout import Evaluation, Metrics, Policy
@@ -56,20 +57,29 @@ class PairPolicy(Policy):
         self.padding_reason = reason_for_padding(model.backbone) if padding_free else None
         model.padding_free = padding_free and self.padding_reason is None
         self.model, self.bf16, self.exact, self.checkpointing = model, bf16, not bf16, checkpointing
+        self.before_first_pass: Callable[[PairPolicy], None] | None = None
+        """is called once, with the policy in its place"""
         if checkpointing:
             checkpoint_layers(model)
         self.eval()
 
     def forward(self, inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor | None = None) -> Evaluation:
         """Log-probability of choosing answer 0 (the chosen) or 1, and the entropy of the choice.   [B, 1] -> all [B, 1]"""
+        self.make_ready()
         both = self.scores(inputs).log_softmax(-1)
         entropy = -(both.exp() * both).sum(-1, keepdim=True)
         return Evaluation(both.gather(-1, actions), entropy)
 
+    def make_ready(self) -> None:
+        """Call ``before_first_pass`` before the first pass."""
+        if self.before_first_pass is not None:
+            ready, self.before_first_pass = self.before_first_pass, None
+            ready(self)
+
     def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Raw scores of the chosen and the rejected answer; of a single answer, and 0.   -> [B, 2]"""
         with computing(self, self.checkpointing, self.bf16):
-            scores = [self.model.raw(*_trimmed(inputs[side], inputs[f"{side}_mask"])) for side in _sides_in(inputs)]
+            scores = [self.model.raw(*trimmed(inputs[side], inputs[f"{side}_mask"])) for side in _sides_in(inputs)]
         return torch.stack(scores if len(scores) > 1 else [*scores, torch.zeros_like(scores[0])], -1).float()
 
     def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
@@ -113,7 +123,7 @@ def _sides_in(inputs: Mapping[str, Tensor]) -> list[str]:
     return [ANSWER] if ANSWER in inputs else [CHOSEN, REJECTED]
 
 
-def _trimmed(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def trimmed(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Without the columns on the right that are padding in every row."""
     width = int(mask.sum(-1).max())
     return ids[:, :width], mask[:, :width]
@@ -166,8 +176,13 @@ class DpoPolicy(Policy):
         return log_probs - inputs[REFERENCE] if REFERENCE in inputs else log_probs / _lengths(inputs)
 
     def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
-        """Tokens of both answers, each with its prompt.   [B]"""
-        return sum(self.writer.costs(prompt, kept) for prompt, _, kept in sides_of(inputs))  # type: ignore[return-value]
+        """Tokens of both answers, each with its prompt; of a prompt that is read once for both, once.   [B]"""
+        prompt, _, kept = below_each_other(sides_of(inputs))
+        first, second = self.writer.costs(prompt, kept).chunk(2)
+        if (shared := self.writer.shared(prompt, kept)) is None:
+            return first + second
+        same, other = shared.group.chunk(2)
+        return first + second - torch.where(same == other, shared.saved[: len(same)], 0)
 
     def train(self, mode: bool = True) -> "DpoPolicy":
         """Stay in evaluation mode: no dropout."""
@@ -215,8 +230,23 @@ def sides_of(inputs: Mapping[str, Tensor]) -> list[Batch]:
     return [side_of(inputs, name.removesuffix("_prompt")) for name in inputs if name.endswith("_prompt")]
 
 
+def below_each_other(sides: Sequence[Batch]) -> Batch:
+    """Rows of several sides as those of one batch, side by side padded to the same width."""
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        width = max(x.shape[1] for x in parts)
+        return torch.cat([pad(x, (0, width - x.shape[1])) for x in parts])
+
+    prompts, answers, masks = zip(*sides, strict=True)
+    return {name: joined([prompt[name] for prompt in prompts]) for name in prompts[0]}, joined(answers), joined(masks)
+
+
 def answer_log_probs(model: Policy, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Σ log π of the trained tokens of both sides.   -> [B, 2]"""
+    """Σ log π of the trained tokens of both sides, in one pass if the model reads a prompt once for both.   -> [B, 2]"""
+    if getattr(model, "prompts_once", False):
+        prompt, answers, mask = below_each_other(sides_of(inputs))
+        sums: Tensor = model(prompt, answers, mask).log_probs.masked_fill(~mask, 0).sum(-1)
+        return torch.stack(sums.chunk(2), -1)
     return torch.stack([model(*side).log_probs.masked_fill(~side[2], 0).sum(-1) for side in sides_of(inputs)], -1)
 
 
@@ -241,8 +271,8 @@ def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", sett
     """
     pairs = data.pairs(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
     sides = {
-        CHOSEN: data.Demonstrations(pairs.chosen, pairs.chosen_trained, 0),
-        REJECTED: data.Demonstrations(pairs.rejected, pairs.rejected_trained, 0),
+        CHOSEN: data.Demonstrations(pairs.chosen, pairs.chosen_trained),
+        REJECTED: data.Demonstrations(pairs.rejected, pairs.rejected_trained),
     }
 
     def tensors(rows: Sequence[int]) -> Batch:

@@ -18,9 +18,10 @@ from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, right_padded
 from surefoot.language.models.policy import computing
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows
 from surefoot.language.supervised.labels import BAD, GOOD
-from surefoot.language.supervised.preferences import ANSWER, PairPolicy
+from surefoot.language.supervised.preferences import ANSWER, PairPolicy, trimmed
 from surefoot.recipes.language import RowSettings
 
 ENDS = "ends"
@@ -35,15 +36,21 @@ class StepPolicy(PairPolicy):
 
     def forward(self, inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor | None = None) -> Evaluation:
         """Log-probability of each step's label, and the entropy of both labels.   [B, S] -> all [B, S]"""
+        self.make_ready()
         scores = self.scores(inputs)
         both = torch.stack([scores, torch.zeros_like(scores)], -1).log_softmax(-1)
         return Evaluation(both.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(both.exp() * both).sum(-1))
 
     def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Raw scores of the steps.   -> [B, S]"""
-        with computing(self, self.checkpointing, self.bf16):
-            everywhere = self.model.prefix_scores(inputs[ANSWER], inputs[f"{ANSWER}_mask"])
-        return everywhere.gather(-1, inputs[ENDS]).float()
+        return step_scores(self.model, inputs, self.bf16, self.checkpointing)
+
+
+def step_scores(model: RewardModel, inputs: Mapping[str, Tensor], bf16: bool = False, checkpointing: bool = False) -> Tensor:
+    """A reward model's raw scores at the ends of the steps.   -> [B, S]"""
+    with computing(model, checkpointing, bf16):
+        everywhere = model.prefix_scores(*trimmed(inputs[ANSWER], inputs[f"{ANSWER}_mask"]))
+    return everywhere.gather(-1, inputs[ENDS]).float()
 
 
 def step_rows(

@@ -40,7 +40,7 @@ from surefoot.language.models.padding_free import padding_notes
 from surefoot.language.models.placement import place, shard_role, sharding_of
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
-from surefoot.language.speed.blocks import compile_blocks
+from surefoot.language.speed.blocks import compile_blocks, eager_blocks
 from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
 from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
 from surefoot.language.supervised.preferences import (
@@ -51,7 +51,7 @@ from surefoot.language.supervised.preferences import (
     trained_tokens,
 )
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
-from surefoot.language.supervised.steps import StepPolicy, step_rows
+from surefoot.language.supervised.steps import StepPolicy, step_rows, step_scores
 from surefoot.recipes.language import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from surefoot.recipes.reading import to_table
 
@@ -144,6 +144,7 @@ class SupervisedWorld:
             response=trained,
             most=trained,
             evaluated=0 if self.held_out is None else min(self.held_out.count, recipe.evaluation.rows),
+            together=2 if recipe.padding_free and isinstance(recipe, DpoRecipe) else 1,
         )
         self.result: LanguageModel | RewardModel
         self.policy: LanguagePolicy | PairPolicy | DpoPolicy | KtoPolicy
@@ -158,7 +159,7 @@ class SupervisedWorld:
             self.result = LanguageModel(model, self.tokens, recipe)
             self.policy = self._language_policy(model)
         self.model_summary += padding_notes(recipe, self.policy.padding_reason)
-        if isinstance(self.policy, LanguagePolicy) and recipe.engine == "compiled":
+        if isinstance(self.policy, LanguagePolicy | PairPolicy) and recipe.engine == "compiled":
             compile_blocks(self.policy)
         self.reference: ReferenceLogProbs | None = None
         self.frozen_model: Reference | None = None
@@ -341,6 +342,8 @@ class SupervisedWorld:
     def finish(self, folder: Path) -> list[str]:
         """Write the best model (the last, without held-out rows) to ``model/``, for transformers and for other runs."""
         base = self.base
+        if isinstance(self.policy, PairPolicy) and self.recipe.engine == "compiled":
+            eager_blocks(self.policy)  # to test and score what is written would take programs of its own
         if self.sharding is None:
             load_best_weights(self.policy, folder)
         else:
@@ -352,10 +355,10 @@ class SupervisedWorld:
     @torch.no_grad()
     def _raw_scores(self, model: RewardModel) -> Tensor:
         """Scores of the texts, or of the steps, that they are standardised on."""
-        if isinstance(self.policy, StepPolicy):
-            rows, device = self.collector.rows, next(model.parameters()).device
-            parts_of = batches(rows.tensors, rows.count, self.recipe.data.batch, str(device))
-            return torch.cat([self.policy.scores(inputs)[mask].float() for inputs, _, mask in parts_of])
+        if model.of_steps:
+            rows, on = self.collector.rows, str(next(model.parameters()).device)
+            answers = batches(rows.tensors, rows.count, self.recipe.data.batch, on)
+            return torch.cat([step_scores(model, inputs, self.recipe.autocast)[mask] for inputs, _, mask in answers])
         texts, batch = self.standardised_on, self.recipe.data.batch
         parts = (right_padded(texts[start : start + batch], self.tokens.pad_id) for start in range(0, len(texts), batch))
         device = next(model.parameters()).device

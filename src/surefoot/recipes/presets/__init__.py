@@ -5,8 +5,10 @@ fields of the recipe.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +40,12 @@ TITLE_FIELDS = ("kind", "task", "algorithm")
 
 def presets() -> dict[str, dict[str, Any]]:
     """All shipped presets: name -> its tables."""
+    return deepcopy(_shipped())
+
+
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    """The presets, read once in a process: each recipe needs them, and reading takes longer than the rest of resolving it."""
     folder = resources.files(__package__)
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
     return {f.name.removesuffix(".toml"): read_toml(Path(str(f))) for f in files}
@@ -134,6 +142,8 @@ def settings_of(table: Mapping[str, Any], origin: Mapping[str, Any] | None = Non
     for section, name in REQUIRED:
         if name in resolved.get(section, {}):
             own[section] = {name: resolved[section][name]}
+    if recipe.engine == recipe.engine_choice()[0]:  # a run records what "auto", the default, stood for
+        own["engine"] = recipe.engine
     preset, inherited = (None, ()) if not origin else (origin.get("name"), tuple(origin.get("fields") or ()))
     below = without_tuned_for(presets().get(str(preset), {}))
     first = {"algorithm": type(recipe).default_algorithm}

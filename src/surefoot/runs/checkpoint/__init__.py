@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from surefoot.core.sharding import Shard
-from surefoot.core.sharding.files import RankShards, StoredTensor, host_copies, stored_tensors
+from surefoot.core.sharding.files import RankShards, StoredTensor, host_copies, stored_tensors, write_tensors
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_json, read_table, steps_named
 
@@ -85,7 +85,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
         for name, skeleton in snapshot.skeletons.items():
             (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
             if snapshot.tensors[name]:
-                save_file(snapshot.tensors[name], temporary / f"{name}.safetensors")
+                write_tensors(snapshot.tensors[name], temporary / f"{name}.safetensors")
         for file in snapshot.shards:
             os.rename(shards_folder(folder) / file, temporary / file)
         files = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
@@ -143,7 +143,9 @@ def fault_of(folder: Path) -> str | None:
         for path in sorted(folder.iterdir()):
             if path.name != MANIFEST and path.name not in files:
                 kind = "a pickle" if path.is_file() and _is_pickle(path) else "a file"
-                return f"holds {kind} that its manifest does not list ({path.name}), which is never read{REMEDY}remove {path}"
+                return (
+                    f"contains {kind} that its manifest does not list ({path.name}), which is never read{REMEDY}remove {path}"
+                )
         for name, expected in files.items():
             problem = fault_of_file(folder / name, expected)
             if problem:
@@ -158,7 +160,7 @@ def fault_of(folder: Path) -> str | None:
 def fault_of_file(path: Path, expected: dict[str, Any]) -> str | None:
     """What is wrong with a file, compared with its size and SHA-256; None for a sound one. Pickles are never sound."""
     if not path.is_file():  # a pipe or a device is not plain either
-        return "is no plain file" if path.exists() else "is missing"
+        return "is not a regular file" if path.exists() else "is missing"
     if _is_pickle(path):
         return "is a pickle, which is never read"
     if (size := path.stat().st_size) != expected.get("size"):
@@ -174,7 +176,7 @@ def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
     files = listed_files(manifest, FORMAT, str(manifest))
     for name in files:
         if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or not name.isprintable():
-            raise SurefootError(f"{manifest}: lists {name[:80]!r}, which is no name of a file beside it")
+            raise SurefootError(f"{manifest}: lists {name[:80]!r}, which is not the name of a file beside it")
     return files
 
 
@@ -189,7 +191,7 @@ def listed_files(listing: Path, form: int, where: str) -> dict[str, dict[str, An
         how = f"is not {form}, the one this version reads{REMEDY}use the version that wrote it"
         raise SurefootError(f"{where}: format {str(version)[:20]} {how}")
     if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
-        raise SurefootError(f"{where}: can't be read (its files are no table of tables)")
+        raise SurefootError(f"{where}: can't be read (its files are not a table of tables)")
     return files
 
 
@@ -205,7 +207,7 @@ def check_numbered(folder: Path) -> None:
     """Raise SurefootError if something other than a folder has the name of a checkpoint, so none can be saved there."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if steps_named(path.name) is not None and not path.is_dir():
-            raise SurefootError(f"{path}: is no folder, but has the name of a checkpoint; move it away")
+            raise SurefootError(f"{path}: is not a folder, but has the name of a checkpoint; move it away")
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -273,7 +275,7 @@ def require(parts: CheckpointParts, names: tuple[str, ...], where: Path) -> None
     """Raise SurefootError unless a checkpoint holds all these parts, and each is a table."""
     missing = [name for name in names if not isinstance(parts.get(name), Mapping)]
     if missing:
-        raise SurefootError(f"{where}: holds no {', '.join(missing)}; it is not a checkpoint of that kind")
+        raise SurefootError(f"{where}: has no {', '.join(missing)}; it is not a checkpoint of that kind")
 
 
 def _remove(folder: Path) -> None:
@@ -429,7 +431,7 @@ def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: 
     check_shapes(own, weights, where)
     for name, tensor in weights.items():
         if (bad := non_finite_numbers(tensor)) and own[name].isfinite().all():
-            raise SurefootError(f"{where}: {name} holds numbers that are {bad}; take another checkpoint")
+            raise SurefootError(f"{where}: {name} has numbers that are {bad}; take another checkpoint")
 
 
 def non_finite_numbers(tensor: Tensor) -> str:

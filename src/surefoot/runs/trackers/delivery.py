@@ -18,7 +18,7 @@ from typing import Any, cast
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import tracker_failed
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import parsed, write_text
+from surefoot.files import write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import to_table
 from surefoot.runs.events import (
@@ -32,7 +32,7 @@ from surefoot.runs.events import (
     RunStart,
     Sample,
 )
-from surefoot.runs.reading import TRACKERS_FILE, read_trackers, samples_in
+from surefoot.runs.reading import TRACKERS_FILE, read_samples, read_trackers, samples_in
 from surefoot.runs.trackers.interface import TRACKERS, TrackedRun, Tracker, TrackerModule
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
 
@@ -215,7 +215,7 @@ class Delivery:
         rows = [{"steps": 0}, *self.rows] if 0 in written else self.rows
         for row in [row for row in rows if row["steps"] > self.tracker.last_step]:
             steps = row["steps"]
-            samples = [parsed(line) for line in written[steps].read_text("utf-8").splitlines()] if steps in written else []
+            samples = read_samples(written[steps]) if steps in written else []
             _log(self.tracker, steps, row, samples)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from surefoot.core.rollout import Metrics
 from surefoot.errors import SurefootError
+from surefoot.files import FULL, writing
 from surefoot.runs.checkpoint import checkpoints_in, flush, written_before
 from surefoot.runs.events import Event, IterationEnd, RunEnd
 from surefoot.runs.reading import History, Row
@@ -40,7 +41,7 @@ def _text_of(path: Path) -> bytes:
     if not path.exists():
         return b""
     if not path.is_file():
-        raise SurefootError(f"{path}: is no file; move it away")
+        raise SurefootError(f"{path}: is not a file; move it away")
     try:
         return path.read_bytes()
     except OSError as error:
@@ -71,11 +72,9 @@ class MetricsFile:
     def write(self, metrics: Metrics) -> None:
         """Append one iteration's metrics. Raises SurefootError if writing fails."""
         line = json.dumps(metrics).encode() + b"\n"
-        try:
+        with writing(self.path, FULL):
             self.file.write(line)
             self.file.flush()
-        except OSError as error:
-            raise SurefootError(f"{self.path}: can't be written ({error.strerror}); free space and resume") from None
         self.digest.update(line)
         self.size += len(line)
 
@@ -85,10 +84,8 @@ class MetricsFile:
 
     def flush(self) -> None:
         """Flush the file to the disk. Raises SurefootError if that fails."""
-        try:
+        with writing(self.path, FULL):
             flush(self.path)
-        except OSError as error:
-            raise SurefootError(f"{self.path}: can't be written ({error.strerror}); free space and resume") from None
 
 
 def cut_back(run: Path, iteration: int, warn: Callable[[str], None]) -> bytes:
@@ -98,7 +95,7 @@ def cut_back(run: Path, iteration: int, warn: Callable[[str], None]) -> bytes:
     """
     path, history = run / FILE, read_history(run)
     kept = history.as_written
-    try:
+    with writing(path, FULL):
         if kept is None:
             kept = b"".join(
                 history.whole[n - 1] + b"\n" for n, row in history.numbered.items() if row["iteration"] <= iteration
@@ -109,8 +106,6 @@ def cut_back(run: Path, iteration: int, warn: Callable[[str], None]) -> bytes:
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_bytes(kept)
         os.replace(temporary, path)
-    except OSError as error:
-        raise SurefootError(f"{path}: can't be written ({error.strerror}); free space and resume") from None
     return kept
 
 

@@ -13,6 +13,8 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
 
+LONGEST_WRITE = 10.0
+"""seconds to wait for W&B's own process"""
 LEVELS = {"serious": "ERROR", "warning": "WARN"}
 BLOCK, HEADER, START = 32_768, 7, 7
 """sizes in a .wandb file, in bytes: a block, the header of a part of a record, the header of the file"""
@@ -48,8 +50,8 @@ class WandB:
 
         tracking = run.recipe.tracking
         self.identity: dict[str, Any] = {"id": run.saved.get("id") or secrets.token_hex(4)}
-        where = Path(os.environ.get("WANDB_DIR") or run.folder)
-        wait_for_new_folder(where, self.identity["id"])
+        self.where = Path(os.environ.get("WANDB_DIR") or run.folder)
+        wait_for_new_folder(self.where, self.identity["id"])
         self.run = wandb.init(
             project=tracking.project,
             id=self.identity["id"],
@@ -57,13 +59,13 @@ class WandB:
             group=run.group,
             job_type=run.recipe.kind,
             tags=list(tracking.tags),
-            dir=str(where),
+            dir=str(self.where),
             config=dict(run.table),
             mode=mode(),
             resume=None if mode() == "offline" else "allow",
             settings=wandb.Settings(silent=True, console="off", disable_code=True),
         )
-        self.last_step = last_step_offline(where, self.identity["id"]) if self.run.offline else self.run.starting_step - 1
+        self.last_step = last_step_offline(self.where, self.identity["id"]) if self.run.offline else self.run.starting_step - 1
 
     def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """Add a row; W&B sends it when the next one begins."""
@@ -87,13 +89,22 @@ class WandB:
         self.run.alert(finding.name, f"step {steps:,}, {finding.line}", level=LEVELS.get(finding.severity, "INFO"))
 
     def close(self, failed: bool) -> None:
-        """Send what is left."""
+        """Send what is left, and wait until the offline file has it: W&B's process may write after ``finish`` returns."""
         self.run.finish(exit_code=int(failed))
+        if self.run.offline:
+            wait_for_row(self.where, self.identity["id"], self.last_step)
 
 
 def wait_for_new_folder(where: Path, run_id: str) -> None:
     """Wait at most a second: W&B names an offline folder by the second, and drops what a second process adds to one."""
     while any(where.glob(f"wandb/offline-run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}")):
+        time.sleep(0.05)
+
+
+def wait_for_row(where: Path, run_id: str, step: int) -> None:
+    """Wait at most ``LONGEST_WRITE`` until the offline files have the row of ``step``."""
+    end = time.monotonic() + LONGEST_WRITE
+    while last_step_offline(where, run_id) < step and time.monotonic() < end:
         time.sleep(0.05)
 
 

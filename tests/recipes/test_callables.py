@@ -6,7 +6,7 @@ import math
 import pytest
 
 from surefoot.errors import SurefootError
-from surefoot.recipes.import_object import import_object
+from surefoot.recipes.callables import import_object, take_functions
 
 
 def test_a_module_is_imported_as_python_does():
@@ -65,3 +65,8 @@ def test_errors_are_one_line_with_the_field(name, what, tmp_path, monkeypatch):
     assert str(raised.value).startswith(f"reward.function={name!r}: can't be imported (")
     assert what in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_reward_that_is_no_function_list_or_table_is_one_line_that_names_all_three():
+    with pytest.raises(SurefootError, match=r"^reward=3: is not a function, a list of terms or a table; set"):
+        take_functions(3)
