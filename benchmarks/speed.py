@@ -1,109 +1,238 @@
-"""Environment steps per second while learning, compared with Stable-Baselines3: the same work, alternately, with returns.
+"""Environment steps per second while learning, beside other libraries: the same work, alternately, with returns.
 
-    python benchmarks/speed.py --python PEER/bin/python --rounds 3
+    taskset -c 0 python benchmarks/speed.py run --python PEER/bin/python --cleanrl CLEANRL/cleanrl --rounds 3
+    python benchmarks/speed.py table
 
-Each round trains every setting once with each engine of Surefoot and once with Stable-Baselines3, with one torch thread. The
-time is wall-clock time from the first environment step to the last update, without Python's start-up. A compiled program is
-made once per setting in advance, and its time is printed separately. Run it on an otherwise idle machine; elsewhere only the
-ratios within a round are meaningful.
+PEER has stable-baselines3, sb3-contrib, sbx-rl, gymnasium[mujoco], ale-py, opencv-python-headless, tyro and tensorboard;
+CLEANRL is a checkout of CleanRL. A cell is a fresh process with one torch thread that trains twice. The first training counts
+from the start of the process, with imports and with the loading or compiling of programs; the second counts from its first
+environment step to its last update. Surefoot's programs are compiled once per setting in advance, in a process whose time is
+kept beside. Cells are files in ``benchmarks/results/speed``; finished ones are skipped, so an interrupted run continues. Run it
+on an otherwise idle core; elsewhere only the ratios within a round are meaningful.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "speed"
+PAGE = HERE.parent / "docs" / "benchmarks" / "control.md"
+BEGIN, END = "<!-- begin: benchmarks/speed.py -->\n", "\n<!-- end: benchmarks/speed.py -->"
 
-HERE = Path(__file__).parent
-
+PPO_PEERS = ("stable-baselines3", "sbx", "cleanrl")
 WORK: dict[str, dict[str, Any]] = {
-    "HalfCheetah-v5, 1 x 2048": {"task": "HalfCheetah-v5", "environments": 1, "horizon": 2048, "setting": "paper"},
-    "HalfCheetah-v5, 8 x 256": {"task": "HalfCheetah-v5", "environments": 8, "horizon": 256, "setting": "paper"},
-    "CartPole-v1, 8 x 32": {"task": "CartPole-v1", "environments": 8, "horizon": 32, "setting": "cartpole"},
+    "HalfCheetah-v5, 8 x 256": {"task": "HalfCheetah-v5", "environments": 8, "horizon": 256, "peers": PPO_PEERS},
+    "HalfCheetah-v5, 1 x 2048": {"task": "HalfCheetah-v5", "environments": 1, "horizon": 2048, "peers": PPO_PEERS},
+    "CartPole-v1, 8 x 32": {"task": "CartPole-v1", "environments": 8, "horizon": 32, "setting": "cartpole", "peers": PPO_PEERS},
+    "Breakout, 8 x 128": {
+        "task": "ALE/Breakout-v5",
+        "environments": 8,
+        "horizon": 128,
+        "setting": "atari",
+        "steps": 10_240,
+        "peers": ("stable-baselines3",),
+    },
+    "CartPole without velocities, LSTM, 8 x 128": {
+        "task": "positions",
+        "environments": 8,
+        "horizon": 128,
+        "setting": "memory",
+        "steps": 20_480,
+        "engines": ("eager",),
+        "peers": ("sb3-contrib",),
+    },
+    "HalfCheetah-v5, TRPO, 1 x 2048": {
+        "task": "HalfCheetah-v5",
+        "environments": 1,
+        "horizon": 2048,
+        "setting": "trpo",
+        "peers": ("sb3-contrib",),
+    },
 }
+"""``setting`` is the settings' name in peers/sb3.py; without it, those of the PPO paper for MuJoCo"""
+STEPS = 40_960
+"""of work that names no other number"""
+ENGINES = ("eager", "compiled")
+"""of work that names no others; the last one is compared with the rest"""
 
 
-CONTESTANTS = ("eager", "compiled", "stable-baselines3")
-
-
-def surefoot_cell(work: dict[str, Any], seed: int, steps: int, engine: str) -> dict[str, Any]:
-    """Train once with Surefoot in this process."""
-    import time
-
-    import torch  # the other library's script has also imported torch when its clock starts
-
+def train_surefoot(work: dict[str, Any], engine: str, seed: int) -> float | None:
+    """Train with Surefoot in this process; the mean return of the last 100 episodes."""
     import surefoot
 
-    torch.set_num_threads(1)
-    seen: list[float | None] = []
+    task: Any = work["task"]
+    settings: dict[str, Any] = {}
+    if work["setting"] == "memory":
+        sys.path.insert(0, str(HERE.parent / "examples"))
+        from memory import RECIPE, Positions
 
-    def remember(metrics: dict[str, float | None]) -> None:
-        seen.append(metrics["episode_return"])
-
-    rollout = {"environments": work["environments"], "steps": work["horizon"]}
-    started = time.perf_counter()
+        task, settings = Positions, {**RECIPE, "network": {"hidden": [32], "lstm": 32}}
+    if work["setting"] == "trpo":
+        settings = {"algorithm": "TRPO"}
+    returns: list[float | None] = []
+    settings["rollout"] = {"environments": work["environments"], "steps": work["horizon"]}
+    settings |= {"engine": engine, "evaluation": {"episodes": 0}}
     surefoot.train(
-        work["task"],
-        steps=steps,
+        task,
+        steps=work["steps"],
         seed=seed,
         run_dir=None,
-        rollout=rollout,
-        engine=engine,
-        evaluation={"episodes": 0},
-        callback=remember,
+        callback=lambda metrics: returns.append(metrics["episode_return"]),
+        **settings,
     )
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "steps_per_second": steps / seconds, "last_100_mean": seen[-1]}
+    return returns[-1]
 
 
-def in_its_own_process(contestant: str, python: str, work: dict[str, Any], seed: int, steps: int) -> dict[str, Any]:
-    """Train once in a fresh Python, so that neither library warms up the other's caches."""
+def train_twice(cell: dict[str, Any], out: Path) -> None:
+    """Train twice in this process; write the seconds of both."""
+    import torch
+
+    torch.set_num_threads(1)
+    work, engine, seed = cell["work"], cell["contestant"], cell["seed"]
+    train_surefoot(work, engine, seed)
+    first = time.time() - cell["started"]
+    start = time.perf_counter()
+    last = train_surefoot(work, engine, seed)
+    out.write_text(json.dumps({"first_seconds": first, "seconds": time.perf_counter() - start, "last_100_mean": last}))
+
+
+def complete(work: dict[str, Any]) -> dict[str, Any]:
+    """A work with its setting and its steps."""
+    return {"setting": "paper", "steps": STEPS, **work}
+
+
+def in_its_own_process(cell: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Train in a fresh Python, so that no library warms up another's caches."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cell.json"
-        if contestant != "stable-baselines3":
-            cell = {"work": work, "seed": seed, "steps": steps, "engine": contestant}
-            command = [sys.executable, __file__, "--cell", json.dumps(cell), str(out)]
+        cell = {**cell, "started": time.time(), "cleanrl": args.cleanrl}
+        if cell["contestant"] in ENGINES:
+            command = [sys.executable, str(HERE / "speed.py"), "cell"]
+        elif cell["contestant"] == "cleanrl":
+            command = [args.python, str(HERE / "peers" / "clean.py")]
         else:
-            command = [python, str(HERE / "peers" / "sb3.py"), "--seed", str(seed), "--steps", str(steps), "--out", str(out)]
-            command += [part for name, value in work.items() for part in (f"--{name}", str(value))]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            command = [args.python, str(HERE / "peers" / "sb3.py"), "--cell"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+        subprocess.run(
+            [*command, json.dumps(cell), str(out)], check=True, stdout=subprocess.DEVNULL, env=environment, cwd=folder
+        )
         result: dict[str, Any] = json.loads(out.read_text())
         return result
 
 
-def shown(score: float | None) -> str:
-    """A return, or a dash if no episode has ended yet."""
-    return "–" if score is None else f"{score:,.0f}"
+def slug(*words: Any) -> str:
+    """Words as a file's name."""
+    return "-".join(str(word).replace("/", "_").replace(",", "").replace(" ", "_") for word in words)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the missing cells, round by round."""
+    from record import made_with, write
+
+    for seed in range(args.rounds + 1):
+        for name, work in WORK.items():
+            if args.only and not any(word in name for word in args.only):
+                continue
+            engines = work.get("engines", ENGINES)
+            peers = [peer for peer in work["peers"] if args.python and (peer != "cleanrl" or args.cleanrl)]
+            compiling = engines[-1:] if "compiled" in engines else ()
+            for contestant in (*engines, *peers) if seed else compiling:  # round 0 compiles the programs
+                path = RESULTS / f"{slug(name, contestant, seed)}.json"
+                if path.exists():
+                    continue
+                whole = complete(work)
+                if not seed:
+                    whole["steps"] = 2 * work["environments"] * work["horizon"]
+                cell = {"work": whole, "contestant": contestant, "seed": seed}
+                result = in_its_own_process(cell, args)
+                write(path, {**cell, **result, "made_with": made_with()})
+                speed = whole["steps"] / result["seconds"]
+                print(
+                    f"{name}, {contestant}, round {seed}: {speed:,.0f} steps/s; first {result['first_seconds']:.1f} s",
+                    flush=True,
+                )
+
+
+def span(numbers: list[float], digits: int = 0) -> str:
+    """The smallest and the largest number."""
+    low, high = (f"{number:,.{digits}f}" for number in (min(numbers), max(numbers)))
+    return low if low == high else f"{low}–{high}"
+
+
+def rows_of(name: str, work: dict[str, Any]) -> list[list[str]]:
+    """A row for each contestant that has finished cells."""
+
+    def cells(contestant: str) -> dict[int, dict[str, Any]]:
+        files = {seed: RESULTS / f"{slug(name, contestant, seed)}.json" for seed in range(1, 100)}
+        return {seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()}
+
+    engines = work.get("engines", ENGINES)
+    rows, ours = [], cells(engines[-1])
+    for contestant in (*engines, *work["peers"]):
+        theirs = cells(contestant)
+        if not theirs:
+            continue
+        speeds = [cell["work"]["steps"] / cell["seconds"] for cell in theirs.values()]
+        both = [seed for seed in theirs if seed in ours]
+        warm, cold = (
+            [theirs[seed][key] / ours[seed][key] for seed in both if contestant != engines[-1]]
+            for key in ("seconds", "first_seconds")
+        )
+        first = [cell["first_seconds"] for cell in theirs.values()]
+        returns = [cell["last_100_mean"] for cell in theirs.values()]
+        shown = ", ".join("–" if score is None else f"{score:,.0f}" for score in returns)
+        cell_of = [span(speeds), span(warm, 2) if warm else "1", span(first, 1), span(cold, 2) if cold else "1", shown]
+        rows.append([name, contestant, *cell_of])
+    return rows
+
+
+def table() -> str:
+    """The finished cells as a Markdown table."""
+    from surefoot.compare.statistics import markdown_table
+
+    rows = [row for name, work in WORK.items() for row in rows_of(name, work)]
+    header = ["work", "engine or library", "steps/s, second training", "Surefoot is faster by"]
+    header += [
+        "first training with the start of the process, s",
+        "compiled is faster by",
+        "return, last 100 episodes, each round",
+    ]
+    made = []
+    for name in WORK:
+        file = RESULTS / f"{slug(name, 'compiled', 0)}.json"
+        if file.exists():
+            made.append(f"{name} {json.loads(file.read_text())['first_seconds']:.0f} s")
+    return markdown_table(header, rows) + f"\n\nCompiling the programs, once per setting and machine: {'; '.join(made)}."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable, help="Python of the other library's environment")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40_960)
-    parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="run the missing cells")
+    runs.add_argument("--python", help="Python of the other libraries' environment; without it only Surefoot runs")
+    runs.add_argument("--cleanrl", help="folder with CleanRL's scripts; without it CleanRL does not run")
+    runs.add_argument("--rounds", type=int, default=3)
+    runs.add_argument("--only", nargs="+", metavar="WORD", help="only work whose name has one of these words")
+    commands.add_parser("table", help="write the table into docs/benchmarks/control.md")
+    one = commands.add_parser("cell")
+    one.add_argument("cell", type=json.loads)
+    one.add_argument("out", type=Path)
     args = parser.parse_args()
-    if args.cell:
-        Path(args.cell[1]).write_text(json.dumps(surefoot_cell(**json.loads(args.cell[0]))))
-        return
-    print("| work | eager, steps/s | compiled, steps/s | peer, steps/s | eager : peer | compiled : peer | made in |", end="")
-    print(" returns, eager | returns, compiled | returns, peer |")
-    print("|---" * 10 + "|", flush=True)
-    for name, work in WORK.items():
-        made = in_its_own_process("compiled", args.python, work, 1, work["environments"] * work["horizon"])["seconds"]
-        rounds = [
-            [in_its_own_process(contestant, args.python, work, seed, args.steps) for contestant in CONTESTANTS]
-            for seed in range(1, args.rounds + 1)
-        ]
-        speeds = np.array([[cell["steps_per_second"] for cell in cells] for cells in rounds])
-        spans = [f"{low:,.0f}–{high:,.0f}" for low, high in zip(speeds.min(0), speeds.max(0), strict=True)]
-        ratios = [", ".join(f"{ratio:.2f}" for ratio in speeds[:, side] / speeds[:, 2]) for side in (0, 1)]
-        returns = [", ".join(shown(cells[side]["last_100_mean"]) for cells in rounds) for side in range(3)]
-        print(f"| {' | '.join([name, *spans, *ratios, f'{made:.0f} s', *returns])} |", flush=True)
+    if args.command == "run":
+        run(args)
+    elif args.command == "cell":
+        train_twice(args.cell, args.out)
+    else:
+        page = PAGE.read_text("utf-8")
+        before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
+        PAGE.write_text(before + table() + after, "utf-8")
 
 
 if __name__ == "__main__":
