@@ -1,5 +1,6 @@
 """The command line as a user types it."""
 
+import gc
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import tomllib
 import click
 import pytest
 
+from surefoot.cli import lasting_imports
 from surefoot.cli.main import COMMANDS, cli, fail
 from surefoot.cli.options import changes_from
 from surefoot.demos import command_here
@@ -29,6 +31,25 @@ def test_the_inspector_imports_no_recipes():
     code = "import sys; from surefoot.cli.main import cli; cli.main(['inspect', '--help'], standalone_mode=False); "
     code += "import surefoot.inspector.server; assert not {'torch', 'gymnasium', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_short_run_imports_no_compiler_and_no_tracker_and_leaves_its_imports_to_the_end_of_the_process(tmp_path):
+    code = "import gc, sys; from surefoot.cli.main import cli; "
+    code += (
+        f"cli.main(['train', 'CartPole-v1', '--steps', '256', '--run-dir', {str(tmp_path / 'run')!r}], standalone_mode=False); "
+    )
+    code += "heavy = {'torch._dynamo', 'torch._inductor', 'sympy', 'tensorboard', 'pandas', 'transformers', 'matplotlib'}; "
+    code += "assert not heavy & set(sys.modules); assert gc.isenabled() and gc.get_freeze_count() > 100_000"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_program_that_calls_the_command_keeps_its_own_objects_collectable():
+    import torch  # noqa: F401
+
+    before = gc.get_freeze_count()
+    with lasting_imports():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == before
 
 
 def test_every_command_exists_under_its_own_name():

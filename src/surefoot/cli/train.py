@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from surefoot.cli import lasting_imports
 from surefoot.cli.help import RecipeCommand
 from surefoot.cli.options import (
     COUNT,
@@ -85,8 +86,9 @@ def train(
         return
     if launch_ranks(ranks, max_restarts, rank_timeout):
         return
-    from surefoot.core.distributed import rank
-    from surefoot.runs.api import start
+    with lasting_imports():
+        from surefoot.core.distributed import rank
+        from surefoot.runs.api import start
 
     scores = []
     for seed in range(recipe.seed, recipe.seed + seeds):
@@ -159,13 +161,15 @@ def resume(
 
     Training continues exactly from the last checkpoint.
     """
-    from surefoot.core.distributed import rank
-    from surefoot.runs import api
     from surefoot.runs.reading import check_is_run
 
     check_is_run(run)
     if launch_ranks(ranks, max_restarts, rank_timeout):
         return
+    with lasting_imports():
+        from surefoot.core.distributed import rank
+        from surefoot.runs import api
+
     api.resume(run, steps=steps, allow_changes=allow_changes, display=display_for(None, run, quiet))
     if rank() == 0:
         echo_result(result_line(find_recipe(str(run / "config.toml")), run)[0])

@@ -36,7 +36,7 @@ def _require_count(field: str, value: int, usual: int) -> None:
 class Reuse:
     """Use each batch for several passes, in minibatches; every sample is weighted by the importance ratio ρ."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     epochs: int = 10
     """passes over each batch, at most a million"""
@@ -52,7 +52,7 @@ class Reuse:
 class Clip:
     """Trust region by the pessimistic minimum with the clipped ratio (PPO-Clip, arXiv 1707.06347)."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     clip: float = 0.2
     """how far below 1 (and above, unless clip_high is set) a ratio may go before its gain is clipped"""
@@ -79,7 +79,7 @@ class Clip:
 class Penalty:
     """Trust region by a penalty on the KL: J = ρÂ − β·KL(π_old‖π_θ), with β fixed or adapted (arXiv 1707.06347, section 4)."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     beta: float = 1.0
     """β, or its first value if it is adapted"""
@@ -105,7 +105,7 @@ class Constraint:
     The critic is fitted separately, by its own optimizer, with the passes and minibatches of ``Objective.reuse``.
     """
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     delta: float = 0.01
     """δ, the largest mean KL of a step"""
@@ -134,7 +134,7 @@ class ClippedWeight:
     No sample loses its gradient, as samples outside the band of ``Clip`` do (CISPO, arXiv 2506.13585).
     """
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     max_weight: float = 5.0
     """the largest weight of a sample, 1 + ε_high in the paper"""
@@ -153,7 +153,7 @@ TRUST_REGIONS: tuple[type[TrustRegion], ...] = (Clip, Penalty, Constraint, Clipp
 class Objective:
     """The options of a policy-gradient objective. The defaults are REINFORCE."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     baseline: Literal["mean", "group", "leave_one_out", "pair", "critic"] | None = None
     """what is subtracted from the return: nothing, the batch's mean return, the mean return of the responses to the same prompt

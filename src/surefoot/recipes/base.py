@@ -31,7 +31,7 @@ Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
 class Section(pydantic.BaseModel):
     """A frozen table of a recipe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 def names_in(value: Any) -> Any:

@@ -1,9 +1,13 @@
 """Recipes as tables: make one from the other, lay changes over them, switch the algorithm, suggest fields, describe them."""
 
+import ast
+import inspect
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pydantic
@@ -285,23 +289,49 @@ def recipe_fields(kind: str | None = None) -> Iterator[tuple[str, RecipeField]]:
                 yield field.name, field
 
 
-@cache  # a schema takes 30 ms, and every recipe that is made needs it
+@cache  # a schema takes 20 ms, and every recipe that is made needs it
 def _fields_of(kind: str) -> tuple[RecipeField, ...]:
     schema = KINDS[kind].model_json_schema()
-    return tuple(_fields(schema, schema["$defs"], ""))
+    return tuple(_fields(KINDS[kind].__name__, schema, schema["$defs"], ""))
 
 
-def _fields(node: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) -> Iterator[RecipeField]:
+def _fields(owner: str, node: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str) -> Iterator[RecipeField]:
     for name, described in node["properties"].items():
-        dotted, meaning = f"{prefix}{name}", described.get("description", "")
+        dotted = f"{prefix}{name}"
         options = described.get("anyOf", [described])
         tables = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
         if not tables:
-            yield RecipeField(dotted, " | ".join(map(_type_name, options)), described.get("default"), meaning)
+            kind = " | ".join(map(_type_name, options))
+            yield RecipeField(dotted, kind, described.get("default"), _meaning(owner, name))
         elif len(options) > 1:  # a table that is off by default
-            yield RecipeField(dotted, "table | none", "none", meaning)
+            yield RecipeField(dotted, "table | none", "none", _meaning(owner, name))
         for table in tables:
-            yield from _fields(definitions[table], definitions, f"{dotted}.")
+            yield from _fields(table, definitions[table], definitions, f"{dotted}.")
+
+
+def _meaning(owner: str, name: str) -> str:
+    """The text under a field of a class, or of the class that it has the field from; "" without one."""
+    modules = [sys.modules[module] for module in dict.fromkeys(cls.__module__ for cls in (Objective, Recipe, *KINDS.values()))]
+    cls = next(vars(module)[owner] for module in modules if owner in vars(module))
+    texts = (_texts_under_fields(base.__module__).get((base.__name__, name)) for base in cls.__mro__)
+    return next((text for text in texts if text is not None), "")
+
+
+@cache
+def _texts_under_fields(module: str) -> dict[tuple[str, str], str]:
+    """The text under each field of a module's classes, by class and field, from one look at the source.
+
+    pydantic's ``use_attribute_docstrings`` reads the same, but parses the module again for each class.
+    """
+    texts: dict[tuple[str, str], str] = {}
+    if not module.startswith("surefoot."):  # a base of pydantic or Python
+        return texts
+    for cls in (node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)):
+        for field, below in pairwise(cls.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[cls.name, name] = inspect.cleandoc(text)
+    return texts
 
 
 def _type_name(option: Mapping[str, Any]) -> str:
