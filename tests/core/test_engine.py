@@ -603,7 +603,9 @@ def test_other_kinds_have_one_engine() -> None:
     assert recipe.engine_choice() == ("eager", "kind = 'sft' has no other")
 
 
-def test_compiling_is_announced_before_and_after_and_loading_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiling_is_announced_before_and_after_and_loading_is_not(
+    programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines: list[str] = []
     for _ in range(2):

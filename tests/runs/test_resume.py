@@ -190,7 +190,7 @@ def outcome_without_best(path):
     return load_checkpoint(latest_checkpoint(path / "checkpoints"))
 
 
-def wait_for(path, seconds=60):
+def wait_for(path, seconds=200):
     end = time.monotonic() + seconds
     while not (path.exists() and path.stat().st_size):
         assert time.monotonic() < end, f"{path} did not appear"
