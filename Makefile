@@ -1,7 +1,8 @@
 # `make demo` and `make test` work on a fresh machine with Python >= 3.11, make and a package index.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
+AGAIN ?= # .ci/run sets it to .ci/again
+PYTEST = $(AGAIN) $(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles all of Surefoot again
 
 .PHONY: demo test slow lint types tests docs clean
@@ -26,7 +27,7 @@ tests: .venv/dev
 	$(PYTEST)
 
 slow: .venv/dev
-	$(BIN)/pytest -m slow -n 2 --dist worksteal --timeout 2400
+	$(PYTEST) -m slow --timeout 2400
 
 docs: .venv/dev
 	$(BIN)/python docs/generate.py

@@ -87,7 +87,7 @@ TRACED: dict[str, torch.fx.GraphModule] = {}
 
 
 @pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.slow)])
-def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> str:
     """For tests of ``engine = "compiled"``: ``make test`` interprets the traced programs, ``make slow`` compiles them."""
 
     def trace(traced: torch.fx.GraphModule, arguments: Sequence[torch.Tensor], library: Path) -> None:
@@ -108,6 +108,7 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     if request.param == "interpreted":
         monkeypatch.setattr(engine, "_compile", trace)
         monkeypatch.setattr(engine, "_load", load)
+    return str(request.param)
 
 
 @pytest.fixture
@@ -142,17 +143,27 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(chromium: Any) -> Iterator[Any]:
-    """A new page; whatever it complains of fails the test, and so does any request beyond this machine."""
+def page(chromium: Any, tmp_path: Path) -> Iterator[Any]:
+    """A new page; whatever it complains of fails the test, and so does any request beyond this machine.
+
+    It asks for ``tmp_path`` so that it is closed before that folder is deleted: an inspector's page asks for its runs again
+    and again.
+    """
     context = chromium.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    context.set_default_timeout(90_000)
     made = context.new_page()
     wrong: list[str] = []
     made.on("pageerror", lambda error: wrong.append(str(error)))
-    made.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    made.on("console", lambda message: wrong.append(f"{message.text} {place(message)}") if message.type == "error" else None)
     made.on("request", lambda request: None if local(request.url) else wrong.append(request.url))
     yield made
     context.close()
     assert wrong == []
+
+
+def place(message: Any) -> str:
+    """Where a message of the console comes from: for a response of status 400 or more, the address that was requested."""
+    return f"({message.location['url']}:{message.location['lineNumber']})"
 
 
 def local(url: str) -> bool:

@@ -167,15 +167,16 @@ def go_on(environments: Environments) -> None:
         ("leaves", 2, "ended its worker process (exit code 7) in step(), episode 1, step 2;"),
         ("segfaults", 2, "ended its worker process (SIGSEGV) in step(), episode 1, step 2;"),
         ("is killed", 0, "ended its worker process (SIGKILL, perhaps out of memory) in reset(), episode 1, step 0;"),
-        ("sleeps", 1, "did not return within 1 s (rollout.deadline) in step(), episode 1, step 1;"),
+        ("sleeps", 1, "did not return within 3 s (rollout.deadline) in step(), episode 1, step 1;"),
         pytest.param(
-            "spins", 0, "did not return within 1 s (rollout.deadline) in reset(), episode 1, step 0;", marks=pytest.mark.slow
+            "spins", 0, "did not return within 3 s (rollout.deadline) in reset(), episode 1, step 0;", marks=pytest.mark.slow
         ),
     ],
 )
 def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(how: str, at: int, message: str) -> None:
     workers = 2 if how in ("raises", "segfaults", "sleeps") else 1
-    environments = in_workers(Misbehaving, 3, workers, 1.0, how=how, at=at, doom=episode_seed(SEED, 2, 1))
+    deadline = 3.0 if how in ("sleeps", "spins") else 60.0
+    environments = in_workers(Misbehaving, 3, workers, deadline, how=how, at=at, doom=episode_seed(SEED, 2, 1))
     pids = [worker.process.pid for worker in environments._workers]
     started = time.monotonic()
     with pytest.raises(SurefootError) as caught:
@@ -184,7 +185,7 @@ def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(ho
     fix = r"fix the environment \(misbehaving\.py:\d+\)" if "raised" in message else "fix the environment"
     expected = rf"Misbehaving: environment 2 {re.escape(message)} {fix}, then resume from the last checkpoint"
     assert re.fullmatch(expected, line), line
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     if how in ("raises", "exits"):
         assert "misbehaving.py" in caught.value.__notes__[0]
@@ -345,7 +346,7 @@ def test_workers_end_when_their_parent_is_killed_even_the_one_that_hangs(tmp_pat
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while any(alive(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)
     assert [pid for pid in pids if alive(pid)] == []

@@ -48,16 +48,17 @@ SAID = ("return Rollout(", "if state.iteration == 3:\n            print('at work
 @pytest.mark.slow
 def test_the_documented_program_prints_what_the_page_shows(start: Start) -> None:
     first, second = start()
-    code, out, err = first.finish(120)
+    code, out, err = first.finish()
     assert code == 0, err
     assert out.strip()
     assert out.strip() in PAGE.read_text("utf-8")
-    assert second.finish(120)[:2] == (0, "")
+    assert second.finish()[:2] == (0, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_whose_companion_dies_or_stops_ends_in_one_line(start: Start, number: signal.Signals) -> None:
-    first, second = start(changes=(("timeout=60", "timeout=5"), ("total_steps=20_000", "total_steps=10**12"), SAID))
+    limit = "timeout=8" if number == signal.SIGSTOP else "timeout=60"  # a death is noticed at once
+    first, second = start(changes=(("timeout=60", limit), ("total_steps=20_000", "total_steps=10**12"), SAID))
     assert first.wait_for_output() == "at work\n"
     first.send_signal(number)
     code, _, err = second.finish()

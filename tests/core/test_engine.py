@@ -1,5 +1,6 @@
 """The compiled update against the eager one."""
 
+import fcntl
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import Credit, LearnerState, Metrics, map_tensors
+from surefoot.core.steps import programs as compiling
 from surefoot.core.steps.compiled import CompiledStepper
 from surefoot.core.steps.programs import _fingerprint, announced, loop, program_of, structure
 from surefoot.core.traces import Recorder
@@ -39,6 +41,8 @@ TINY: dict[str, Any] = {
     "objective": {"reuse": {"epochs": 2, "minibatches": 4}, "normalise_advantages": "minibatch"},
     "optimizer": {"learning_rate": 1e-2},
 }
+COMPILING = 900.0
+"""seconds that a rank waits for another that compiles on a slow machine"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -101,7 +105,7 @@ def test_compiled_gradients_are_summed_over_ranks_as_eager_ones_are(environments
         world.close()
         return results, program is not None, acts
 
-    outcomes = on_ranks(2, body, tmp_path, timeout=300)
+    outcomes = on_ranks(2, body, tmp_path, timeout=COMPILING)
     assert not [x for x in outcomes if isinstance(x, str)]
     for (eager, compiled), made, acts in outcomes:
         assert acts
@@ -122,7 +126,7 @@ def mirrored(observations: torch.Tensor, actions: torch.Tensor) -> tuple[torch.T
     ids=["TRPO", "symmetry", "TRPO with symmetry"],
 )
 def test_a_compiled_step_of_two_ranks_is_that_of_one_eager_process(
-    algorithm: str, symmetry: Any, tmp_path: Path, programs: None
+    algorithm: str, symmetry: Any, tmp_path: Path, programs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank learns from its environments, with their mirror images."""
     rollout_settings = {"environments": 4, "steps": 16} | ({"symmetry": "tests:mirrored"} if symmetry else {})
@@ -138,15 +142,25 @@ def test_a_compiled_step_of_two_ranks_is_that_of_one_eager_process(
         metrics = learner.update(part, assign_credit(part, recipe.objective), LearnerState.seeded(1, 10_000))
         return metrics, torch.cat([p.detach().reshape(-1) for p in world.policy.parameters()]), learner
 
+    def compile_once(traced: torch.fx.GraphModule, arguments: Any, library: Path) -> None:
+        """Both ranks have the same programs: one compiles each, and the other waits for it."""
+        with (tmp_path / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                compile_program(traced, arguments, library)
+
     def body(rank: int) -> Any:
-        os.environ["XDG_CACHE_HOME"] = str(tmp_path / f"cache {rank}")  # interpreted programs are known to their process
+        if programs == "interpreted":  # they are known to their process alone
+            os.environ["XDG_CACHE_HOME"] = str(tmp_path / f"cache {rank}")
         join_ranks()
         own = [row for row in range(len(rollout.actions)) if row % 4 // 2 == rank]  # images follow the steps
         metrics, parameters, learner = updated(compiled, own)
         passes = learner.compiled_natural.passes if learner.compiled_natural else learner.compiled.gradients  # type: ignore
         return metrics, parameters, passes.program is not None
 
-    outcomes = on_ranks(2, body, tmp_path, timeout=300)
+    compile_program = compiling._compile
+    monkeypatch.setattr(compiling, "_compile", compile_once)
+    outcomes = on_ranks(2, body, tmp_path, timeout=COMPILING)
     before = torch.cat([p.detach().reshape(-1) for p in world.policy.parameters()]).clone()
     expected, moved, _ = updated(eager, list(range(len(rollout.actions))))
     assert not [x for x in outcomes if isinstance(x, str)], outcomes
@@ -589,7 +603,9 @@ def test_other_kinds_have_one_engine() -> None:
     assert recipe.engine_choice() == ("eager", "kind = 'sft' has no other")
 
 
-def test_compiling_is_announced_before_and_after_and_loading_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiling_is_announced_before_and_after_and_loading_is_not(
+    programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines: list[str] = []
     for _ in range(2):

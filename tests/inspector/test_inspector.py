@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_is_followed(page: Any, cart: Path, tmp_path: Path, i
     page.wait_for_selector("#curves[data-iterations='5']")
     with (copy / "metrics.jsonl").open("a") as file:
         file.write("".join(lines[5:7]))
-    page.wait_for_selector("#curves[data-iterations='7']", timeout=8_000)
+    page.wait_for_selector("#curves[data-iterations='7']")
     last = json.loads(lines[6])
     assert number(page.inner_text(".chart[data-metric=kl] .readout span")) == pytest.approx(last["kl"], rel=5e-3)
     assert f"{last['steps']:,} of 2,048 steps" in page.inner_text("#runs")

@@ -61,11 +61,11 @@ def opened(cart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setenv("HOME", str(tmp_path))
     thread = threading.Thread(target=cli_inspect.show_runs, args=([cart], 0, False))
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(100)
 
     def end() -> None:
         servers[0].should_exit = True
-        thread.join(20)
+        thread.join(100)
         assert not thread.is_alive()
 
     yield addresses[0], end
@@ -78,7 +78,7 @@ def test_the_file_goes_as_soon_as_somebody_is_inside(opened: tuple[str, Callable
     match = re.search(r"url=http://127\.0\.0\.1:(\d+)(/enter\?token=[\w-]{32})\"", file.read_text())
     assert match is not None
     assert match[2].split("=")[1] not in opened[0]
-    connection = HTTPConnection("127.0.0.1", int(match[1]), timeout=10)
+    connection = HTTPConnection("127.0.0.1", int(match[1]), timeout=60)
     connection.request("GET", "/enter?token=wrong")
     answer = connection.getresponse()
     answer.read()
@@ -117,7 +117,7 @@ cli_inspect.show_runs([Path({str(cart)!r})], 0, False)
         assert len(list(tmp_path.glob("surefoot-*.html"))) == 1
         process.send_signal(number)
         try:
-            assert process.wait(20) == -number
+            assert process.wait(100) == -number
         finally:
             process.kill()
     assert not list(tmp_path.glob("surefoot-*.html"))

@@ -234,10 +234,10 @@ def served(cart: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ready = threading.Event()
     thread = threading.Thread(target=server.serve, args=([cart], 0, lambda address: (addresses.append(address), ready.set())))
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(100)
     yield addresses[0]
     servers[0].should_exit = True
-    thread.join(20)
+    thread.join(100)
     assert not thread.is_alive()
 
 
@@ -251,7 +251,7 @@ def remembering(make: Any, made: list[Any]) -> Any:
 
 def test_it_listens_on_this_machine_alone(served: str) -> None:
     port = port_of(served)
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/" + served.split("/", 3)[3])
     answer = connection.getresponse()
     answer.read()
@@ -339,13 +339,13 @@ def everything(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: 127", b"GET / HTTP/1.1\r\ncontent-length: 5\r\n\r\n12"])
 def test_a_connection_whose_request_never_becomes_whole_is_closed(hasty: None, served: str, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", port_of(served)), timeout=10) as half_open:
+    with socket.create_connection(("127.0.0.1", port_of(served)), timeout=60) as half_open:
         half_open.sendall(sent)
         assert b"HTTP/1.1 200" not in everything(half_open), "no page for half a request"
 
 
 def test_half_of_a_second_request_is_closed_too(hasty: None, served: str) -> None:
-    with socket.create_connection(("127.0.0.1", port_of(served)), timeout=10) as half_open:
+    with socket.create_connection(("127.0.0.1", port_of(served)), timeout=60) as half_open:
         half_open.sendall(b"GET / HTTP/1.1\r\nhost: elsewhere\r\n\r\n")
         assert half_open.recv(4096).startswith(b"HTTP/1.1 403")
         half_open.sendall(b"GET / HTTP/1.1\r\n")
@@ -359,7 +359,7 @@ def test_a_websocket_request_gets_no_advice_to_install_anything(served: str, cap
         "sec-websocket-key": "x" * 22 + "==",
         "sec-websocket-version": "13",
     }
-    connection = http.client.HTTPConnection("127.0.0.1", port_of(served), timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(served), timeout=60)
     connection.request("GET", "/", headers=headers)
     assert connection.getresponse().status == 403
     connection.close()

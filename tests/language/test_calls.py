@@ -12,7 +12,7 @@ import pytest
 from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
 
 SOON = 0.3
-PATIENCE = 20.0
+PATIENCE = 60.0
 """seconds after which a test fails that waits for threads"""
 needs_alarms = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no alarms on this system")
 
@@ -55,7 +55,7 @@ def in_another_thread(call):
 @needs_alarms
 @pytest.mark.parametrize("call", [spin, sleep, wait_for_a_lock, backtrack])
 def test_a_hang_is_interrupted(call):
-    assert SOON <= seconds_until_overdue(call) < 20
+    assert SOON <= seconds_until_overdue(call) < 50
 
 
 @pytest.mark.parametrize("call", [spin, sleep])
@@ -82,7 +82,7 @@ def test_code_that_catches_the_interruption_is_interrupted_again():
                 calls.append("caught")
         time.sleep(60)
 
-    assert seconds_until_overdue(stubborn) < 20
+    assert seconds_until_overdue(stubborn) < 50
     assert calls == ["caught"] * 3
 
 
@@ -112,14 +112,14 @@ def test_an_alarm_that_was_set_before_still_rings():
     before, left = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 0)
     try:
         signal.signal(signal.SIGALRM, lambda *_: messages.append(time.monotonic()))
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        signal.setitimer(signal.ITIMER_REAL, 3.0)
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             with_deadline(SOON, spin)
         assert messages == []
-        while not messages and time.monotonic() - started < 20:
+        while not messages and time.monotonic() - started < 60:
             time.sleep(0.05)
-        assert messages[0] - started >= 0.9
+        assert messages[0] - started >= 2.9
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *left)
@@ -138,7 +138,7 @@ def test_an_alarm_that_is_set_meanwhile_is_kept():
 
     try:
         assert with_deadline(60, stopped_meanwhile) == "done"
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not messages and time.monotonic() < deadline:
             time.sleep(0.05)
         assert messages == ["stop"]
@@ -189,11 +189,11 @@ def test_the_first_error_ends_the_rest_and_is_raised() -> None:
         begun.append(number)
         if number in (3, 4):
             raise ValueError(str(number))
-        time.sleep(0.005)
+        time.sleep(0.05)
 
     with pytest.raises(ValueError, match=r"^3$|^4$"):
         in_threads(call, range(1000), at_once=4)
-    assert len(begun) < 100
+    assert len(begun) < 500
 
 
 def test_a_deadline_interrupts_calls_that_hang() -> None:

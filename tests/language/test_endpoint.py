@@ -271,18 +271,21 @@ def test_a_wait_beyond_the_deadline_is_not_begun(server: Server) -> None:
     started = time.monotonic()
     text = rejection(server.url)
     assert text.startswith("returned 503 Service Unavailable, and waiting 3.6e+03 s for a retry would exceed reward.deadline")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
+    left = threading.Event()
+
     def slowly(body: dict[str, Any]) -> Answer:
-        time.sleep(1.5)
+        left.wait(60)
         return 200, [1, 2, 3]
 
     server.answer = slowly
     started = time.monotonic()
     assert rejection(server.url, deadline=0.3).startswith("took longer than reward.deadline=0.3 s for 3 responses")
-    assert time.monotonic() - started < 1.4
+    assert time.monotonic() - started < 50, "before the answer"
+    left.set()
 
 
 # ---- wrong ----------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_two_sharded_ranks_need_what_is_estimated(
         watched.run()
         return dict(watched.peaks)
 
-    peaks = on_ranks(2, body, tmp_path / "peaks", timeout=60)
+    peaks = on_ranks(2, body, tmp_path / "peaks")
     recipe = make_recipe(table)
     planned = estimate(replace(workload_of(recipe, prompt=PROMPT, response=TOKENS), layout=Layout(2, "full", 2, gpu=False)))
     for phase in peaks[0].keys() & planned.phases.keys():
@@ -170,7 +170,7 @@ def test_a_run_that_fits_only_because_it_is_sharded_starts_and_whole_models_are_
                 messages.append(str(error))
         return messages
 
-    for rejected, started in on_ranks(2, body, tmp_path / "messages", timeout=60):
+    for rejected, started in on_ranks(2, body, tmp_path / "messages"):
         assert started == ""
         assert "on each of 2 ranks for weights, gradients and Adam's moments alone" in rejected
         assert 'available for each; set sharding = "full" (' in rejected

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import finish, on_ranks, own_memory, start_ranks
+from ranked import PATIENCE, SOON, TIMEOUT, finish, on_ranks, own_memory, start_ranks
 
 import surefoot
 from surefoot.core.ranks import join_ranks
@@ -302,9 +302,9 @@ def test_a_best_checkpoint_that_the_first_rank_cannot_commit_ends_all_at_once(
 
     monkeypatch.setattr(sessions, "write_snapshot", full)
     started = time.monotonic()
-    results = on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 36), tmp_path / "results", timeout=80)
+    results = on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 36), tmp_path / "results", timeout=240)
     assert all("a checkpoint is not saved (no space)" in result for result in results), results
-    assert time.monotonic() - started < 75
+    assert time.monotonic() - started < 200, "before the ranks' limit of 240 s"
 
 
 PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (choose_engine, "sample"), "gathering": (collecting, "gathered")}
@@ -338,11 +338,12 @@ def test_a_rank_that_fails_in_a_pass_of_a_sharded_model_ends_the_others(
 
     monkeypatch.setattr(where, name, failing)
     steps, run = 90, tmp_path / "run"
-    processes = start_ranks(2, lambda rank: train(folder, "language", run, steps), tmp_path / "results", timeout=4)
-    processes[0].join(60)
+    timeout = SOON if what == "hangs" else TIMEOUT
+    processes = start_ranks(2, lambda rank: train(folder, "language", run, steps), tmp_path / "results", timeout)
     if what == "hangs":
+        processes[0].join(PATIENCE)
         os.kill(processes[1].pid or 0, signal.SIGKILL)
-    results = finish(processes, tmp_path / "results")
+    results = finish(processes, tmp_path / "results", timeout)
     assert results[0].startswith("RankLostError: rank 0 of 2: another rank has died") or (
         what == "raises" and results[0].startswith("SurefootError: ") and "out of luck" in results[0]
     )

@@ -16,7 +16,7 @@ from surefoot.recipes.language import RewardTerm, TurnSettings
 from . import tiny
 from .test_endpoint import Server
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """seconds after which a barrier that not all have reached breaks, and the test fails"""
 
 

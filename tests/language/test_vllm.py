@@ -342,7 +342,7 @@ def test_two_ranks_sample_ahead_and_none_loses_its_responses_to_new_weights(
     def body(_: int) -> None:
         surefoot.train("language", run_dir=files / "run", display=None, **settings)
 
-    on_ranks(2, body, tmp_path / "results", timeout=60)
+    on_ranks(2, body, tmp_path / "results")
     rows = read_metrics(files / "run" / "metrics.jsonl")
     assert [row["sampler_lag"] for row in rows] == [0, 4, 4, 4]
     assert all(row["responses_missing"] == 0 for row in rows)

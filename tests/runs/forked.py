@@ -37,7 +37,7 @@ class Forked:
         """Send a signal."""
         os.kill(self._process.pid or 0, number)
 
-    def wait_for_output(self, seconds: float = 60) -> str:
+    def wait_for_output(self, seconds: float = 200) -> str:
         """What it has printed, once it has printed anything."""
         end = time.monotonic() + seconds
         while not (self._out.exists() and self._out.stat().st_size):
@@ -46,7 +46,7 @@ class Forked:
             time.sleep(0.01)
         return self._out.read_text()
 
-    def finish(self, seconds: float = 60) -> tuple[int | None, str, str]:
+    def finish(self, seconds: float = 200) -> tuple[int | None, str, str]:
         """Wait until it ends; its exit code, stdout and stderr."""
         self._process.join(seconds)
         assert not self._process.is_alive(), f"still running after {seconds} s"

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -12,8 +13,12 @@ from typing import Any
 
 import torch
 
-PATIENCE = 90
-"""seconds after which a test gives up on ranks that hang"""
+TIMEOUT = 60.0
+"""seconds that ranks wait for each other: longer than a slow machine holds one up"""
+SOON = 8.0
+"""the same where a rank hangs and the others are to notice it"""
+PATIENCE = 120.0
+"""seconds beyond that time after which a test gives up on ranks that hang"""
 
 
 def free_port() -> int:
@@ -21,7 +26,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def start_ranks(count: int, body: Callable[[int], Any], results: Path, timeout: float = 30) -> list[BaseProcess]:
+def start_ranks(count: int, body: Callable[[int], Any], results: Path, timeout: float = TIMEOUT) -> list[BaseProcess]:
     """Start ``body(rank)`` in forked children; rank r's result, or the message of its error, goes to ``results/r``."""
     results.mkdir(parents=True, exist_ok=True)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
@@ -45,15 +50,16 @@ def start_ranks(count: int, body: Callable[[int], Any], results: Path, timeout: 
     return processes
 
 
-def on_ranks(count: int, body: Callable[[int], Any], results: Path, timeout: float = 30) -> list[Any]:
+def on_ranks(count: int, body: Callable[[int], Any], results: Path, timeout: float = TIMEOUT) -> list[Any]:
     """The results of ``body(rank)`` on every rank, or the messages of their errors; None for one that was killed."""
-    return finish(start_ranks(count, body, results, timeout), results)
+    return finish(start_ranks(count, body, results, timeout), results, timeout)
 
 
-def finish(processes: list[BaseProcess], results: Path) -> list[Any]:
-    """Wait for the ranks; their results. A rank that hangs longer than ``PATIENCE`` is a failure."""
+def finish(processes: list[BaseProcess], results: Path, timeout: float = TIMEOUT) -> list[Any]:
+    """Wait for the ranks; their results. A rank that hangs ``PATIENCE`` longer than ranks wait for each other is a failure."""
+    end = time.monotonic() + timeout + PATIENCE
     for process in processes:
-        process.join(PATIENCE)
+        process.join(max(0.0, end - time.monotonic()))
     hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for process in processes:
         if process.is_alive():

@@ -43,10 +43,10 @@ def test_worker_processes_count_from_when_they_are_found_until_they_end(monkeypa
         worker.stdout.readline()
         use.measure()
         start, used = time.perf_counter(), psutil.Process(worker.pid).cpu_times().user
-        time.sleep(0.5)
+        time.sleep(1)
         measured = use.measure()
         expected = (psutil.Process(worker.pid).cpu_times().user - used) / (time.perf_counter() - start)
-        assert measured["cpu_cores"] == pytest.approx(expected, abs=0.15)
+        assert measured["cpu_cores"] == pytest.approx(expected, abs=0.2)
         assert measured["memory_gb"] > alone + 0.003
         worker.kill()
     assert use.measure()["memory_gb"] < measured["memory_gb"]

@@ -171,7 +171,7 @@ def test_a_polite_signal_saves_and_stops_and_resumes_exactly(tmp_path, monkeypat
     process = Forked(cli.main, tmp_path)
     wait_for(path / "metrics.jsonl")
     process.send_signal(number)
-    code, _, errors = process.finish(30)
+    code, _, errors = process.finish()
     assert code == 130
     assert re.fullmatch(r"surefoot: stopped at step \d+; continue with: surefoot resume \S+\n", errors), errors
     stopped_at = int(re.search(r"step (\d+)", errors).group(1))
@@ -190,7 +190,7 @@ def outcome_without_best(path):
     return load_checkpoint(latest_checkpoint(path / "checkpoints"))
 
 
-def wait_for(path, seconds=60):
+def wait_for(path, seconds=200):
     end = time.monotonic() + seconds
     while not (path.exists() and path.stat().st_size):
         assert time.monotonic() < end, f"{path} did not appear"

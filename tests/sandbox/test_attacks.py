@@ -119,7 +119,8 @@ def test_the_battery_is_large() -> None:
 
 def test_one_who_knows_the_answer_passes(treasure: Treasure) -> None:
     """Without this, every attack might fail for a reason of no merit."""
-    assert programs.run_tests(f"def solve(): return {treasure.secret!r}", cases_of(treasure), LIMITS).passed == [True]
+    answer = f"def solve(): return {treasure.secret!r}"
+    assert programs.run_tests(answer, cases_of(treasure), Limits(seconds=30)).passed == [True]
 
 
 @pytest.mark.parametrize("name", READERS)

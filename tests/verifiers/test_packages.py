@@ -52,7 +52,7 @@ def test_a_bomb_costs_one_response_and_its_process() -> None:
     assert math(["12"], ["12"], workers=1) == [1]  # the process is there
     started = time.monotonic()
     bombs = ["9**9**9**9", "$9^{9^{9^{9}}}$", r"$\prod_{i=1}^{10000000} i$"]
-    assert math([*bombs, "12"], ["12"] * 4, seconds=1.0, workers=1) == [0, 0, 0, 1]
+    assert math([*bombs, "12"], ["12"] * 4, seconds=3.0, workers=1) == [0, 0, 0, 1]
     assert time.monotonic() - started < 60
     assert len(workers()) <= 1
 

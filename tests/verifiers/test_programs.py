@@ -42,15 +42,15 @@ def test_scripts_are_scored_by_their_output() -> None:
 @pytest.mark.usefixtures("sandboxed")
 def test_a_bomb_costs_one_response() -> None:
     right, bomb = "def add(a, b): return a + b", "while True: pass"
-    assert code([right, bomb, right], [ADD] * 3, seconds=0.5) == [1, 0, 1]
+    assert code([right, bomb, right], [ADD] * 3, seconds=2) == [1, 0, 1]
 
 
 @pytest.mark.usefixtures("sandboxed")
 def test_scripts_that_hang_take_the_time_of_one_unless_each_counts() -> None:
-    hangs, scripts = "while True: pass", [{"stdin": "", "stdout": "1"}] * 8
+    hangs, scripts = "while True: pass", [{"stdin": "", "stdout": "1"}] * 400
     started = time.monotonic()
-    assert code([hangs], [scripts], seconds=0.4) == [0]
-    assert time.monotonic() - started < 2.4, "eight of them would take 3.2 s at least"
+    assert code([hangs], [scripts], seconds=0.2) == [0]
+    assert time.monotonic() - started < 60, "400 of them would take 80 s at least"
 
 
 @pytest.mark.usefixtures("sandboxed")
