@@ -14,6 +14,7 @@ on an otherwise idle core; elsewhere only the ratios within a round are meaningf
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "speed"
+CACHES = HERE / "runs" / "speed"
+"""compiled programs, by setting"""
 PAGE = HERE.parent / "docs" / "benchmarks" / "control.md"
 BEGIN, END = "<!-- begin: benchmarks/speed.py -->\n", "\n<!-- end: benchmarks/speed.py -->"
 
@@ -112,14 +115,18 @@ def in_its_own_process(cell: dict[str, Any], args: argparse.Namespace) -> dict[s
     """Train in a fresh Python, so that no library warms up another's caches."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cell.json"
-        cell = {**cell, "started": time.time(), "cleanrl": args.cleanrl}
         if cell["contestant"] in ENGINES:
             command = [sys.executable, str(HERE / "speed.py"), "cell"]
         elif cell["contestant"] == "cleanrl":
             command = [args.python, str(HERE / "peers" / "clean.py")]
         else:
             command = [args.python, str(HERE / "peers" / "sb3.py"), "--cell"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+        cache = CACHES / slug(cell["name"])
+        if not cell["seed"]:
+            shutil.rmtree(cache, ignore_errors=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
+        environment["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+        cell = {**cell, "started": time.time(), "cleanrl": args.cleanrl}
         subprocess.run(
             [*command, json.dumps(cell), str(out)], check=True, stdout=subprocess.DEVNULL, env=environment, cwd=folder
         )
@@ -150,7 +157,7 @@ def run(args: argparse.Namespace) -> None:
                 whole = complete(work)
                 if not seed:
                     whole["steps"] = 2 * work["environments"] * work["horizon"]
-                cell = {"work": whole, "contestant": contestant, "seed": seed}
+                cell = {"name": name, "work": whole, "contestant": contestant, "seed": seed}
                 result = in_its_own_process(cell, args)
                 write(path, {**cell, **result, "made_with": made_with()})
                 speed = whole["steps"] / result["seconds"]
