@@ -208,7 +208,7 @@ def table() -> str:
     header = ["work", "engine or library", "steps/s, second training", "Surefoot is faster by"]
     header += [
         "first training with the start of the process, s",
-        "compiled is faster by",
+        "Surefoot is faster by",
         "return, last 100 episodes, each round",
     ]
     made = []
