@@ -196,6 +196,14 @@ CELLS = [
     *(rung_cell(short, rung, seed) for short in TASKS for seed in SEEDS for rung in (5, 4, 3, 2, 1, 0)),
     *(critic_cell(short, seed) for short in TASKS for seed in FROZEN),
 ]
+REASONS = {
+    2: {
+        "refuted": "The critic gets one update per batch; at the end of A2C the gradient varied more with it than with the "
+        "mean return (E7.7)."
+    },
+    4: {"confirmed": "One update per batch uses too little of what the batch shows."},
+}
+"""why a rung helps or does not, by rung"""
 E7 = Experiment(
     key="E7",
     title="The ladder from REINFORCE to PPO",
@@ -219,6 +227,7 @@ E7 = Experiment(
                 ADDS[rung][1],
                 f"the average return over the run of {RUNGS[rung]} is above that of {RUNGS[rung - 1]} on both tasks",
                 step_up(rung),
+                REASONS.get(rung, {}),
                 needs=named(str(rung), str(rung - 1)),
             )
             for rung in ADDS

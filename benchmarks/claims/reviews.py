@@ -388,6 +388,9 @@ def method_cell(method: str, seed: int) -> Cell:
 E5_CELLS = [method_cell(method, seed) for seed in SEEDS for method in METHODS]
 
 
+DPO_MATCHES = {"confirmed": "Both maximise the same reward less the same KL, and learn from the same pairs."}
+
+
 def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -> Claim:
     """That a method has as much gold as another."""
     return Claim(
@@ -396,6 +399,7 @@ def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -
         source,
         f"gold of {ours} is at most {MARGIN} below that of {theirs}",
         lambda results: [against(results, f"gold of {ours} less that of {theirs}", ours, theirs, "gold", -MARGIN)],
+        why=DPO_MATCHES if ours == "DPO" else {},
         needs=uses(ours, theirs),
     )
 
