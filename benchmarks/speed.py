@@ -233,6 +233,11 @@ def main() -> None:
     one.add_argument("out", type=Path)
     args = parser.parse_args()
     if args.command == "run":
+        for name in ("python", "cleanrl"):
+            path = getattr(args, name)
+            if path and not Path(path).exists():
+                parser.error(f"--{name} {path}: does not exist")
+            setattr(args, name, path and os.path.abspath(path))  # the cells run in a folder of their own
         run(args)
     elif args.command == "cell":
         train_twice(args.cell, args.out)

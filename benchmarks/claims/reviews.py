@@ -23,7 +23,7 @@ EQUAL_KL = 1.5
 """nats per response at which KL in the reward and in the loss are compared"""
 MARGIN = 0.1
 """of gold, below which a difference counts as none. Gold of the SFT models is about 0.4, its maximum 2"""
-TOLD = (
+COMMON = (
     "The `reviews` task of `surefoot demo language`: SFT and reward model as in the demo, both shared by all cells of a "
     "seed, 3,200 "
     "responses each, seeds 1 to 5. Gold, proxy and KL are means over 128 held-out prompts of products in the training data."
@@ -223,7 +223,7 @@ def frontier(results: Results) -> list[Bound]:
 E3 = Experiment(
     key="E3",
     title="The β frontier: reward hacking",
-    protocol=TOLD
+    protocol=COMMON
     + f" PPO with β = {', '.join(f'{beta:g}' for beta in BETAS)}; β = 0.3 was chosen on seeds 2 and 3 when the demo was "
     "built. The model is that of the checkpoint with the highest proxy on held-out prompts, as in the demo. E3.1 and E3.2 "
     "use the demo's own runs (benchmarks/language.py), which are older than this rule. Intervals are of "
@@ -345,7 +345,7 @@ def kl_claim(key: str, estimator: str) -> Claim:
 E4 = Experiment(
     key="E4",
     title="KL in the reward or in the loss",
-    protocol=TOLD + f" PPO with KL in the reward (k1), or in the loss by k2 or k3, each with coefficients "
+    protocol=COMMON + f" PPO with KL in the reward (k1), or in the loss by k2 or k3, each with coefficients "
     f"{', '.join(f'{c:g}' for c in COEFFICIENTS)}.",
     cells={cell.name: cell for cell in E4_CELLS},
     core_hours=1.9,
@@ -407,7 +407,7 @@ def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -
 E5 = Experiment(
     key="E5",
     title="PPO, GRPO and DPO",
-    protocol=TOLD
+    protocol=COMMON
     + f" Learning rates are the better of two by proxy reward on seed {TUNED_ON}. PPO: β = 0.3 in the reward. GRPO: 8 "
     "prompts × 8 answers, k3 in the loss with 0.3. DPO: the 6,000 pairs of the reward model, once, β = 0.3. E5.4: `surefoot "
     "demo verifier`, 10,240 answers each, seeds 1 to 5. E5.5: benchmarks/dense.py, 5,120 answers, learning rate 1e-3, seeds "
@@ -467,7 +467,7 @@ def rounds_claim(key: str, beta: float) -> Claim:
 E6 = Experiment(
     key="E6",
     title="Iterated rounds",
-    protocol=TOLD
+    protocol=COMMON
     + f" Instead of 3,200: {RESPONSES:,} responses and {PAIRS:,} prompts for fresh pairs in all, in {ROUNDS} rounds or in "
     "one; labels by gold with noise 0.25.",
     cells={cell.name: cell for cell in E6_CELLS},

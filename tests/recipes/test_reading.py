@@ -5,6 +5,7 @@ import re
 import pytest
 
 from surefoot import SurefootError
+from surefoot.recipes import reading
 from surefoot.recipes.base import nearest_divisor
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import KINDS, OTHER_LIBRARIES, make_recipe, merge_tables, recipe_fields, to_table
@@ -84,6 +85,20 @@ def test_every_field_has_a_description():
     for name, described in recipe_fields():
         if "." in name or name not in ("rollout", "network"):
             assert described.meaning, name
+
+
+def test_a_package_installed_without_sources_has_the_same_fields_without_texts(monkeypatch):
+    expected = [(name, field.type, field.default) for name, field in recipe_fields()]
+
+    def getsource(module):
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr("surefoot.recipes.reading.inspect.getsource", getsource)
+    monkeypatch.setattr("surefoot.recipes.reading._texts_under_fields", reading._texts_under_fields.__wrapped__)
+    monkeypatch.setattr("surefoot.recipes.reading._fields_of", reading._fields_of.__wrapped__)
+    fields = list(recipe_fields())
+    assert [(name, field.type, field.default) for name, field in fields] == expected
+    assert not any(field.meaning for _, field in fields)
 
 
 def test_a_recipe_saved_before_control_tokens_were_split_keeps_them():

@@ -326,7 +326,11 @@ def _texts_under_fields(module: str) -> dict[tuple[str, str], str]:
     texts: dict[tuple[str, str], str] = {}
     if not module.startswith("surefoot."):  # a base of pydantic or Python
         return texts
-    for cls in (node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)):
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except OSError:  # installed without sources
+        return texts
+    for cls in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
         for field, below in pairwise(cls.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
