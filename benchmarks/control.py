@@ -33,7 +33,7 @@ RESULTS = HERE / "results"
 
 def cells(task: str, args: argparse.Namespace) -> str:
     """The folder name shared by the cells of a task: task, steps, preset, algorithm and changed settings."""
-    changed = [setting.replace(" ", "") for setting in args.set]
+    changed = [setting.translate({ord(each): None for each in ' "'}) for setting in args.set]
     return "-".join([task, str(args.steps), *([Path(args.recipe).stem] if args.recipe else []), *args.algorithm, *changed])
 
 

@@ -1,11 +1,13 @@
 """Steps per second of training on tensor environments, beside a peer: the same task, network and batch, alternately.
 
     taskset -c 0 python benchmarks/tensor.py --python PEER/bin/python --rounds 3
+    taskset -c 0 python benchmarks/tensor.py --python PEER/bin/python --rounds 3 --iterations 80 --solve -200
     PUREJAXRL=FOLDER taskset -c 0 python benchmarks/tensor.py --task tensor/CartPole-v1 --python JAX/bin/python --rounds 3
 
 Pendulum beside rsl_rl, CartPole beside PureJaxRL; 4,096 environments x 32 steps, two 64-64 tanh networks, 4 epochs x 4
 minibatches, one thread. A cell is one training in a fresh process: some iterations that are not counted (they load or compile
-programs), then the counted ones. PureJaxRL's one program is compiled and run once before.
+programs), then the counted ones. PureJaxRL's one program is compiled and run once before. With ``--solve`` the table shows the
+steps and CPU seconds, first iterations included, after which the last 100 episodes of training had that mean return.
 Cells are JSON files in ``benchmarks/results/tensor``; finished ones are skipped, so an interrupted benchmark continues. Run it
 on an otherwise idle machine; elsewhere only the ratios of CPU seconds within a round are meaningful.
 """
@@ -25,6 +27,7 @@ RESULTS = HERE / "results" / "tensor"
 PEERS = {"tensor/Pendulum-v1": ("rsl_rl", "rsl_rl compiled"), "tensor/CartPole-v1": ("PureJaxRL",)}
 SCRIPTS = {"rsl_rl": "rsl.py", "rsl_rl compiled": "rsl.py", "PureJaxRL": "purejax.py"}
 MICRO_BATCH = 4096
+ITERATIONS = 8
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "tensor/Pendulum-v1": {"gamma": 0.9, "normalise_advantages": "batch"},
     "tensor/CartPole-v1": {"gamma": 0.99, "normalise_advantages": "minibatch", "value_clip": 0.2},  # as PureJaxRL
@@ -37,6 +40,7 @@ def train_surefoot(cell: dict[str, Any]) -> dict[str, Any]:
 
     marks: list[tuple[float, float]] = []
     returns: list[float | None] = []
+    begin = (time.perf_counter(), time.process_time())
 
     def mark(metrics: dict[str, float | None]) -> None:
         marks.append((time.perf_counter(), time.process_time()))
@@ -57,13 +61,14 @@ def train_surefoot(cell: dict[str, Any]) -> dict[str, Any]:
         evaluation={"episodes": 0},
         callback=mark,
     )
-    return {"marks": marks[cell["warm"] - 1 :], "last_100_mean": returns[-1]}
+    return {"begin": begin, "marks": marks, "returns": returns}
 
 
 def run_cell(python: str, cell: dict[str, Any]) -> dict[str, Any]:
     """The result of a cell: kept from before, or trained in a fresh process."""
     name = "-".join(str(cell[key]).replace(" ", "_") for key in ("contestant", "environments", "steps", "seed"))
     name = name if cell["task"] == "tensor/Pendulum-v1" else f"{cell['task'].partition('/')[2]}-{name}"
+    name += f"-{cell['iterations']}" if cell["iterations"] != ITERATIONS else ""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         RESULTS.mkdir(parents=True, exist_ok=True)
@@ -74,18 +79,31 @@ def run_cell(python: str, cell: dict[str, Any]) -> dict[str, Any]:
         else:
             command = [sys.executable, __file__, "--cell", json.dumps(cell), str(partial)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        marks = np.diff(np.array(json.loads(partial.read_text())["marks"]), axis=0).sum(0)
-        counted = cell["environments"] * cell["steps"] * cell["iterations"]
-        result = {
-            **cell,
-            "steps_per_second": counted / marks[0],
-            "steps_per_cpu_second": counted / marks[1],
-            "last_100_mean": json.loads(partial.read_text())["last_100_mean"],
-        }
-        path.write_text(json.dumps(result, indent=1))
+        path.write_text(json.dumps({**cell, **summary(cell, json.loads(partial.read_text()))}, indent=1))
         partial.unlink()
     kept: dict[str, Any] = json.loads(path.read_text())
     return kept
+
+
+def summary(cell: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Speeds of the counted iterations, and the learning curve over CPU seconds."""
+    marks = np.array(result["marks"])
+    wall, cpu = marks[-1] - marks[cell["warm"] - 1]
+    batch = cell["environments"] * cell["steps"]
+    speeds = {"steps_per_second": batch * cell["iterations"] / wall, "steps_per_cpu_second": batch * cell["iterations"] / cpu}
+    returns = result["returns"]
+    if "begin" not in result:  # PureJaxRL's program returns once
+        return {**speeds, "last_100_mean": returns[-1]}
+    curve = [[round(seconds - result["begin"][1], 2), mean] for (_, seconds), mean in zip(marks, returns, strict=True)]
+    return {**speeds, "last_100_mean": returns[-1], "curve": curve}
+
+
+def solved(cell: dict[str, Any], bar: float) -> tuple[int, float] | None:
+    """The steps and CPU seconds after which the mean return first reached ``bar``; None if it never did."""
+    for index, (seconds, mean) in enumerate(cell["curve"], 1):
+        if mean is not None and mean >= bar:
+            return index * cell["environments"] * cell["steps"], seconds
+    return None
 
 
 def main() -> None:
@@ -95,8 +113,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--environments", type=int, nargs="+", default=[4096])
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=ITERATIONS)
     parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--solve", type=float, metavar="RETURN", help="show the time to this mean return as well")
+    parser.add_argument("--seeds", type=int, nargs="+", help="in place of 1 … ROUNDS")
     parser.add_argument("--contestants", nargs="+", choices=("eager", "compiled", *SCRIPTS))
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -109,7 +129,7 @@ def main() -> None:
     print("|---" * 6 + "|", flush=True)
     for count in args.environments:
         cells: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
-        for seed in range(1, args.rounds + 1):
+        for seed in args.seeds or range(1, args.rounds + 1):
             for name in contestants:
                 cell = {"task": args.task, "contestant": name, "environments": count, "steps": args.steps, "seed": seed}
                 cells[name].append(run_cell(args.python, cell | {"warm": args.warm, "iterations": args.iterations}))
@@ -120,6 +140,10 @@ def main() -> None:
             returns = ", ".join(f"{cell['last_100_mean']:,.0f}" for cell in cells[name])
             spans = (f"{min(speeds):,.0f}–{max(speeds):,.0f}" for speeds in (wall, cpu))
             print(f"| {count:,} | {name} | {' | '.join(spans)} | {ratios} | {returns} |", flush=True)
+            if args.solve is not None:
+                reached = [solved(cell, args.solve) for cell in cells[name]]
+                texts = ["never" if each is None else f"{each[0]:,} steps, {each[1]:.1f} CPU s" for each in reached]
+                print(f"\n{name}, to a mean return of {args.solve:g}: {'; '.join(texts)}\n", flush=True)
 
 
 if __name__ == "__main__":

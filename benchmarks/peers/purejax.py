@@ -62,7 +62,7 @@ def main() -> None:
     marks.append((time.perf_counter(), time.process_time()))
     info = result["metrics"]
     ended = info["returned_episode"][-1]
-    out.write_text(json.dumps({"marks": marks, "last_100_mean": float(info["returned_episode_returns"][-1][ended].mean())}))
+    out.write_text(json.dumps({"marks": marks, "returns": [float(info["returned_episode_returns"][-1][ended].mean())]}))
 
 
 if __name__ == "__main__":

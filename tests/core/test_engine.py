@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import Credit, LearnerState, Metrics, map_tensors
 from surefoot.core.steps import programs as compiling
 from surefoot.core.steps.compiled import CompiledStepper
-from surefoot.core.steps.programs import _fingerprint, announced, loop, program_of, structure
+from surefoot.core.steps.programs import _compile, _fingerprint, announced, loop, program_of, structure
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotCompiledError, NotFiniteError, SurefootError
 from surefoot.recipes.reading import make_recipe, to_table
@@ -615,3 +617,23 @@ def test_compiling_is_announced_before_and_after_and_loading_is_not(
     assert lines[0] == "engine: compiling doubling, once for this shape; this may take a minute …"
     assert re.fullmatch(r"engine: compiled doubling in \d+ s; later runs load it from the cache", lines[1])
     assert len(lines) == 2
+
+
+def test_processes_that_need_the_same_program_compile_it_once(
+    programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled: list[str] = []
+
+    def slowly(exported: Any, package_path: str) -> None:
+        time.sleep(0.5)  # both are in here at once, unless one waits
+        compiled.append(package_path)
+        Path(package_path).write_bytes(b"library")
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", slowly)
+    traced, library = make_fx(lambda x: (2 * x,))(torch.ones(3)), tmp_path / "one.pt2"
+    with ThreadPoolExecutor(2) as pool:  # each opens the lock's file itself, as another process does
+        for done in [pool.submit(_compile, traced, [torch.ones(3)], library) for _ in range(2)]:
+            done.result()
+    assert len(compiled) == 1
+    assert library.read_bytes() == b"library"

@@ -27,6 +27,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "normalise": {"observations": True, "rewards": True},
         "evaluation": {"every": 1024, "episodes": 2},
         "checkpoint": {"every": 300},
+        "traces": {"every": 204},
     },
     "Pendulum-v1": {
         "steps": 1024,
@@ -34,6 +35,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "objective": {"reuse": {"epochs": 2, "minibatches": 4}, "target_kl": 0.01},
         "evaluation": {"every": 512, "episodes": 1},
         "checkpoint": {"every": 256},
+        "traces": {"every": 102},
         "optimizer": {"critic_learning_rate": 1e-3},
     },
 }

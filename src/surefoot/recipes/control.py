@@ -32,6 +32,8 @@ TENSOR = "tensor/"
 """begins the ids of tensor environments that Surefoot has: tensor/CartPole-v1"""
 TENSOR_IDS = tuple(TENSOR + name for name in ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0"))
 COMPILED = "engine='compiled': "
+TRACED_ITERATIONS = 4
+"""iterations from one trace to the next, at least: with the compiled engine they learn about as long as a traced one"""
 COMPILING = 40.0
 """seconds that compiling a recipe's programs may take, on a slow core"""
 SAVED_PER_UPDATE, SAVED_PER_CALL = 4e-4, 3e-5
@@ -191,6 +193,12 @@ class ControlRecipe(Recipe):
         """
         few = self.steps // 10 < self.batch_size and not self.objective.needs_whole_episodes
         return self.steps if few and self.evaluation.every is None else super().evaluate_every
+
+    @property
+    def trace_every(self) -> int:
+        """Steps between traces; by default at least four iterations."""
+        least = TRACED_ITERATIONS * self.batch_size
+        return max(super().trace_every, least) if self.traces.every is None else self.traces.every
 
     @property
     def learned_steps(self) -> int:

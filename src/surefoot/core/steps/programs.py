@@ -14,12 +14,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 from torch import Tensor, nn
 from torch.func import functionalize
@@ -163,11 +164,20 @@ def _load(library: Path) -> Program:
 
 
 def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library: Path) -> None:
-    """Compile the traced function into a shared library. Raises NotCompiledError if that fails."""
+    """Compile the traced function into a shared library, or wait for another process that does.
+
+    Raises NotCompiledError if that fails.
+    """
     require_compiler()
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        with ExitStack() as stack:
+            with suppress(NotImplementedError):  # a file system without locks
+                stack.enter_context(filelock.FileLock(library.with_suffix(".lock")))
+            if library.exists():  # another rank, or another run, was faster
+                return
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=library.parent))
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # the exporter uses functions that PyTorch has deprecated
             exported = torch.export.export(traced, tuple(arguments), strict=False)
             new = Path(folder) / library.name
