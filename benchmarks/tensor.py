@@ -28,9 +28,12 @@ PEERS = {"tensor/Pendulum-v1": ("rsl_rl", "rsl_rl compiled"), "tensor/CartPole-v
 SCRIPTS = {"rsl_rl": "rsl.py", "rsl_rl compiled": "rsl.py", "PureJaxRL": "purejax.py"}
 MICRO_BATCH = 4096
 ITERATIONS = 8
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "tensor/Pendulum-v1": {"gamma": 0.9, "normalise_advantages": "batch"},
-    "tensor/CartPole-v1": {"gamma": 0.99, "normalise_advantages": "minibatch", "value_clip": 0.2},  # as PureJaxRL
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tensor/Pendulum-v1": {"objective": {"gamma": 0.9, "normalise_advantages": "batch"}, "epsilon": 1e-8},  # as rsl_rl
+    "tensor/CartPole-v1": {
+        "objective": {"gamma": 0.99, "normalise_advantages": "minibatch", "value_clip": 0.2},  # as PureJaxRL
+        "epsilon": 1e-5,
+    },
 }
 
 
@@ -46,7 +49,7 @@ def train_surefoot(cell: dict[str, Any]) -> dict[str, Any]:
         marks.append((time.perf_counter(), time.process_time()))
         returns.append(metrics["episode_return"])
 
-    batch = cell["environments"] * cell["steps"]
+    batch, settings = cell["environments"] * cell["steps"], SETTINGS[cell["task"]]
     surefoot.train(
         cell["task"],
         preset="none",
@@ -55,8 +58,8 @@ def train_surefoot(cell: dict[str, Any]) -> dict[str, Any]:
         run_dir=None,
         engine=cell["contestant"],
         rollout={"environments": cell["environments"], "steps": cell["steps"]},
-        objective={**OBJECTIVES[cell["task"]], "gae_lambda": 0.95, "reuse": {"epochs": 4, "minibatches": 4}},
-        optimizer={"learning_rate": 1e-3, "micro_batch": min(MICRO_BATCH, batch // 4)},
+        objective={**settings["objective"], "gae_lambda": 0.95, "reuse": {"epochs": 4, "minibatches": 4}},
+        optimizer={"learning_rate": 1e-3, "epsilon": settings["epsilon"], "micro_batch": min(MICRO_BATCH, batch // 4)},
         normalise={"actions": False},
         evaluation={"episodes": 0},
         callback=mark,

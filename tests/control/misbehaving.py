@@ -88,3 +88,34 @@ class Odd(Misbehaving):
 
 def vector() -> Any:
     return gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+
+
+class Parts(gymnasium.Env[dict[str, np.ndarray], Any]):
+    """Well-behaved: observations of several kinds, one of them with the name of a field of a step, and an action mask."""
+
+    observation_space = spaces.Dict(
+        {"picture": spaces.Box(0, 255, (2, 3), np.uint8), "rewards": spaces.Box(-9, 9, (2,)), "kind": spaces.Discrete(300)}
+    )
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def seen(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        picture = np.full((2, 3), self.steps % 250, np.uint8)
+        parts = {
+            "picture": picture,
+            "rewards": self.np_random.normal(size=2).clip(-9, 9).astype(np.float32),
+            "kind": self.steps,
+        }
+        return parts, {"action_mask": np.array([True, self.steps % 2 == 0])}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.seen()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        observation, info = self.seen()
+        return observation, 1.0, False, self.steps % 4 == 0, info

@@ -29,7 +29,7 @@ from surefoot.recipes.presets import find_recipe
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.runs.metrics import TIMING
 
-from .misbehaving import Misbehaving, Odd, vector
+from .misbehaving import Misbehaving, Odd, Parts, vector
 
 SEED = 7
 TESTS = Path(__file__).parent.parent
@@ -65,14 +65,20 @@ def assert_same_steps(a: Environments, b: Environments, steps: int, active: Call
 # ---- the same ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_gives_the_same_steps_whatever_the_number_of_workers_and_states_move_between_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "pipes"])
+def test_the_same_seed_gives_the_same_steps_whatever_the_number_of_workers_and_states_move_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
     """Also with only some environments active, after a restart, and from a checkpoint of another number of workers."""
+    if not shared:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
     task, arguments, some = "CartPole-v1", {"max_episode_steps": 20}, np.array([True, False, True, False, False])
     loop = make_environments(task, arguments, 5, SEED)
     two = in_workers(task, 5, 2, **arguments)
     try:
         assert same(loop.reset(), two.reset())
         last = assert_same_steps(loop, two, 60)
+        assert (two._arrays is not None) == (shared and sys.platform == "linux")
         assert last.scores is not None
         assert loop.restart(3)[1] == two.restart(3)[1] == [3]
         assert_same_steps(loop, two, 10, lambda t: some if t % 2 else None)
@@ -94,6 +100,20 @@ def test_the_same_seed_gives_the_same_steps_whatever_the_number_of_workers_and_s
             three.load_state_dict({**state, "episodes": [0] * 4})
     finally:
         three.close()
+
+
+def test_parts_and_masks_come_back_through_shared_memory_as_from_one_process_and_stay() -> None:
+    loop, two = make_environments(Parts, {}, 3, SEED), in_workers(Parts, 3, 2)
+    try:
+        assert same(loop.reset(), two.reset())
+        expected, kept = ([each.step(np.zeros(3, int)) for _ in range(6)] for each in (loop, two))
+        assert (two._arrays is not None) == (sys.platform == "linux")
+        assert {"action_mask", "rewards"} < kept[0].observations.keys()
+        for theirs, ours in zip(expected, kept, strict=True):  # later steps did not change what earlier ones returned
+            for field in fields(Step):
+                assert same(getattr(theirs, field.name), getattr(ours, field.name)), field.name
+    finally:
+        two.close()
 
 
 def test_final_observations_and_lost_environments_are_counted_from_the_first_of_all() -> None:

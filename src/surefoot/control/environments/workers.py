@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.sharedctypes import RawArray
@@ -34,8 +34,9 @@ import numpy as np
 from surefoot.control.environments import make_environments, maker, task_name
 from surefoot.control.environments.atari import ATARI
 from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, Step, check_saved_count
-from surefoot.control.environments.observations import environment_failure
-from surefoot.control.spaces import Array
+from surefoot.control.environments.observations import copied, environment_failure
+from surefoot.control.environments.shared import BY_ENVIRONMENT, arrays_of, layout_of, mapped, new_memory, step_of
+from surefoot.control.spaces import Array, Observations
 from surefoot.errors import SurefootError, cause_of, place_of
 from surefoot.recipes.callables import python_safe_path, unset_python_safe_path
 
@@ -47,10 +48,11 @@ START_TIMEOUT = 120
 """least number of seconds that a worker may take to start and import"""
 CLOSE_TIMEOUT = 3
 """seconds that workers have to close their environments"""
-BY_ENVIRONMENT = ("final_observations", "final_infos")
-"""fields of ``Step`` that map an environment's index to a value"""
 POLL_INTERVAL = 0.5
 """seconds between two checks of a busy worker"""
+AWAKE = 3e-4
+"""seconds that a worker waits for the next call before it sleeps"""
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 @dataclass(frozen=True)
@@ -119,32 +121,54 @@ class WorkerEnvironments:
             raise
         self.observation_space: gymnasium.Space[Any] = made[0][0]
         self.action_space: gymnasium.Space[Any] = made[0][1]
-        self._observations: list[Any] = [None] * len(self._workers)
+        self._observations: Observations = {}
+        self._arrays: dict[str, Array] | None = None
+        """of a step, written by the workers; None before the first step, and where memory can't be shared"""
 
-    def reset(self) -> Any:
-        self._observations = self._call("reset")
-        return concatenate(self._observations)
+    def reset(self) -> Observations:
+        self._observations = concatenate(self._call("reset"))
+        return self._observations
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         parts = [(actions[w.rows], None if active is None else active[w.rows]) for w in self._workers]
-        steps: list[Step] = self._call("step", parts)
-        self._observations = [step.observations for step in steps]
-        return concatenate_steps(steps, [worker.first for worker in self._workers])
+        answers, firsts = self._call("step", parts), [worker.first for worker in self._workers]
+        if self._arrays is None:
+            step = concatenate_steps(answers, firsts)
+            self._share(arrays_of(step))
+        else:
+            step = step_of(self._arrays, **joined(answers, firsts))
+        self._observations = step.observations
+        return step
+
+    def _share(self, arrays: dict[str, Array]) -> None:
+        """Let the workers write such arrays into common memory from now on."""
+        layout = layout_of(arrays)
+        if (file := new_memory(layout)) is None:
+            return
+        for worker in self._workers:
+            self._send(worker, "share", (layout, worker.rows))
+            reduction.send_handle(worker.connection, file, worker.process.pid)
+        self._arrays = mapped(layout, file)
+        for worker in self._workers:
+            self._receive(worker, self.deadline)
 
     def mark(self) -> None:
         self._call("mark")
 
     def actions_before_mark(self, index: int) -> tuple[int, Array]:
-        _, worker = self._worker_of(index)
+        worker = self._worker_of(index)
         self._send(worker, "actions_before_mark", (index - worker.first,))
         answer: tuple[int, Array] = self._receive(worker, self.deadline)
         return answer
 
     def restart(self, index: int) -> tuple[Any, list[int]]:
-        number, worker = self._worker_of(index)
+        worker = self._worker_of(index)
         self._send(worker, "restart", (index - worker.first,))
-        self._observations[number], restarted = self._receive(worker, self.deadline)
-        return concatenate(self._observations), [worker.first + local for local in restarted]
+        observations, restarted = self._receive(worker, self.deadline)
+        self._observations = copied(self._observations)
+        for path, rows in observations.items():
+            self._observations[path][worker.rows] = rows
+        return self._observations, [worker.first + local for local in restarted]
 
     def state_dict(self) -> dict[str, Any]:
         """The same state as in one process, so that a run may resume with another number of workers."""
@@ -155,16 +179,16 @@ class WorkerEnvironments:
             return self.reset(), list(range(self.count))
         check_saved_count(len(state["episodes"]), self.count)
         answers = self._call("load_state_dict", [(slice_state(state, worker.rows),) for worker in self._workers])
-        self._observations = [observations for observations, _ in answers]
+        self._observations = concatenate([observations for observations, _ in answers])
         lost = [w.first + local for w, (_, lost) in zip(self._workers, answers, strict=True) for local in lost]
-        return concatenate(self._observations), lost
+        return self._observations, lost
 
     def close(self) -> None:
         """End every worker; kill those that don't close their environments within ``CLOSE_TIMEOUT`` seconds."""
         self._finalizer()
 
-    def _worker_of(self, index: int) -> tuple[int, Worker]:
-        return next((i, worker) for i, worker in enumerate(self._workers) if index < worker.first + worker.count)
+    def _worker_of(self, index: int) -> Worker:
+        return next(worker for worker in self._workers if index < worker.first + worker.count)
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Send the call to all workers, then receive all answers, so that they work in parallel. Any exception ends them."""
@@ -335,10 +359,20 @@ def concatenate_steps(steps: Sequence[Step], firsts: Sequence[int]) -> Step:
         for field in fields(Step)
         if field.name not in BY_ENVIRONMENT
     }
-    for name in BY_ENVIRONMENT:
-        parts = zip(firsts, (getattr(step, name) for step in steps), strict=True)
-        whole[name] = {first + index: value for first, part in parts for index, value in part.items()}
-    return Step(**whole)
+    return Step(**(whole | joined([by_environment(step) for step in steps], firsts)))
+
+
+def by_environment(step: Step) -> dict[str, dict[int, Any]]:
+    """The fields of a step that map an environment's index to a value."""
+    return {name: getattr(step, name) for name in BY_ENVIRONMENT}
+
+
+def joined(parts: Sequence[dict[str, dict[int, Any]]], firsts: Sequence[int]) -> dict[str, dict[int, Any]]:
+    """``by_environment`` of every slice as one."""
+    return {
+        name: {first + index: value for first, part in zip(firsts, parts, strict=True) for index, value in part[name].items()}
+        for name in BY_ENVIRONMENT
+    }
 
 
 def slice_state(state: dict[str, Any], rows: slice) -> dict[str, Any]:
@@ -377,18 +411,30 @@ def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config
     position  shared with the parent: environment, episode and step of the call in progress
     task     pickled (task, arguments, Gymnasium's spec if the task is an id)
 
-    An answer is (True, result) or (False, one line, traceback).
+    An answer is (True, result) or (False, one line, traceback). After "share" a step is written into common memory, and its
+    answer is what maps an environment's index to a value.
     """
     unset_python_safe_path()
     _live_as_long_as_parent(kill_with_parent)
     environments: LoopedEnvironments | None = None
-    method, arguments = "make", ()
+    arrays: dict[str, Array] = {}
+    method = "make"
+    arguments: tuple[Any, ...] = ()
     answer: tuple[Any, ...]
     while True:
         try:
             if environments is None:
                 environments = _make(task, config, position)
                 answer = True, (environments.observation_space, environments.action_space)
+            elif method == "share":
+                layout, rows = arguments
+                arrays = {name: x[rows] for name, x in mapped(layout, reduction.recv_handle(connection)).items()}
+                answer = True, None
+            elif method == "step" and arrays:
+                step = environments.step(*arguments)
+                for name, array in arrays_of(step).items():
+                    arrays[name][:] = array
+                answer = True, by_environment(step)
             else:
                 answer = True, getattr(environments, method)(*arguments)
         except SurefootError as error:
@@ -399,6 +445,7 @@ def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config
         position[0] = IDLE
         try:
             connection.send(answer)
+            _await_call(connection)
             method, arguments = connection.recv()
         except (EOFError, OSError):
             break
@@ -409,6 +456,13 @@ def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config
     if environments is not None:
         with contextlib.suppress(BaseException):
             environments.close()
+
+
+def _await_call(connection: "Connection[Any, Any]") -> None:
+    """Wait a moment for the next call without sleeping: waking up takes longer than the parent takes to act."""
+    until = time.perf_counter() + AWAKE
+    while not connection.poll(0) and time.perf_counter() < until:
+        _yield_core()
 
 
 def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironments:

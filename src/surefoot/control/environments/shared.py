@@ -1,0 +1,72 @@
+"""The arrays of a step in memory that a process shares with its workers (Linux): an answer is then a copy, not a pickle."""
+
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from surefoot.control.environments.looped import Step
+from surefoot.control.spaces import Array
+
+ALIGNMENT = 64
+OBSERVATIONS = "observations/"
+BY_ENVIRONMENT = ("final_observations", "final_infos")
+"""fields of ``Step`` that map an environment's index to a value"""
+Layout = Mapping[str, tuple[tuple[int, ...], str]]
+"""name -> shape and dtype of an array"""
+
+
+def new_memory(layout: Layout) -> int | None:
+    """A file in memory that has room for the arrays; None if this system has none."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        file = os.memfd_create("surefoot")
+    except OSError:
+        return None
+    os.ftruncate(file, _size(layout))
+    return file
+
+
+def mapped(layout: Layout, file: int) -> dict[str, Array]:
+    """The arrays in the file, which is closed; the memory lasts as long as they do."""
+    memory = mmap.mmap(file, _size(layout))
+    os.close(file)
+    arrays, begin = {}, 0
+    for name, (shape, dtype) in layout.items():
+        arrays[name] = np.ndarray(shape, dtype, memory, begin)
+        begin += _room(shape, dtype)
+    return arrays
+
+
+def layout_of(arrays: Mapping[str, Array]) -> Layout:
+    """The layout of copies of these arrays."""
+    return {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
+
+
+def arrays_of(step: Step) -> dict[str, Array]:
+    """The arrays of a step by name, parts of observations too."""
+    parts = {OBSERVATIONS + path: array for path, array in step.observations.items()}
+    others = {field.name: getattr(step, field.name) for field in fields(Step) if field.name not in BY_ENVIRONMENT}
+    return parts | {name: array for name, array in others.items() if name != "observations" and array is not None}
+
+
+def step_of(arrays: Mapping[str, Array], **by_environment: Any) -> Step:
+    """A step with copies of the arrays, and its other fields."""
+    whole: dict[str, Any] = {"observations": {}, **by_environment}
+    for name, array in arrays.items():
+        inside, field = (whole["observations"], name.removeprefix(OBSERVATIONS)) if OBSERVATIONS in name else (whole, name)
+        inside[field] = array.copy()
+    return Step(**whole)
+
+
+def _room(shape: tuple[int, ...], dtype: str) -> int:
+    return -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def _size(layout: Layout) -> int:
+    return max(ALIGNMENT, sum(_room(*each) for each in layout.values()))
