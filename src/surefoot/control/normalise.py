@@ -18,6 +18,7 @@ from surefoot.control.spaces import Array, ObservationPart
 from surefoot.core.distributed import all_sum, in_float64, merge_across_ranks
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.functional import Moments, masked_moments, merge_moments
+from surefoot.functional.returns import true_columns
 
 Normalise = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -184,12 +185,15 @@ def running_returns(rewards: Tensor, ended: Tensor, mask: Tensor, carried: Tenso
     ``carried`` is g before the first step. float64; steps that are not kept change nothing.
     """
     rewards = in_float64(rewards)
-    keep, g = mask.to(rewards.device), carried.to(rewards)
-    restarts, running = ended.to(rewards.device) & keep, []
-    for r, kept, restart in zip(rewards.unbind(1), keep.unbind(1), restarts.unbind(1), strict=True):
-        g = torch.where(kept, r + gamma * g, g)
+    skipped, g = ~mask.to(rewards.device), carried.to(rewards)
+    restarts, running = ended.to(rewards.device) & ~skipped, []
+    columns = zip(rewards.unbind(1), true_columns(skipped), true_columns(restarts), strict=True)
+    for t, (r, some_skipped, some_restart) in enumerate(columns):
+        following = r + gamma * g
+        g = torch.where(skipped[:, t], g, following) if some_skipped else following
         running.append(g)
-        g = g.masked_fill(restart, 0)
+        if some_restart:
+            g = g.masked_fill(restarts[:, t], 0)
     return torch.stack(running, 1), g
 
 

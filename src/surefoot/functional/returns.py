@@ -118,21 +118,31 @@ def gae(
     """
     delta = td_residual(rewards, values, next_values, terminated=terminated, gamma=gamma)
     ended = (terminated.bool() | truncated.bool()).expand_as(delta)
+    left_out = torch.zeros_like(ended) if mask is None else ~mask.bool().expand_as(delta)
     advantage = torch.zeros_like(delta[..., 0])
     result = []
-    # Selected, not multiplied by zero: what lies beyond an end may be NaN and must not come through.
-    steps = zip(delta.unbind(-1), ended.unbind(-1), strict=True)
-    if mask is None:
-        for delta_t, ended_t in reversed(list(steps)):
-            advantage = torch.where(ended_t, delta_t, torch.add(delta_t, advantage, alpha=gamma * lam))
-            result.append(advantage)
-        return torch.stack(result[::-1], -1)
-    keep = mask.bool().expand_as(delta)
-    for (delta_t, ended_t), keep_t in zip(reversed(list(steps)), reversed(keep.unbind(-1)), strict=True):
-        here = torch.where(ended_t, delta_t, torch.add(delta_t, advantage, alpha=gamma * lam))
-        advantage = torch.where(keep_t, here, advantage)
+    columns = zip(delta.unbind(-1), true_columns(ended), true_columns(left_out), strict=True)
+    for t, (delta_t, some_ended, some_left_out) in reversed(list(enumerate(columns))):
+        here = torch.add(delta_t, advantage, alpha=gamma * lam)
+        # Selected, not multiplied by zero: what lies beyond an end may be NaN and must not come through.
+        if some_ended:
+            here = torch.where(ended[..., t], delta_t, here)
+        advantage = torch.where(left_out[..., t], advantage, here) if some_left_out else here
         result.append(advantage)
-    return keep_only(torch.stack(result[::-1], -1), mask)
+    advantages = torch.stack(result[::-1], -1)
+    return advantages if mask is None else keep_only(advantages, mask)
+
+
+def true_columns(flags: Tensor) -> list[bool]:
+    """Whether any row of a column is true, so that a loop over columns can skip work; True on a GPU, which would have to wait.
+
+    [..., T] bool -> T values
+
+    >>> true_columns(torch.tensor([[False, True], [False, False]]))
+    [False, True]
+    """
+    time = flags.shape[-1]
+    return flags.reshape(-1, time).any(0).tolist() if flags.device.type == "cpu" else [True] * time
 
 
 def discounted_returns(

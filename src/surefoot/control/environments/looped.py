@@ -154,7 +154,8 @@ class LoopedEnvironments:
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         count = self.count
-        rewards, scores, finals, infos = np.zeros(count), np.zeros(count), {}, {}
+        numbers, finals, infos = np.zeros((2, count)), {}, {}
+        rewards, scores = numbers
         terminated, truncated, life_lost = np.zeros(count, bool), np.zeros(count, bool), np.zeros(count, bool)
         for index in range(count) if active is None else np.flatnonzero(active).tolist():
             rewards[index], term, trunc, scores[index], lost, info = self.act(index, actions[index])
@@ -166,7 +167,7 @@ class LoopedEnvironments:
                     finals[index] = self.reader.row(self.observations, index)
                 self._begin(index, self.episodes[index] + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
-        rewards, scores = as_float32(rewards), as_float32(scores)
+        rewards, scores = as_float32(numbers)
         return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, life_lost, infos)
 
     def mark(self) -> None:
