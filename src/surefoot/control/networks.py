@@ -15,7 +15,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from surefoot.control.memory import in_steps
 from surefoot.control.spaces import ObservationPart, channels_last, choices, image_shape, is_image, observation_parts
+from surefoot.core.steps.programs import is_traced
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.callables import NETWORK, Functions, load_function
 from surefoot.recipes.control import Network
@@ -352,6 +354,14 @@ class EpisodicLSTM(nn.Module):
         hidden, cell = (x.contiguous()[None] for x in state.unbind(1))
         outputs, (hidden, cell) = self.lstm(features, (hidden, cell))
         return outputs, torch.stack([hidden[0], cell[0]], 1)
+
+
+def remember(memories: Sequence[EpisodicLSTM], features: Sequence[Tensor], starts: Tensor, state: Tensor) -> list[Tensor]:
+    """The outputs of LSTMs that read the same steps.   [N, T, inputs] for each, [N, T] bool, [N, LSTMs, 2, width]"""
+    if is_traced():
+        return in_steps([memory.lstm for memory in memories], features, starts, state)
+    states = state.unbind(1)
+    return [memory.forward(x, starts, before) for memory, x, before in zip(memories, features, states, strict=True)]
 
 
 def narrowing(lengths: Sequence[int], spare: int) -> Iterator[tuple[int, int, int]]:
