@@ -495,7 +495,11 @@ LONG = {
 }
 
 
-IN_SEQUENCES = {"rollout": {"environments": 8, "steps": 128}, "objective": {"reuse": {"epochs": 10, "minibatches": 4}}}
+IN_SEQUENCES = {
+    "steps": 3_000_000,
+    "rollout": {"environments": 8, "steps": 128},
+    "objective": {"reuse": {"epochs": 10, "minibatches": 4}},
+}
 
 
 @pytest.mark.parametrize(
@@ -514,7 +518,7 @@ IN_SEQUENCES = {"rollout": {"environments": 8, "steps": 128}, "objective": {"reu
         ({"optimizer": {"schedule": "adaptive"}}, "eager", r"optimizer\.schedule='adaptive': a compiled step has"),
         ({"network": {"custom": "net.py:make"}}, "eager", r"network\.custom may have code that can't be compiled$"),
         ({"task": "ALE/Pong-v5", "normalise": {}}, "eager", "pictures take most of the time$"),
-        ({"network": {"lstm": 32}, **IN_SEQUENCES}, "compiled", r"156,480 updates and 1,001,472 calls"),
+        ({"network": {"lstm": 128}, **IN_SEQUENCES}, "compiled", r"117,200 updates and 375,040 calls"),
         ({"network": {"lstm": 129}, **IN_SEQUENCES}, "eager", r"network\.lstm = 129 takes most of the time$"),
     ],
 )

@@ -56,10 +56,9 @@ class _Steps(torch.autograd.Function):
     def backward(ctx: Any, of_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         kept, hidden, weight, output, gates, before, squashed = ctx.saved_tensors
         take, keep, new, show = gates.chunk(4, -1)
-        zeros = torch.zeros_like(new)
-        by_cell = [new * take * (1 - take), before * keep * (1 - keep), take * (1 - new * new) / 2, zeros]
-        by_hidden = [zeros, zeros, zeros, squashed * show * (1 - show)]
-        derivatives = (torch.stack(by_cell, -2), torch.stack(by_hidden, -2), show * (1 - squashed * squashed), keep * kept)
+        of_gates = torch.cat([new, before, take, squashed], -1)
+        of_gates = of_gates * torch.cat([take * (1 - take), keep * (1 - keep), (1 - new * new) / 2, show * (1 - show)], -1)
+        derivatives = (of_gates, show * (1 - squashed * squashed), keep * kept)
         of_x = _StepsBack.apply(weight.transpose(1, 2), of_output, *derivatives, kept)  # type: ignore[no-untyped-call]
         hidden_before = torch.cat([hidden.unsqueeze(0), output[:-1]]) * kept
         return of_x, None, None, None, torch.einsum("tkni,tknj->kij", hidden_before, of_x), None
@@ -92,8 +91,7 @@ def _step_back(
     of_hidden: Tensor,
     of_cell: Tensor,
     of_output: Tensor,
-    by_cell: Tensor,
-    by_hidden: Tensor,
+    of_gates: Tensor,
     shown: Tensor,
     keep: Tensor,
     kept: Tensor,
@@ -102,7 +100,7 @@ def _step_back(
     """Gradients of hidden state and cell before a step, and of x, from those after it and the derivatives of the step."""
     of_hidden = of_hidden + of_output
     of_cell = of_cell + of_hidden * shown
-    of_x = (of_cell.unsqueeze(-2) * by_cell + of_hidden.unsqueeze(-2) * by_hidden).flatten(-2)
+    of_x = torch.cat([of_cell, of_cell, of_cell, of_hidden], -1) * of_gates
     return _product(of_x, weight) * kept, of_cell * keep, of_x
 
 
