@@ -518,8 +518,8 @@ IN_SEQUENCES = {
         ({"optimizer": {"schedule": "adaptive"}}, "eager", r"optimizer\.schedule='adaptive': a compiled step has"),
         ({"network": {"custom": "net.py:make"}}, "eager", r"network\.custom may have code that can't be compiled$"),
         ({"task": "ALE/Pong-v5", "normalise": {}}, "eager", "pictures take most of the time$"),
-        ({"network": {"lstm": 128}, **IN_SEQUENCES}, "compiled", r"117,200 updates and 375,040 calls"),
-        ({"network": {"lstm": 129}, **IN_SEQUENCES}, "eager", r"network\.lstm = 129 takes most of the time$"),
+        ({"network": {"lstm": 64}, **IN_SEQUENCES}, "compiled", r"117,200 updates and 375,040 calls"),
+        ({"network": {"lstm": 65}, **IN_SEQUENCES}, "eager", r"network\.lstm = 65 takes most of the time$"),
     ],
 )
 def test_auto_is_compiled_if_the_run_is_long_enough_to_win_the_compiling_back(

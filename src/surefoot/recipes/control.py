@@ -36,8 +36,8 @@ COMPILING = 40.0
 """seconds that compiling a recipe's programs may take, on a slow core"""
 SAVED_PER_UPDATE, SAVED_PER_CALL = 4e-4, 3e-5
 """seconds that a compiled update, and a compiled call of the policy, save at least, on a fast core (benchmarks/engines.py)"""
-COMPILED_LSTM = 256
-"""sequences of a minibatch times width of the LSTM up to which a compiled update saves that (docs/how-to/train-faster.md)"""
+COMPILED_LSTM = 64
+"""width of an LSTM up to which a compiled update saves that (docs/how-to/train-faster.md)"""
 COMPILING_NATURAL, SAVED_PER_NATURAL_STEP = 60.0, 2e-2
 """the same of the programs of a natural step"""
 RUN_METRICS = {"return", "length"}
@@ -338,7 +338,7 @@ class ControlRecipe(Recipe):
         if self.task.startswith("ALE/"):
             return "eager", "pictures take most of the time"
         reuse = self.objective.reuse
-        if self.learned_rows // (reuse.minibatches if reuse else 1) * (self.network.lstm or 0) > COMPILED_LSTM:
+        if (self.network.lstm or 0) > COMPILED_LSTM:
             return "eager", f"network.lstm = {self.network.lstm} takes most of the time"
         iterations = -(-self.steps // self.batch_size)
         updates = iterations * (reuse.epochs * reuse.minibatches if reuse else 1)
