@@ -31,16 +31,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("seen", "action", "masked", "normalised"),
+    ("seen", "action", "masked", "normalised", "lstm"),
     [
-        pytest.param(VECTOR, spaces.Discrete(5, start=-1), True, True, marks=pytest.mark.slow),
-        pytest.param(VECTOR, spaces.Box(-0.5, 0.75, (2, 2), np.float64), False, True, marks=pytest.mark.slow),
-        pytest.param(VECTOR, spaces.MultiDiscrete([2, 4, 3]), True, False, marks=pytest.mark.slow),
-        pytest.param(NESTED, spaces.MultiBinary(3), False, True, marks=pytest.mark.slow),
+        pytest.param(VECTOR, spaces.Discrete(5, start=-1), True, True, None, marks=pytest.mark.slow),
+        pytest.param(VECTOR, spaces.Box(-0.5, 0.75, (2, 2), np.float64), False, True, None, marks=pytest.mark.slow),
+        pytest.param(VECTOR, spaces.MultiDiscrete([2, 4, 3]), True, False, None, marks=pytest.mark.slow),
+        pytest.param(NESTED, spaces.MultiBinary(3), False, True, None, marks=pytest.mark.slow),
+        (VECTOR, spaces.Discrete(5), True, True, 4),
     ],
 )
 def test_a_compiled_actor_does_what_the_agent_does_whatever_was_learned_in_between(
-    seen: spaces.Space[Any], action: spaces.Space[Any], masked: bool, normalised: bool
+    seen: spaces.Space[Any], action: spaces.Space[Any], masked: bool, normalised: bool, lstm: int | None, programs: str
 ) -> None:
     make = partial(Sampled, seen, action, masked=masked)
     table = {
@@ -49,20 +50,24 @@ def test_a_compiled_actor_does_what_the_agent_does_whatever_was_learned_in_betwe
         "objective": {"reuse": {"epochs": 2, "minibatches": 1}},
         "normalise": {"observations": normalised},
         "optimizer": {"learning_rate": 0.1},
+        "network": {"lstm": lstm},
     }
     recipe = make_recipe(table)
     world = ControlWorld(recipe, lambda: make())
     learner, state, agent = make_learner(recipe, world.policy), fresh_state(), world.agent
     compiled = CompiledActor(agent)
     world.collector.actor = compiled.actor
-    starts = np.ones(2, bool)
+    starts = np.array([True, False])
     for _ in range(3):
         rollout = world.collector.collect(state)
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         ours, theirs = (act(torch.Generator().manual_seed(5)) for act in (compiled.actor, agent.actor))
+        before = world.collector.lstm_state
         for _ in range(4):  # they draw the same noise, one after the other
-            actual, expected = (act(world.collector.observations, None, starts) for act in (ours, theirs))
+            actual, expected = (act(world.collector.observations, before, starts) for act in (ours, theirs))
             torch.testing.assert_close(actual[0], expected[0])
+            torch.testing.assert_close(actual[2], expected[2])
+            before = expected[2]
             np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5, atol=1e-6)
             assert actual[1].dtype == expected[1].dtype
             stored = actual[0].clone()

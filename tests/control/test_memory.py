@@ -1,7 +1,7 @@
 """Policies with an LSTM: what is remembered, what is forgotten, and when."""
 
-import math
 import runpy
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +15,15 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call, grad
 
 import surefoot
 from surefoot.control.agent import Agent
-from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM, narrowing
+from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM, narrowing, remember
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
+from surefoot.core.steps.programs import program_of
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import Recipe, make_recipe
 
@@ -118,16 +120,61 @@ def test_segments_in_common_calls_have_the_outputs_and_gradients_of_each_alone(s
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
-def test_common_calls_take_every_step_once_and_half_as_many_again_at_most(lengths: list[int]) -> None:
+class Together(nn.Module):
+    """LSTMs that read the same steps."""
+
+    def __init__(self, count: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.memories = [EpisodicLSTM(3 + index, 4, generator) for index in range(count)]
+        self.parts = nn.ModuleList(self.memories)
+        for parameter in self.parameters():
+            parameter.data += 0.5 * torch.randn(parameter.shape, generator=generator)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        *features, starts, state = tensors
+        return torch.stack(remember(self.memories, features, starts, state))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_loops_of_a_program_have_the_outputs_and_gradients_of_segments(count: int, programs: str) -> None:
+    """For one LSTM, and for two with different inputs together."""
+    generator = torch.Generator().manual_seed(0)
+    both = Together(count, generator)
+    features = [torch.randn(3, 12, 3 + index, generator=generator) for index in range(count)]
+    starts, state = torch.rand(3, 12, generator=generator) < 0.2, torch.randn(3, count, 2, 4, generator=generator)
+    weights = torch.randn(count, 3, 12, 4, generator=generator)
+    names = [name for name, _ in both.named_parameters()]
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        def total(moving: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            parameters = dict(zip(names, moving[count:], strict=True))
+            outputs = functional_call(both, parameters, (*moving[:count], starts, tensors[-1]))
+            return (outputs * weights).sum(), outputs
+
+        gradients, outputs = grad(total, has_aux=True)(tensors[:-1])
+        return (outputs.clone(), *gradients)
+
+    moving = [x.requires_grad_() for x in (*features, *both.parameters())]
+    outputs = both(*features, starts, state)
+    expected = (outputs, *torch.autograd.grad((outputs * weights).sum(), moving))
+    arguments = [*(x.detach() for x in moving), state]
+    for ours, theirs in zip(program_of("loops", run, arguments)(arguments), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(0, 200))
+def test_common_calls_take_every_step_once_and_end_where_going_on_would_exceed_what_is_spare(
+    lengths: list[int], spare: int
+) -> None:
     lengths.sort(reverse=True)
-    calls = list(narrowing(lengths))
+    calls = list(narrowing(lengths, spare))
     taken = [(row, t) for live, begin, end in calls for row in range(live) for t in range(begin, end)]
     assert len(taken) == len(set(taken))
-    needed = {(row, t) for row, length in enumerate(lengths) for t in range(length)}
-    assert needed <= set(taken)
-    assert len(taken) <= 1.5 * len(needed)
-    assert len(calls) <= 1 + math.log(len(lengths), 1.5)
+    assert {(row, t) for row, length in enumerate(lengths) for t in range(length)} <= set(taken)
+    for live, _, end in calls:
+        assert sum(max(0, end - length) for length in lengths[:live]) <= spare
+        if longer := [length for length in lengths if length > end]:
+            assert sum(max(0, longer[-1] - length) for length in lengths[:live]) > spare
 
 
 def test_no_gradient_crosses_a_start() -> None:

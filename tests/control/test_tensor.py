@@ -772,8 +772,9 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, lstm: 
     resumes_exactly(tmp_path, network={"lstm": lstm})
 
 
-def test_so_is_one_with_compiled_programs(tmp_path: Path, programs: None) -> None:
-    resumes_exactly(tmp_path, engine="compiled")
+@pytest.mark.parametrize("lstm", [None, 8])
+def test_so_is_one_with_compiled_programs(tmp_path: Path, lstm: int | None, programs: None) -> None:
+    resumes_exactly(tmp_path, engine="compiled", network={"lstm": lstm})
 
 
 def resumes_exactly(tmp_path: Path, **changes: Any) -> None:

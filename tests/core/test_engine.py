@@ -43,6 +43,11 @@ TINY: dict[str, Any] = {
     "objective": {"reuse": {"epochs": 2, "minibatches": 4}, "normalise_advantages": "minibatch"},
     "optimizer": {"learning_rate": 1e-2},
 }
+LSTM: dict[str, Any] = {
+    "task": "CartPole-v1",  # episodes end within rows
+    "network": {"hidden": [8], "lstm": 6},
+    "objective": {"reuse": {"epochs": 2, "minibatches": 2}, "normalise_advantages": "minibatch"},
+}
 COMPILING = 900.0
 """seconds that a rank waits for another that compiles on a slow machine"""
 
@@ -80,8 +85,9 @@ def agree(**changes: Any) -> None:
         assert compiled[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
-def test_compiled_updates_move_the_parameters_as_eager_ones_do(programs: None) -> None:
-    agree()
+@pytest.mark.parametrize("changes", [{}, LSTM], ids=["feed-forward", "lstm"])
+def test_compiled_updates_move_the_parameters_as_eager_ones_do(changes: dict[str, Any], programs: None) -> None:
+    agree(**changes)
 
 
 @pytest.mark.slow  # compiles another program: 20 s
@@ -91,9 +97,15 @@ def test_compiled_gradients_of_micro_batches_are_those_of_eager_ones() -> None:
 
 
 @pytest.mark.slow  # compiles on two ranks
-@pytest.mark.parametrize("environments", [4, 3], ids=["equal shares", "unequal shares are eager"])
-def test_compiled_gradients_are_summed_over_ranks_as_eager_ones_are(environments: int, tmp_path: Path) -> None:
-    changes = {"rollout": {**TINY["rollout"], "environments": environments}}
+@pytest.mark.parametrize(
+    ("environments", "kind"),
+    [(4, {}), (3, {}), (4, LSTM)],
+    ids=["equal shares", "unequal shares are eager", "lstm"],
+)
+def test_compiled_gradients_are_summed_over_ranks_as_eager_ones_are(
+    environments: int, kind: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {"task": "Pendulum-v1", **TINY, **kind, "rollout": {**TINY["rollout"], "environments": environments}}
 
     def body(rank: int) -> Any:
         join_ranks()
@@ -102,7 +114,7 @@ def test_compiled_gradients_are_summed_over_ranks_as_eager_ones_are(environments
             history, parameters, learner = trained(engine, 1, **changes)
             results.append((history[0], parameters))
         program = getattr(getattr(learner.compiled, "gradients", None), "program", None)
-        world = ControlWorld(make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, **changes}))
+        world = ControlWorld(make_recipe({**changes, "engine": "compiled"}))
         acts = isinstance(getattr(world.collector.actor, "__self__", None), CompiledActor)
         world.close()
         return results, program is not None, acts
@@ -275,6 +287,11 @@ def test_a_loop_of_a_program_may_read_constants_and_change_its_own_tensors() -> 
     [
         pytest.param({"task": "CartPole-v1"}, id="categorical"),
         pytest.param({"network": {"hidden": [8], "shared_trunk": True}}, id="shared-trunk"),
+        pytest.param(LSTM | {"network": {**LSTM["network"], "shared_trunk": True}}, id="lstm-shared-trunk"),
+        pytest.param(
+            LSTM | {"rollout": {"environments": 4, "steps": 32}, "optimizer": {"learning_rate": 1e-2, "micro_batch": 1}},
+            id="lstm-in-parts",
+        ),
         pytest.param({"optimizer": {"learning_rate": 1e-2, "critic_learning_rate": 3e-3}}, id="critic-apart"),
         pytest.param({"algorithm": "PPO_PENALTY_ADAPTIVE"}, id="penalty"),
         pytest.param({"objective": TINY["objective"] | {"trust_region": {"beta": 3.0, "fraction": 0.2}}}, id="penalty-on-some"),
@@ -317,12 +334,13 @@ def test_what_is_frozen_is_part_of_the_program_and_of_its_name() -> None:
         assert named(1.0) == named(1.0) != named(2.0)
 
 
+@pytest.mark.parametrize("changes", [{}, LSTM], ids=["feed-forward", "lstm"])
 def test_a_program_in_the_cache_is_loaded_without_tracing_and_moves_parameters_alike(
-    monkeypatch: pytest.MonkeyPatch, programs: None
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, programs: None
 ) -> None:
-    first, before, _ = trained("compiled", 1)
+    first, before, _ = trained("compiled", 1, **changes)
     monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)  # tracing would raise
-    second, after, _ = trained("compiled", 1)
+    second, after, _ = trained("compiled", 1, **changes)
     assert torch.equal(before, after)
     assert first == second
 
@@ -371,18 +389,22 @@ def test_constants_of_a_network_are_part_of_its_structure_and_code_of_others_is_
     assert structure(torch.nn.Sequential(Scaled(2, 2)), constants=True) is None
 
 
-@pytest.mark.parametrize("algorithm", ["PPO_CLIP", pytest.param("TRPO", marks=pytest.mark.slow)])
-def test_a_compiled_run_resumes_bit_for_bit(algorithm: str, tmp_path: Path, programs: None) -> None:
-    settings = {**TINY, "engine": "compiled", "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, "seed": 3}
-    settings["algorithm"] = algorithm
-    whole = surefoot.train("Pendulum-v1", steps=384, run_dir=tmp_path / "whole", **settings)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"algorithm": "TRPO"}, marks=pytest.mark.slow), LSTM],
+    ids=["PPO_CLIP", "TRPO", "lstm"],
+)
+def test_a_compiled_run_resumes_bit_for_bit(changes: dict[str, Any], tmp_path: Path, programs: None) -> None:
+    settings = {**TINY, "engine": "compiled", "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, "seed": 3, **changes}
+    task = settings.pop("task", "Pendulum-v1")
+    whole = surefoot.train(task, steps=384, run_dir=tmp_path / "whole", **settings)
     half: list[float] = []
 
     def stop(metrics: Metrics) -> bool:
         half.append(float(metrics["steps"] or 0))
         return half[-1] >= 192
 
-    surefoot.train("Pendulum-v1", steps=384, run_dir=tmp_path / "cut", callback=stop, **settings)
+    surefoot.train(task, steps=384, run_dir=tmp_path / "cut", callback=stop, **settings)
     resumed = surefoot.resume(tmp_path / "cut")
     for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -406,8 +428,8 @@ def test_batches_of_another_size_take_the_eager_path(programs: None) -> None:
         ({"algorithm": "REINFORCE", "objective": {}}, "REINFORCE collects whole episodes, whose lengths differ"),
         ({"device": "cuda"}, "device = 'cuda' is not the CPU"),
         (
-            {"network": {"lstm": 8}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}},
-            "network.lstm learns from whole sequences",
+            {"algorithm": "TRPO", "network": {"lstm": 8}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}},
+            r"network.lstm has no compiled natural step \(TRPO\)",
         ),
     ],
 )
@@ -475,6 +497,13 @@ LONG = {
 }
 
 
+IN_SEQUENCES = {
+    "steps": 3_000_000,
+    "rollout": {"environments": 8, "steps": 128},
+    "objective": {"reuse": {"epochs": 10, "minibatches": 4}},
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "engine", "reason"),
     [
@@ -491,6 +520,8 @@ LONG = {
         ({"optimizer": {"schedule": "adaptive"}}, "eager", r"optimizer\.schedule='adaptive': a compiled step has"),
         ({"network": {"custom": "net.py:make"}}, "eager", r"network\.custom may have code that can't be compiled$"),
         ({"task": "ALE/Pong-v5", "normalise": {}}, "eager", "pictures take most of the time$"),
+        ({"network": {"lstm": 64}, **IN_SEQUENCES}, "compiled", r"117,200 updates and 375,040 calls"),
+        ({"network": {"lstm": 65}, **IN_SEQUENCES}, "eager", r"network\.lstm = 65 takes most of the time$"),
     ],
 )
 def test_auto_is_compiled_if_the_run_is_long_enough_to_win_the_compiling_back(

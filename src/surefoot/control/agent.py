@@ -342,7 +342,7 @@ def with_lstm_state(inputs: dict[str, Tensor], state: Tensor | None, starts: Arr
 
 
 class CompiledActor:
-    """Samples an agent's actions with one compiled program; without LSTM, on the CPU, for a fixed number of observations.
+    """Samples an agent's actions with one compiled program; on the CPU, for a fixed number of observations.
 
     For a single observation, a small network spends most of its time outside the arithmetic. The program is traced from the
     same code and uses the same noise, so it samples the same actions, up to rounding.
@@ -362,26 +362,34 @@ class CompiledActor:
         run, kind = self._function(generator, ()), self.agent.action_space.dtype
 
         def act(observations: Observations, state: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
-            actions, sent = run({path: torch.from_numpy(values) for path, values in observations.items()})
-            return actions, sent.numpy().astype(kind, copy=False), state
+            inputs = {path: torch.from_numpy(values) for path, values in observations.items()}
+            actions, sent, *after = run(with_lstm_state(inputs, state, starts))
+            return actions, sent.numpy().astype(kind, copy=False), after[0] if after else None
 
         return act
 
     def tensor_actor(self, generator: torch.Generator, steps: int) -> TensorAct:
         """The function that ``Agent.tensor_actor`` returns, compiled at its first call."""
         run = self._function(generator, (steps,))
-        return lambda observations, state, starts: (run(observations)[0], state)
+
+        def act(observations: dict[str, Tensor], state: Tensor | None, starts: Tensor) -> tuple[Tensor, Tensor | None]:
+            actions, *after = run(with_lstm_state(observations, state, starts))
+            return actions, after[0] if after else None
+
+        return act
 
     def _function(self, generator: torch.Generator, times: tuple[int, ...]) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
         """The program as a function of observations, with noise that is drawn for ``times`` calls at once, or () for one.
 
-        It returns actions as stored; for one call also actions for the environment, a new tensor.
+        It returns actions as stored; for one call also actions for the environment, a new tensor; and the next LSTM state.
         """
         agent = self.agent
         acting = _Acting(agent)
-        critic = {id(p) for p in agent.policy.critic_parameters()}
+        remembers = agent.policy.actor_memory is not None
+        critic = set() if remembers else {id(p) for p in agent.policy.critic_parameters()}
         named = {name: x.detach() for name, x in (*acting.named_parameters(), *acting.named_buffers()) if id(x) not in critic}
         values, paths = list(named.values()), [*agent.parts, *([MASK] if agent.masked else [])]
+        paths += [LSTM_STATE, EPISODE_STARTS] if remembers else []
         noises: list[Tensor] = []
 
         def run(observations: Mapping[str, Tensor]) -> list[Tensor]:
@@ -403,11 +411,12 @@ class CompiledActor:
 
         def act(*tensors: Tensor) -> tuple[Tensor, ...]:
             observations = dict(zip(paths, tensors[len(names) : -1], strict=True))
-            actions = functional_call(acting, dict(zip(names, tensors, strict=False)), (observations, tensors[-1]))
-            return (actions,) if send is None else (actions, send(actions))
+            actions, state = functional_call(acting, dict(zip(names, tensors, strict=False)), (observations, tensors[-1]))
+            sent = () if send is None else (send(actions),)
+            return (actions, *sent) if state is None else (actions, *sent, state)
 
         with torch.no_grad():
-            self.distribution = acting.distribution(dict(zip(paths, arguments[len(names) :], strict=True)))
+            self.distribution = acting.step(dict(zip(paths, arguments[len(names) :], strict=True)))[0]
         parts = structure(acting, constants=False)
         bounds = [single, rescaled, space_to_json(agent.action_space)]
         decided_by = None if parts is None else [names, paths, bounds, *parts]
@@ -416,17 +425,16 @@ class CompiledActor:
 
 
 class _Acting(nn.Module):
-    """An agent's computation from observations to actions, as a module."""
+    """An agent's computation from observations to actions and the next LSTM state, as a module."""
 
     def __init__(self, agent: Agent) -> None:
         super().__init__()
         self.policy, self.normaliser = agent.policy, agent.observation_normaliser
 
-    def distribution(self, observations: dict[str, Tensor]) -> ReparameterisedSampling:
-        """[B, *part] each -> over [B]"""
-        inputs = observations if self.normaliser is None else self.normaliser(observations)
-        distribution: ReparameterisedSampling = self.policy.step(inputs)[0]
-        return distribution
+    def step(self, observations: dict[str, Tensor]) -> tuple[ReparameterisedSampling, Tensor | None]:
+        """[B, *part] each, and the LSTM's inputs if there is one -> a distribution over [B], and the next LSTM state"""
+        return self.policy.step(observations if self.normaliser is None else self.normaliser(observations))
 
-    def forward(self, observations: dict[str, Tensor], noise: Tensor) -> Tensor:
-        return self.distribution(observations).transform(noise)
+    def forward(self, observations: dict[str, Tensor], noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        distribution, state = self.step(observations)
+        return distribution.transform(noise), state

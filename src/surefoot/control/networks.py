@@ -15,7 +15,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from surefoot.control.memory import in_steps
 from surefoot.control.spaces import ObservationPart, channels_last, choices, image_shape, is_image, observation_parts
+from surefoot.core.steps.programs import is_traced
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.callables import NETWORK, Functions, load_function
 from surefoot.recipes.control import Network
@@ -27,6 +29,8 @@ LSTM_STATE = "lstm state"
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 PASS_AT_ONCE = 512
 """images per pass without gradient, to bound memory"""
+SPARE = 10_000
+"""numbers of a hidden state that cost about as much as a call of nn.LSTM, if calculated in vain"""
 
 
 def make_trunk(
@@ -312,7 +316,10 @@ class EpisodicLSTM(nn.Module):
 
         ``state`` is hidden and cell before the step; it is reset to zero where an episode starts.
         """
-        return self._run(features, state.masked_fill(starts[:, :, None], 0))
+        # A tenth of the time of nn.LSTM, whose calls pay off for many steps.
+        hidden, cell = state.masked_fill(starts[:, :, None], 0).unbind(1)
+        hidden, cell = torch.lstm_cell(features.squeeze(1), (hidden, cell), *self.lstm.all_weights[0])
+        return hidden.unsqueeze(1), torch.stack([hidden, cell], 1)
 
     def forward(self, features: Tensor, starts: Tensor, state: Tensor) -> Tensor:
         """[N, T, inputs], [N, T] bool, [N, 2, width] -> [N, T, width]
@@ -325,14 +332,14 @@ class EpisodicLSTM(nn.Module):
         if len(first) == count:
             return self._run(features, state.masked_fill(starts[:, :1, None], 0))[0]
         # nn.LSTM is fast but can't reset its state. So the segments between two starts are rows of their own, longest first.
-        # A call of nn.LSTM takes all that go on, up to the length that a third of them does not reach.
+        # A call of nn.LSTM takes all that go on, as long as what it calculates in vain costs less than another call.
         lengths, order = torch.diff(first, append=first.new_tensor([len(begins)])).sort(descending=True, stable=True)
         first = first[order]
         last = first + lengths - 1
         carried = (first % steps == 0) & ~starts.flatten()[first]
         state = state[first // steps].masked_fill(~carried[:, None, None], 0)
         flat, pieces, places, done = features.flatten(0, 1), [], torch.empty_like(begins, dtype=torch.long), 0
-        for live, begin, end in narrowing(lengths.tolist()):
+        for live, begin, end in narrowing(lengths.tolist(), SPARE // self.lstm.hidden_size):
             steps_of = first[:live, None] + torch.arange(begin, end, device=first.device)
             real = (steps_of <= last[:live, None]).flatten()
             # A segment that ends earlier repeats its last step; what comes out there is not read.
@@ -349,17 +356,30 @@ class EpisodicLSTM(nn.Module):
         return outputs, torch.stack([hidden[0], cell[0]], 1)
 
 
-def narrowing(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def remember(memories: Sequence[EpisodicLSTM], features: Sequence[Tensor], starts: Tensor, state: Tensor) -> list[Tensor]:
+    """The outputs of LSTMs that read the same steps.   [N, T, inputs] for each, [N, T] bool, [N, LSTMs, 2, width]"""
+    if is_traced():
+        return in_steps([memory.lstm for memory in memories], features, starts, state)
+    states = state.unbind(1)
+    return [memory.forward(x, starts, before) for memory, x, before in zip(memories, features, states, strict=True)]
+
+
+def narrowing(lengths: Sequence[int], spare: int) -> Iterator[tuple[int, int, int]]:
     """Calls that together take all steps of rows with these lengths, longest first: number of rows, first step, end.
 
-    Each ends where at most two thirds of its rows go on, so few calls have many rows and little is calculated in vain.
+    Each goes on to the length of a longer row while at most ``spare`` of its steps are after the end of their row.
 
-    >>> list(narrowing([9, 5, 4, 1]))
+    >>> list(narrowing([9, 5, 4, 1], 3))
     [(4, 0, 4), (2, 4, 5), (1, 5, 9)]
     """
     live, begin = len(lengths), 0
     while live:
-        end = lengths[live * 2 // 3]
+        end, spent = lengths[live - 1], 0
+        for ended, longer in enumerate(reversed(lengths[: live - 1]), 1):
+            spent += ended * (longer - end)
+            if spent > spare:
+                break
+            end = longer
         yield live, begin, end
         while live and lengths[live - 1] <= end:
             live -= 1

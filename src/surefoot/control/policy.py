@@ -24,6 +24,7 @@ from surefoot.control.networks import (
     Trunk,
     linear,
     make_trunk,
+    remember,
 )
 from surefoot.control.spaces import MASK, choices
 from surefoot.core.rollout import Evaluation, Policy
@@ -190,12 +191,15 @@ class ActorCritic(Policy):
 
         With an LSTM the leading shape is [N, T], and the inputs contain the episode starts and the state before them.
         """
-        features = _features(self.actor_trunk, self.actor_memory, inputs, 0)
-        distribution = self._head(features, inputs)
+        features = [trunk.forward(inputs) for trunk in (self.actor_trunk, self.critic_trunk) if trunk is not None]
+        if self.actor_memory is not None:
+            memories = [memory for memory in (self.actor_memory, self.critic_memory) if memory is not None]
+            features = remember(memories, features, inputs[EPISODE_STARTS], inputs[LSTM_STATE])
+        distribution = self._head(features[0], inputs)
         return Evaluation(
             log_probs=distribution.log_prob(actions),
             entropy=distribution.entropy(),
-            values=self._values(inputs, features),
+            values=self._values(features[-1]),
             distribution=distribution,
         )
 
@@ -218,14 +222,14 @@ class ActorCritic(Policy):
         """V(s) at single steps; zeros without a critic.   as in ``step`` -> [N], or any leading shape without an LSTM"""
         if self.actor_memory is not None:
             inputs = as_sequences(inputs)
-        features = None
-        if self.critic_trunk is None:
-            features = _features(self.actor_trunk, self.actor_memory, inputs, 0)
-        values = self._values(inputs, features)
+        trunk, memory, index = self.actor_trunk, self.actor_memory, 0
+        if self.critic_trunk is not None:
+            trunk, memory, index = self.critic_trunk, self.critic_memory, 1
+        features = trunk.forward(inputs) if memory is None else _step(trunk, memory, inputs, index)[0]
+        values = self._values(features)
         if values is None:
-            assert features is not None, "without a critic the only trunk is the actor's"
             values = features.new_zeros(features.shape[:-1])
-        return values if self.actor_memory is None else values.squeeze(1)
+        return values if memory is None else values.squeeze(1)
 
     def initial_lstm_state(self, count: int) -> Tensor | None:
         """The LSTM state of N environments before the first step; None without LSTM.   [N, LSTMs, 2, width]"""
@@ -251,22 +255,11 @@ class ActorCritic(Policy):
         assert self.choices is not None, "an action that is not a Box has choices"
         return Categorical(outputs) if self.single else MultiCategorical(pad_choices(outputs, self.choices))
 
-    def _values(self, inputs: Mapping[str, Tensor], features: Tensor | None) -> Tensor | None:
+    def _values(self, features: Tensor) -> Tensor | None:
         if self.critic_head is None:
             return None
-        if self.critic_trunk is not None:
-            features = _features(self.critic_trunk, self.critic_memory, inputs, 1)
-        assert features is not None, "a critic on the shared trunk reads the actor's features"
         values: Tensor = self.critic_head.forward(features).squeeze(-1)
         return values
-
-
-def _features(trunk: Trunk | CustomTrunk, lstm: EpisodicLSTM | None, inputs: Mapping[str, Tensor], index: int) -> Tensor:
-    """The output of a trunk, and of its LSTM if it has one, whose state is the ``index``-th."""
-    if lstm is not None and inputs[EPISODE_STARTS].shape[1] == 1:
-        return _step(trunk, lstm, inputs, index)[0]  # recognised by its shape alone, so that it can be traced
-    features = trunk.forward(inputs)
-    return features if lstm is None else lstm.forward(features, inputs[EPISODE_STARTS], inputs[LSTM_STATE][:, index])
 
 
 def _step(trunk: Trunk | CustomTrunk, lstm: EpisodicLSTM, inputs: Mapping[str, Tensor], index: int) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ class Learner:
     schedule            of the learning rate: "linear" and "cosine" fall to zero over the budget, "adaptive" follows the KL; or
                         a function
     micro_batch         rows per backward pass, to bound memory; the gradient does not depend on it
-    compiled_rows       compile the steps on batches of exactly this many single steps, of all ranks together
+    compiled_rows       compile the steps on batches of exactly this many rows (single steps, sequences) of all ranks
     warmup              fraction of the budget over which the learning rate rises linearly from zero
     micro_batch_tokens  tokens per backward pass, padding included: rows of similar length together, as many as fit
     clip_schedule       of the clip's bounds, instead of the name in the objective; may be a function
@@ -160,6 +160,8 @@ class Learner:
         context = self._context(rollout, credit, state)
         batch = rows_of(rollout, credit, numbered=context.recording is not None)
         assert batch.old_log_probs is not None or not objective.reads_old_log_probs, "reusing a batch needs its old_log_probs"
+        if self.compiled_rows is not None and batch.mask is not None and batch.mask.all():
+            batch = replace(batch, mask=None)
         if objective.penalty is not None and objective.penalty.fraction < 1:
             batch = with_penalised(batch, objective.penalty.fraction)
         if objective.normalise_advantages == "batch":

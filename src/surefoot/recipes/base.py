@@ -201,7 +201,7 @@ class Recipe(Section):
 
     @property
     def compiled_rows(self) -> int | None:
-        """Steps per update of the compiled engine; None for the eager engine."""
+        """Rows per update of the compiled engine; None for the eager engine."""
         return None
 
     def engine_choice(self) -> tuple[str, str]:

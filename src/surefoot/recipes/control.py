@@ -38,6 +38,8 @@ COMPILING = 40.0
 """seconds that compiling a recipe's programs may take, on a slow core"""
 SAVED_PER_UPDATE, SAVED_PER_CALL = 4e-4, 3e-5
 """seconds that a compiled update, and a compiled call of the policy, save at least, on a fast core (benchmarks/engines.py)"""
+COMPILED_LSTM = 64
+"""width of an LSTM up to which a compiled update saves that (docs/how-to/train-faster.md)"""
 COMPILING_NATURAL, SAVED_PER_NATURAL_STEP = 60.0, 2e-2
 """the same of the programs of a natural step"""
 RUN_METRICS = {"return", "length"}
@@ -207,8 +209,13 @@ class ControlRecipe(Recipe):
 
     @property
     def compiled_rows(self) -> int | None:
-        """Steps per update of the compiled engine: the whole batch; None for the eager engine."""
-        return self.learned_steps if self.engine == "compiled" else None
+        """Rows per update of the compiled engine: the whole batch; None for the eager engine."""
+        return self.learned_rows if self.engine == "compiled" else None
+
+    @property
+    def learned_rows(self) -> int:
+        """What is shuffled in an iteration: single steps, or with an LSTM one sequence per environment."""
+        return self.learned_steps if self.network.lstm is None else self.rollout.environments
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "ControlRecipe":
@@ -339,6 +346,8 @@ class ControlRecipe(Recipe):
         if self.task.startswith("ALE/"):
             return "eager", "pictures take most of the time"
         reuse = self.objective.reuse
+        if (self.network.lstm or 0) > COMPILED_LSTM:
+            return "eager", f"network.lstm = {self.network.lstm} takes most of the time"
         iterations = -(-self.steps // self.batch_size)
         updates = iterations * (reuse.epochs * reuse.minibatches if reuse else 1)
         calls = iterations * self.rollout.steps
@@ -359,7 +368,9 @@ class ControlRecipe(Recipe):
         reasons = {
             f"{self.algorithm} collects whole episodes, whose lengths differ": self.objective.needs_whole_episodes,
             f"device = {self.device!r} is not the CPU": self.device != "cpu",
-            "network.lstm learns from whole sequences": self.network.lstm is not None,
+            f"network.lstm has no compiled natural step ({self.algorithm})": (
+                self.network.lstm is not None and self.objective.constraint is not None
+            ),
             f"optimizer.kind = {self.optimizer.kind!r} has no compiled step": self.optimizer.kind != "adam",
             f"optimizer.weight_decay = {self.optimizer.weight_decay:g} has no compiled step": self.optimizer.weight_decay != 0,
         }
@@ -371,11 +382,11 @@ class ControlRecipe(Recipe):
                 "optimizer.micro_batch, which compiles gradients alone, or engine = 'eager'"
             )
         micro_batch, minibatches = self.optimizer.micro_batch, self.objective.reuse.minibatches if self.objective.reuse else 1
-        minibatch = self.learned_steps // minibatches
+        minibatch, unit = self.learned_rows // minibatches, "steps" if self.network.lstm is None else "sequences"
         if micro_batch is not None and minibatch % micro_batch:
             return (
                 f"optimizer.micro_batch={micro_batch}: compiled programs need micro-batches of one size, and this does not "
-                f"divide the minibatch of {minibatch:,} steps; choose one that does: {nearest_divisor(minibatch, micro_batch)}"
+                f"divide the minibatch of {minibatch:,} {unit}; choose one that does: {nearest_divisor(minibatch, micro_batch)}"
             )
         return None
 

@@ -24,7 +24,7 @@ import filelock
 import torch
 from torch import Tensor, nn
 from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 
 from surefoot.errors import NotCompiledError, cause_of
 
@@ -32,6 +32,8 @@ Program = Callable[[list[Tensor]], list[Tensor]]
 """takes a list of tensors, which it empties, and returns new tensors"""
 _announce: ContextVar[Callable[[str], None]] = ContextVar("announce", default=lambda line: None)
 """is called with a line before and after a compilation"""
+VIEWS = {torch.ops.aten.split_copy.Tensor: torch.ops.aten.split.Tensor}
+"""the copies that ``functionalize`` makes instead of views, and that are slow in a loop"""
 TRACED_CODE = ("core", "functional", "control")
 """the parts of the package that are traced"""
 
@@ -77,7 +79,7 @@ def program_of(
             return _load(library)
     try:
         with torch.no_grad():
-            traced = make_fx(function, decomposition_table=dict(replaced or {}))(*arguments)
+            traced = _traced(function, arguments, replaced)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise NotCompiledError(
@@ -112,7 +114,8 @@ def loop(
     from torch._higher_order_ops.while_loop import while_loop_op
 
     with disable_proxy_modes_tracing():
-        body = make_fx(functionalize(step))(*carried, *others)
+        body = _traced(step, [*carried, *others])  # custom gradients first, as functionalize takes none
+        body = _traced(functionalize(body), [*carried, *others], VIEWS)
     for node in body.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
         node.replace_all_uses_with(node.args[0])  # a copy of a constant, which nothing changes any more
     body.graph.eliminate_dead_code()
@@ -120,6 +123,8 @@ def loop(
     constants: list[Tensor] = []
     last = body.graph.find_nodes(op="placeholder")[-1]
     for node in body.graph.find_nodes(op="get_attr"):
+        if not isinstance(getattr(body, str(node.target)), Tensor):
+            continue  # the step of a scan
         with body.graph.inserting_after(last):
             last = body.graph.placeholder(f"constant_{len(constants)}")
         node.replace_all_uses_with(last)
@@ -136,6 +141,33 @@ def loop(
     return result
 
 
+def scan(
+    step: Callable[..., tuple[Tensor, ...]], carried: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The carried tensors after ``step`` for each of ``rows`` [T, …], then what else it returned [T, …], in a function for
+    ``program_of``. It takes ``*carried``, a row of each of ``rows`` and ``*others``, and returns new tensors.
+    """
+    from torch._higher_order_ops.scan import scan_op
+
+    result: tuple[Tensor, ...] = tuple(scan_op(step, list(carried), list(rows), tuple(others)))
+    return result
+
+
+def is_traced() -> bool:
+    """Whether the caller is traced by ``program_of``."""
+    return get_proxy_mode() is not None
+
+
+def _traced(
+    function: Callable[..., tuple[Tensor, ...]],
+    arguments: Sequence[Tensor],
+    replaced: Mapping[Any, Callable[..., Any]] | None = None,
+) -> torch.fx.GraphModule:
+    tracing = make_fx(function, dict(replaced or {}), tracing_mode="fake", _allow_non_fake_inputs=True)
+    traced: torch.fx.GraphModule = tracing(*arguments)
+    return traced
+
+
 def structure(module: nn.Module, constants: bool) -> list[Any] | None:
     """All that decides the graph of a module's computation, for ``program_of``; None if it has code of others.
 
@@ -148,7 +180,8 @@ def structure(module: nn.Module, constants: bool) -> list[Any] | None:
         if kind.__module__.split(".")[0] not in ("surefoot", "torch"):
             return None
         held = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        settings = {key: value for key, value in vars(part).items() if key == "training" or key not in vars(nn.Module())}
+        own = [key for key in vars(part) if key == "training" or key not in vars(nn.Module())]
+        settings = {key: vars(part)[key] for key in own if not key.startswith("_flat_weight")}  # parameters of nn.LSTM again
         if any(isinstance(value, Tensor) for value in settings.values()):
             return None  # the repr of a tensor has rounded values
         parts += [name, kind.__qualname__, settings, [(key, tuple(x.shape), x.dtype, x.requires_grad) for key, x in held]]
