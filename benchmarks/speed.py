@@ -48,7 +48,6 @@ WORK: dict[str, dict[str, Any]] = {
         "horizon": 128,
         "setting": "memory",
         "steps": 20_480,
-        "engines": ("eager",),
         "peers": ("sb3-contrib",),
     },
     "HalfCheetah-v5, TRPO, 1 x 2048": {
@@ -147,10 +146,8 @@ def run(args: argparse.Namespace) -> None:
         for name, work in WORK.items():
             if args.only and not any(word in name for word in args.only):
                 continue
-            engines = work.get("engines", ENGINES)
             peers = [peer for peer in work["peers"] if args.python and (peer != "cleanrl" or args.cleanrl)]
-            compiling = engines[-1:] if "compiled" in engines else ()
-            for contestant in (*engines, *peers) if seed else compiling:  # round 0 compiles the programs
+            for contestant in (*ENGINES, *peers) if seed else ENGINES[-1:]:  # round 0 compiles the programs
                 path = RESULTS / f"{slug(name, contestant, seed)}.json"
                 if path.exists():
                     continue
@@ -180,16 +177,15 @@ def rows_of(name: str, work: dict[str, Any]) -> list[list[str]]:
         files = {seed: RESULTS / f"{slug(name, contestant, seed)}.json" for seed in range(1, 100)}
         return {seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()}
 
-    engines = work.get("engines", ENGINES)
-    rows, ours = [], cells(engines[-1])
-    for contestant in (*engines, *work["peers"]):
+    rows, ours = [], cells(ENGINES[-1])
+    for contestant in (*ENGINES, *work["peers"]):
         theirs = cells(contestant)
         if not theirs:
             continue
         speeds = [cell["work"]["steps"] / cell["seconds"] for cell in theirs.values()]
         both = [seed for seed in theirs if seed in ours]
         warm, cold = (
-            [theirs[seed][key] / ours[seed][key] for seed in both if contestant != engines[-1]]
+            [theirs[seed][key] / ours[seed][key] for seed in both if contestant != ENGINES[-1]]
             for key in ("seconds", "first_seconds")
         )
         first = [cell["first_seconds"] for cell in theirs.values()]
