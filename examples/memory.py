@@ -1,6 +1,7 @@
 """CartPole without its velocities: one observation does not show the pole's direction, so the policy needs a memory.
 
 python examples/memory.py --seeds 1 2 3 4 5
+python examples/memory.py --seeds 1 2 3 4 5 --engine compiled
 python examples/memory.py --seeds 1 2 3 4 5 --lstm 0
 """
 
@@ -45,11 +46,12 @@ def main() -> None:
     parser.add_argument("--lstm", type=int, default=32, help="width of the LSTM; 0 for none")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--episodes", type=int, default=100)
+    parser.add_argument("--engine", choices=["auto", "eager", "compiled"], default="auto")
     args = parser.parse_args()
 
     network = {"hidden": [32], "lstm": args.lstm or None}
     for seed in args.seeds:
-        agent = surefoot.train(Positions, steps=args.steps, seed=seed, network=network, **RECIPE)
+        agent = surefoot.train(Positions, steps=args.steps, seed=seed, engine=args.engine, network=network, **RECIPE)
         result = surefoot.evaluate(agent, Positions, episodes=args.episodes, seed=seed)
         print(
             f"seed {seed}: greedy return {result.mean_return:.1f}, worst of {args.episodes} episodes {min(result.returns):.0f}"
