@@ -263,7 +263,7 @@ def test_a_loop_of_a_program_may_read_constants_and_change_its_own_tensors() -> 
     frozen = torch.nn.Parameter(torch.full((2,), 3.0), requires_grad=False)
 
     def step(index: torch.Tensor, x: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        grown = x * frozen + x.new_tensor(0.5)
+        grown = x * frozen + (frozen - 3) + x.new_tensor(0.5)  # read twice
         return index + 1, grown.masked_fill_(grown > 20, 0.0)
 
     def unfinished(index: torch.Tensor, x: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
@@ -288,6 +288,7 @@ def test_a_loop_of_a_program_may_read_constants_and_change_its_own_tensors() -> 
         pytest.param({"task": "CartPole-v1"}, id="categorical"),
         pytest.param({"network": {"hidden": [8], "shared_trunk": True}}, id="shared-trunk"),
         pytest.param(LSTM | {"network": {**LSTM["network"], "shared_trunk": True}}, id="lstm-shared-trunk"),
+        pytest.param(LSTM | {"rollout": {"environments": 4, "steps": 1}}, id="lstm-of-one-step"),
         pytest.param(
             LSTM | {"rollout": {"environments": 4, "steps": 32}, "optimizer": {"learning_rate": 1e-2, "micro_batch": 1}},
             id="lstm-in-parts",
