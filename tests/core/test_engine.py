@@ -1,5 +1,6 @@
 """The compiled update against the eager one."""
 
+import errno
 import fcntl
 import json
 import os
@@ -668,4 +669,19 @@ def test_processes_that_need_the_same_program_compile_it_once(
         for done in [pool.submit(_compile, traced, [torch.ones(3)], library) for _ in range(2)]:
             done.result()
     assert len(compiled) == 1
+    assert library.read_bytes() == b"library"
+
+
+def test_a_program_is_compiled_where_files_can_not_be_locked(
+    programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("filelock.FileLock", refuse)
+    monkeypatch.setattr(
+        "torch._inductor.aoti_compile_and_package", lambda program, package_path: Path(package_path).write_bytes(b"library")
+    )
+    traced, library = make_fx(lambda x: (2 * x,))(torch.ones(3)), tmp_path / "one.pt2"
+    _compile(traced, [torch.ones(3)], library)
     assert library.read_bytes() == b"library"

@@ -208,7 +208,7 @@ def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            with suppress(NotImplementedError):  # a file system without locks
+            with suppress(NotImplementedError, OSError):  # a file system without locks, or the lock of another user
                 stack.enter_context(filelock.FileLock(library.with_suffix(".lock")))
             if library.exists():  # another rank, or another run, was faster
                 return
