@@ -116,6 +116,36 @@ def test_parts_and_masks_come_back_through_shared_memory_as_from_one_process_and
         two.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux")
+@pytest.mark.parametrize("failure", ["killed", "interrupted"])
+def test_a_failure_while_memory_is_shared_ends_the_workers_and_leaves_no_open_file(
+    failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments = in_workers("CartPole-v1", 4, 2)
+    environments.reset()
+    send = multiprocessing.reduction.send_handle
+    first, second = environments._workers
+
+    def kill_first(connection: Any, handle: int, pid: int | None) -> None:
+        if failure == "interrupted" and pid == second.process.pid:
+            raise KeyboardInterrupt
+        if failure == "killed":
+            first.process.kill()
+            first.process.join()
+        send(connection, handle, pid)
+
+    monkeypatch.setattr(multiprocessing.reduction, "send_handle", kill_first)
+    error, message = (
+        (KeyboardInterrupt, None) if failure == "interrupted" else (SurefootError, r"SIGKILL.* between two calls; ")
+    )
+    with pytest.raises(error, match=message):
+        environments.step(np.zeros(4, int))
+    assert environments._arrays is None
+    assert not any(worker.process.is_alive() for worker in environments._workers)
+    names = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    assert not any("memfd:surefoot" in name for name in names)
+
+
 def test_final_observations_and_lost_environments_are_counted_from_the_first_of_all() -> None:
     environments = in_workers("CartPole-v1", 4, 2, max_episode_steps=2)
     try:

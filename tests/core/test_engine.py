@@ -1,5 +1,6 @@
 """The compiled update against the eager one."""
 
+import errno
 import fcntl
 import json
 import os
@@ -263,7 +264,7 @@ def test_a_loop_of_a_program_may_read_constants_and_change_its_own_tensors() -> 
     frozen = torch.nn.Parameter(torch.full((2,), 3.0), requires_grad=False)
 
     def step(index: torch.Tensor, x: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        grown = x * frozen + x.new_tensor(0.5)
+        grown = x * frozen + (frozen - 3) + x.new_tensor(0.5)  # read twice
         return index + 1, grown.masked_fill_(grown > 20, 0.0)
 
     def unfinished(index: torch.Tensor, x: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
@@ -288,6 +289,7 @@ def test_a_loop_of_a_program_may_read_constants_and_change_its_own_tensors() -> 
         pytest.param({"task": "CartPole-v1"}, id="categorical"),
         pytest.param({"network": {"hidden": [8], "shared_trunk": True}}, id="shared-trunk"),
         pytest.param(LSTM | {"network": {**LSTM["network"], "shared_trunk": True}}, id="lstm-shared-trunk"),
+        pytest.param(LSTM | {"rollout": {"environments": 4, "steps": 1}}, id="lstm-of-one-step"),
         pytest.param(
             LSTM | {"rollout": {"environments": 4, "steps": 32}, "optimizer": {"learning_rate": 1e-2, "micro_batch": 1}},
             id="lstm-in-parts",
@@ -667,4 +669,19 @@ def test_processes_that_need_the_same_program_compile_it_once(
         for done in [pool.submit(_compile, traced, [torch.ones(3)], library) for _ in range(2)]:
             done.result()
     assert len(compiled) == 1
+    assert library.read_bytes() == b"library"
+
+
+def test_a_program_is_compiled_where_files_can_not_be_locked(
+    programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("filelock.FileLock", refuse)
+    monkeypatch.setattr(
+        "torch._inductor.aoti_compile_and_package", lambda program, package_path: Path(package_path).write_bytes(b"library")
+    )
+    traced, library = make_fx(lambda x: (2 * x,))(torch.ones(3)), tmp_path / "one.pt2"
+    _compile(traced, [torch.ones(3)], library)
     assert library.read_bytes() == b"library"

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from surefoot import functional as F
 
@@ -162,6 +163,16 @@ def test_ends_of_zeros_and_ones_equal_bool_ends(kind: torch.dtype) -> None:
 
     numbers = all_of(*(flag.to(kind) for flag in FLAGS.values()))
     assert all(torch.equal(a, b) for a, b in zip(numbers, all_of(*ENDS.values()), strict=True))
+
+
+def test_gae_can_be_batched_and_traced_and_then_reads_flags_that_were_not_there() -> None:
+    def advantages(rewards: Tensor, ended: Tensor) -> Tensor:
+        return F.gae(rewards, rewards, rewards, terminated=ended, truncated=ended, gamma=0.9, lam=0.8)
+
+    rewards, ended = torch.arange(6.0).view(2, 3), torch.tensor([[False, True, False], [False, False, False]])
+    traced = make_fx(advantages, tracing_mode="fake")(rewards, torch.zeros_like(ended))
+    for function in (torch.vmap(advantages), traced):
+        assert torch.equal(function(rewards, ended), advantages(rewards, ended))
 
 
 def test_place_scores_takes_masks_of_zeros_and_ones() -> None:

@@ -81,6 +81,13 @@ def test_a_run_of_less_than_ten_iterations_is_evaluated_only_at_its_end_unless_t
     assert make_recipe({**few, "steps": 512, "algorithm": "REINFORCE"}).evaluate_every == 51  # its iterations are episodes
 
 
+def test_traces_are_at_least_four_iterations_apart_unless_the_recipe_says_when():
+    few = {"task": "CartPole-v1", "rollout": {"environments": 8, "steps": 32}}
+    assert [make_recipe({**few, "steps": 256 * n}).trace_every for n in (1, 10, 40, 100)] == [1024, 1024, 1024, 2560]
+    assert make_recipe({**few, "steps": 512, "traces": {"every": 100}}).trace_every == 100
+    assert make_recipe({**few, "steps": 512, "algorithm": "REINFORCE"}).trace_every == 51  # its iterations are episodes
+
+
 def test_every_field_has_a_description():
     for name, described in recipe_fields():
         if "." in name or name not in ("rollout", "network"):

@@ -4,6 +4,8 @@ Time is the last axis. After a terminated step the value is 0. After a truncated
 observation. ``next_values`` may hold anything where terminated.
 """
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -134,7 +136,8 @@ def gae(
 
 
 def true_columns(flags: Tensor) -> list[bool]:
-    """Whether any row of a column is true, so that a loop over columns can skip work; True on a GPU, which would have to wait.
+    """Whether any row of a column is true, so that a loop over columns can skip work; True where that can't be known at once:
+    on a GPU, while a function is traced, and under ``vmap``.
 
     [..., T] bool -> T values
 
@@ -142,7 +145,10 @@ def true_columns(flags: Tensor) -> list[bool]:
     [False, True]
     """
     time = flags.shape[-1]
-    return flags.reshape(-1, time).any(0).tolist() if flags.device.type == "cpu" else [True] * time
+    if flags.device.type == "cpu" and not torch.compiler.is_compiling():
+        with suppress(RuntimeError):  # tensors without values
+            return [bool(some) for some in flags.reshape(-1, time).any(0).tolist()]
+    return [True] * time
 
 
 def discounted_returns(

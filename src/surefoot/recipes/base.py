@@ -108,7 +108,8 @@ class TraceSettings(Section):
     """Traces: every number behind an update, for a few steps or tokens, in traces/."""
 
     every: Steps | None = None
-    """steps between traces, from the first iteration on; none: a tenth of the budget, in control at least four iterations"""
+    """steps between traces, from the first iteration on; none: a tenth of the budget, in control with a critic at least
+    four iterations"""
     rows: int = Field(2, ge=0, le=MAX_COUNT)
     """rows per trace: responses, or the longest episode part of that many environments; 0: no traces"""
     max_megabytes: float = Field(64.0, gt=0, le=MAX_LENGTH)

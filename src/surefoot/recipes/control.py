@@ -198,9 +198,9 @@ class ControlRecipe(Recipe):
 
     @property
     def trace_every(self) -> int:
-        """Steps between traces; by default at least four iterations."""
-        least = TRACED_ITERATIONS * self.batch_size
-        return max(super().trace_every, least) if self.traces.every is None else self.traces.every
+        """Steps between traces; by default at least four iterations, unless those are whole episodes."""
+        known = self.traces.every is not None or self.objective.needs_whole_episodes
+        return super().trace_every if known else max(super().trace_every, TRACED_ITERATIONS * self.batch_size)
 
     @property
     def learned_steps(self) -> int:

@@ -145,12 +145,11 @@ class WorkerEnvironments:
         layout = layout_of(arrays)
         if (file := new_memory(layout)) is None:
             return
-        for worker in self._workers:
-            self._send(worker, "share", (layout, worker.rows))
-            reduction.send_handle(worker.connection, file, worker.process.pid)
-        self._arrays = mapped(layout, file)
-        for worker in self._workers:
-            self._receive(worker, self.deadline)
+        try:
+            self._call("share", [(layout, worker.rows) for worker in self._workers], file)
+        finally:
+            arrays_here = mapped(layout, file)  # closes the file too
+        self._arrays = arrays_here
 
     def mark(self) -> None:
         self._call("mark")
@@ -190,19 +189,22 @@ class WorkerEnvironments:
     def _worker_of(self, index: int) -> Worker:
         return next(worker for worker in self._workers if index < worker.first + worker.count)
 
-    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, file: int | None = None) -> list[Any]:
         """Send the call to all workers, then receive all answers, so that they work in parallel. Any exception ends them."""
         try:
             for index, worker in enumerate(self._workers):
-                self._send(worker, method, arguments[index] if arguments else ())
+                self._send(worker, method, arguments[index] if arguments else (), file)
             return [self._receive(worker, self.deadline) for worker in self._workers]
         except BaseException:  # an interrupt too: an unread answer would be taken for the next one
             self.close()
             raise
 
-    def _send(self, worker: Worker, method: str, arguments: tuple[Any, ...]) -> None:
+    def _send(self, worker: Worker, method: str, arguments: tuple[Any, ...], file: int | None = None) -> None:
+        """Send a call, and an open file if it needs one."""
         try:
             worker.connection.send((method, arguments))
+            if file is not None:
+                reduction.send_handle(worker.connection, file, worker.process.pid)
         except OSError:
             self._raise_failure(worker)
 

@@ -121,14 +121,17 @@ def loop(
     body.graph.eliminate_dead_code()
     # The compiler rejects constants in the body of a loop, so they become arguments of it.
     constants: list[Tensor] = []
+    placeholders: dict[int, torch.fx.Node] = {}  # one for each constant, as arguments of a loop must not share memory
     last = body.graph.find_nodes(op="placeholder")[-1]
     for node in body.graph.find_nodes(op="get_attr"):
-        if not isinstance(getattr(body, str(node.target)), Tensor):
+        constant = getattr(body, str(node.target))
+        if not isinstance(constant, Tensor):
             continue  # the step of a scan
-        with body.graph.inserting_after(last):
-            last = body.graph.placeholder(f"constant_{len(constants)}")
-        node.replace_all_uses_with(last)
-        constants.append(getattr(body, str(node.target)))
+        if id(constant) not in placeholders:
+            with body.graph.inserting_after(last):
+                last = placeholders[id(constant)] = body.graph.placeholder(f"constant_{len(constants)}")
+            constants.append(constant)
+        node.replace_all_uses_with(placeholders[id(constant)])
         body.graph.erase_node(node)
     body.recompile()
     count = len(carried) + len(others)
@@ -205,7 +208,7 @@ def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            with suppress(NotImplementedError):  # a file system without locks
+            with suppress(NotImplementedError, OSError):  # a file system without locks, or the lock of another user
                 stack.enter_context(filelock.FileLock(library.with_suffix(".lock")))
             if library.exists():  # another rank, or another run, was faster
                 return
