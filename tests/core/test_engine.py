@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import filelock
 import gymnasium
 import numpy as np
 import pytest
@@ -675,7 +676,7 @@ def test_processes_that_need_the_same_program_compile_it_once(
 def test_a_program_is_compiled_where_files_can_not_be_locked(
     programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, timeout: float) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("filelock.FileLock", refuse)
@@ -684,4 +685,17 @@ def test_a_program_is_compiled_where_files_can_not_be_locked(
     )
     traced, library = make_fx(lambda x: (2 * x,))(torch.ones(3)), tmp_path / "one.pt2"
     _compile(traced, [torch.ones(3)], library)
+    assert library.read_bytes() == b"library"
+
+
+def test_a_lock_that_is_never_released_only_delays_the_compilation(
+    programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiling, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(
+        "torch._inductor.aoti_compile_and_package", lambda program, package_path: Path(package_path).write_bytes(b"library")
+    )
+    traced, library = make_fx(lambda x: (2 * x,))(torch.ones(3)), tmp_path / "one.pt2"
+    with filelock.FileLock(library.with_suffix(".lock")):
+        _compile(traced, [torch.ones(3)], library)
     assert library.read_bytes() == b"library"

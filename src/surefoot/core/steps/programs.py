@@ -34,6 +34,8 @@ _announce: ContextVar[Callable[[str], None]] = ContextVar("announce", default=la
 """is called with a line before and after a compilation"""
 VIEWS = {torch.ops.aten.split_copy.Tensor: torch.ops.aten.split.Tensor}
 """the copies that ``functionalize`` makes instead of views, and that are slow in a loop"""
+LONGEST_WAIT = 300.0
+"""seconds to wait for another process that compiles the same program, before this one compiles it too"""
 TRACED_CODE = ("core", "functional", "control")
 """the parts of the package that are traced"""
 
@@ -208,8 +210,8 @@ def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            with suppress(NotImplementedError, OSError):  # a file system without locks, or the lock of another user
-                stack.enter_context(filelock.FileLock(library.with_suffix(".lock")))
+            with suppress(NotImplementedError, OSError):  # no locks here, another user's, held too long
+                stack.enter_context(filelock.FileLock(library.with_suffix(".lock"), timeout=LONGEST_WAIT))
             if library.exists():  # another rank, or another run, was faster
                 return
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=library.parent))
