@@ -4,8 +4,6 @@ Time is the last axis. After a terminated step the value is 0. After a truncated
 observation. ``next_values`` may hold anything where terminated.
 """
 
-from contextlib import suppress
-
 import torch
 from torch import Tensor
 
@@ -146,8 +144,10 @@ def true_columns(flags: Tensor) -> list[bool]:
     """
     time = flags.shape[-1]
     if flags.device.type == "cpu" and not torch.compiler.is_compiling():
-        with suppress(RuntimeError):  # tensors without values
+        try:
             return [bool(some) for some in flags.reshape(-1, time).any(0).tolist()]
+        except RuntimeError:  # tensors without values
+            pass
     return [True] * time
 
 
