@@ -1,7 +1,7 @@
 """Steps per second of training on tensor environments, beside a peer: the same task, network and batch, alternately.
 
     taskset -c 0 python benchmarks/tensor.py --python PEER/bin/python --rounds 3
-    taskset -c 0 python benchmarks/tensor.py --python PEER/bin/python --rounds 3 --iterations 80 --solve -200
+    taskset -c 0 python benchmarks/tensor.py --python PEER/bin/python --rounds 3 --iterations 100 --solve -300
     PUREJAXRL=FOLDER taskset -c 0 python benchmarks/tensor.py --task tensor/CartPole-v1 --python JAX/bin/python --rounds 3
 
 Pendulum beside rsl_rl, CartPole beside PureJaxRL; 4,096 environments x 32 steps, two 64-64 tanh networks, 4 epochs x 4
@@ -90,23 +90,25 @@ def run_cell(python: str, cell: dict[str, Any]) -> dict[str, Any]:
 
 def summary(cell: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Speeds of the counted iterations, and the learning curve over CPU seconds."""
-    marks = np.array(result["marks"])
-    wall, cpu = marks[-1] - marks[cell["warm"] - 1]
+    marks, whole = np.array(result["marks"]), "begin" not in result  # PureJaxRL's program is one call
+    wall, cpu = marks[-1] - marks[0 if whole else cell["warm"] - 1]
     batch = cell["environments"] * cell["steps"]
     speeds = {"steps_per_second": batch * cell["iterations"] / wall, "steps_per_cpu_second": batch * cell["iterations"] / cpu}
     returns = result["returns"]
-    if "begin" not in result:  # PureJaxRL's program returns once
+    if whole:
         return {**speeds, "last_100_mean": returns[-1]}
     curve = [[round(seconds - result["begin"][1], 2), mean] for (_, seconds), mean in zip(marks, returns, strict=True)]
     return {**speeds, "last_100_mean": returns[-1], "curve": curve}
 
 
-def solved(cell: dict[str, Any], bar: float) -> tuple[int, float] | None:
-    """The steps and CPU seconds after which the mean return first reached ``bar``; None if it never did."""
+def solved(cell: dict[str, Any], bar: float) -> str:
+    """The steps and CPU seconds after which the mean return first reached ``bar``."""
+    if "curve" not in cell:  # PureJaxRL's, and those of before
+        return "the cell has no curve"
     for index, (seconds, mean) in enumerate(cell["curve"], 1):
         if mean is not None and mean >= bar:
-            return index * cell["environments"] * cell["steps"], seconds
-    return None
+            return f"{index * cell['environments'] * cell['steps']:,} steps, {seconds:.1f} CPU s"
+    return "never"
 
 
 def main() -> None:
@@ -144,8 +146,7 @@ def main() -> None:
             spans = (f"{min(speeds):,.0f}–{max(speeds):,.0f}" for speeds in (wall, cpu))
             print(f"| {count:,} | {name} | {' | '.join(spans)} | {ratios} | {returns} |", flush=True)
             if args.solve is not None:
-                reached = [solved(cell, args.solve) for cell in cells[name]]
-                texts = ["never" if each is None else f"{each[0]:,} steps, {each[1]:.1f} CPU s" for each in reached]
+                texts = [solved(cell, args.solve) for cell in cells[name]]
                 print(f"\n{name}, to a mean return of {args.solve:g}: {'; '.join(texts)}\n", flush=True)
 
 

@@ -28,14 +28,20 @@ def new_memory(layout: Layout) -> int | None:
         file = os.memfd_create("surefoot")
     except OSError:
         return None
-    os.ftruncate(file, _size(layout))
+    try:
+        os.ftruncate(file, _size(layout))
+    except OSError:  # larger than a file may be
+        os.close(file)
+        return None
     return file
 
 
 def mapped(layout: Layout, file: int) -> dict[str, Array]:
     """The arrays in the file, which is closed; the memory lasts as long as they do."""
-    memory = mmap.mmap(file, _size(layout))
-    os.close(file)
+    try:
+        memory = mmap.mmap(file, _size(layout))
+    finally:
+        os.close(file)
     arrays, begin = {}, 0
     for name, (shape, dtype) in layout.items():
         arrays[name] = np.ndarray(shape, dtype, memory, begin)
@@ -59,8 +65,8 @@ def step_of(arrays: Mapping[str, Array], **by_environment: Any) -> Step:
     """A step with copies of the arrays, and its other fields."""
     whole: dict[str, Any] = {"observations": {}, **by_environment}
     for name, array in arrays.items():
-        inside, field = (whole["observations"], name.removeprefix(OBSERVATIONS)) if OBSERVATIONS in name else (whole, name)
-        inside[field] = array.copy()
+        part = name.startswith(OBSERVATIONS)
+        (whole["observations"] if part else whole)[name.removeprefix(OBSERVATIONS)] = array.copy()
     return Step(**whole)
 
 

@@ -50,8 +50,8 @@ CLOSE_TIMEOUT = 3
 """seconds that workers have to close their environments"""
 POLL_INTERVAL = 0.5
 """seconds between two checks of a busy worker"""
-AWAKE = 3e-4
-"""seconds that a worker waits for the next call before it sleeps"""
+AWAKE = 3e-3
+"""seconds that a worker waits for the next call before it sleeps: longer than most policies take to act"""
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
