@@ -20,7 +20,7 @@ from torch.func import functional_call, grad
 
 import surefoot
 from surefoot.control.agent import Agent
-from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM, narrowing, remember
+from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM, lstm_outputs, narrowing
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.core.steps.programs import program_of
@@ -132,7 +132,7 @@ class Together(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         *features, starts, state = tensors
-        return torch.stack(remember(self.memories, features, starts, state))
+        return torch.stack(lstm_outputs(self.memories, features, starts, state))
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -385,11 +385,11 @@ class CompiledActor:
         """
         agent = self.agent
         acting = _Acting(agent)
-        remembers = agent.policy.actor_memory is not None
-        critic = set() if remembers else {id(p) for p in agent.policy.critic_parameters()}
+        recurrent = agent.policy.actor_memory is not None
+        critic = set() if recurrent else {id(p) for p in agent.policy.critic_parameters()}
         named = {name: x.detach() for name, x in (*acting.named_parameters(), *acting.named_buffers()) if id(x) not in critic}
         values, paths = list(named.values()), [*agent.parts, *([MASK] if agent.masked else [])]
-        paths += [LSTM_STATE, EPISODE_STARTS] if remembers else []
+        paths += [LSTM_STATE, EPISODE_STARTS] if recurrent else []
         noises: list[Tensor] = []
 
         def run(observations: Mapping[str, Tensor]) -> list[Tensor]:

@@ -356,10 +356,10 @@ class EpisodicLSTM(nn.Module):
         return outputs, torch.stack([hidden[0], cell[0]], 1)
 
 
-def remember(memories: Sequence[EpisodicLSTM], features: Sequence[Tensor], starts: Tensor, state: Tensor) -> list[Tensor]:
+def lstm_outputs(memories: Sequence[EpisodicLSTM], features: Sequence[Tensor], starts: Tensor, state: Tensor) -> list[Tensor]:
     """The outputs of LSTMs that read the same steps.   [N, T, inputs] for each, [N, T] bool, [N, LSTMs, 2, width]"""
     states = state.unbind(1)
-    if starts.shape[1] == 1:  # the compiler makes wrong code of a loop over one step
+    if starts.shape[1] == 1:  # the compiler makes C++ that does not compile of a loop over one step
         return [memory.step(x, starts, before)[0] for memory, x, before in zip(memories, features, states, strict=True)]
     if is_traced():
         return in_steps([memory.lstm for memory in memories], features, starts, state)

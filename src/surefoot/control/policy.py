@@ -23,8 +23,8 @@ from surefoot.control.networks import (
     EpisodicLSTM,
     Trunk,
     linear,
+    lstm_outputs,
     make_trunk,
-    remember,
 )
 from surefoot.control.spaces import MASK, choices
 from surefoot.core.rollout import Evaluation, Policy
@@ -194,7 +194,7 @@ class ActorCritic(Policy):
         features = [trunk.forward(inputs) for trunk in (self.actor_trunk, self.critic_trunk) if trunk is not None]
         if self.actor_memory is not None:
             memories = [memory for memory in (self.actor_memory, self.critic_memory) if memory is not None]
-            features = remember(memories, features, inputs[EPISODE_STARTS], inputs[LSTM_STATE])
+            features = lstm_outputs(memories, features, inputs[EPISODE_STARTS], inputs[LSTM_STATE])
         distribution = self._head(features[0], inputs)
         return Evaluation(
             log_probs=distribution.log_prob(actions),

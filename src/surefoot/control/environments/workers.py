@@ -461,7 +461,7 @@ def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config
 
 
 def _await_call(connection: "Connection[Any, Any]") -> None:
-    """Wait a moment for the next call without sleeping: waking up takes longer than the parent takes to act."""
+    """Wait a moment for the next call without sleeping, because waking up takes time at every step."""
     until = time.perf_counter() + AWAKE
     while not connection.poll(0) and time.perf_counter() < until:
         _yield_core()
