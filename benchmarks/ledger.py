@@ -39,6 +39,7 @@ from claims import (
     sweeps,
     verifier,
 )
+from claims.scores import score_tables
 from record import made_with, write
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "ledger.md"
@@ -148,6 +149,8 @@ def page() -> str:
             shown = bounds_text(verdict.bounds) or "–"
             rows.append(f"| [{claim.key}](#{anchor(claim)}) | {claim.sentence} | {verdict.text} | {shown} |")
             parts += entry(experiment, claim, verdict)
+        if tables := list(score_tables(experiment, results)):
+            parts += [f"Scores of {experiment.key}, interquartile means over seeds with their intervals:", *tables]
         sections.append("\n\n".join(parts))
     table = "\n".join(["| | claim | verdict | number (95 % interval), and the bound claimed |", "|---|---|---|---|", *rows])
     return "\n\n".join([table, *sections])
@@ -165,8 +168,7 @@ def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
     spent = sum(result.get("cpu_seconds") or result.get("seconds") or 0 for result in results.values()) / 3600
     facts = [f"{done} of {planned} cells are finished ({spent:,.2f} core-hours)"]
     if done < planned:
-        left = spent / done * (planned - done) if done else experiment.core_hours
-        facts.append(f"the others need about {left:,.1f} core-hours")
+        facts.append(f"the others need about {hours_left(experiment, results):,.1f} core-hours")
     text = "; ".join(facts) + "."
     made = sorted({hardware(result["made_with"]) for result in results.values() if "made_with" in result})
     if made:
@@ -175,6 +177,16 @@ def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
     if engines:
         text += f" Engine: {' and '.join(engines)}."
     return text
+
+
+def hours_left(experiment: Experiment, results: dict[str, Result]) -> float:
+    """An estimate for the missing cells: each as long as the finished ones whose names begin alike, or as planned."""
+    seconds: dict[str, list[float]] = {}
+    for name, result in results.items():
+        seconds.setdefault(name.partition("-")[0], []).append(result.get("cpu_seconds") or result.get("seconds") or 0)
+    planned = experiment.core_hours / len(experiment.cells)
+    hours = {kind: sum(each) / len(each) / 3600 for kind, each in seconds.items()}
+    return sum(hours.get(name.partition("-")[0], planned) for name in experiment.cells if name not in results)
 
 
 def hardware(made: dict[str, Any]) -> str:

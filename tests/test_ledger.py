@@ -269,3 +269,36 @@ def test_a_number_with_a_limit_on_each_side_is_shown_once() -> None:
     x = Bound("x", 2.0, 1.9, 2.1, 1.5, runs=5)
     both = [x, replace(x, limit=2.5, above=False), Bound("y", 1.0, 1.0, 1.0)]
     assert bounds_text(both) == "x 2.00 (1.90 to 2.10), claimed > 1.5 and < 2.5; y 1.00, claimed > 0"
+
+
+def test_a_table_of_scores_has_each_setting_once_with_sampled_and_greedy_scores(one: Any) -> None:
+    from claims.scores import score_tables
+
+    experiment, _ = one
+    run = {"last_100_mean": 1.0, "greedy_mean": 3.0}
+    results = {f"A-0.1-{seed}": {"seed": seed, **run, "cpu_seconds": 10.0 * seed} for seed in (1, 2)}
+    results["A-random-1"] = {"last_100_mean": 0.0}  # belongs to no policy that was trained
+    results["B-1"] = {"seed": 1, "trained": {"gold": 0.5, "reward": 1.0, "kl": 2.0, "repeated": 0.0}}
+    control, reviews = (table.splitlines() for table in score_tables(replace(experiment, setting="task-x"), results))
+    cells = [[part.strip() for part in line.strip("|").split("|")] for line in (control[0], *control[2:])]
+    assert cells == [
+        ["task-x", "seeds", "last 100 episodes, sampled", "greedy", "CPU seconds"],
+        ["A-0.1", "2", "1.00 (1.00 to 1.00)", "3.00 (3.00 to 3.00)", "15.0"],
+    ]
+    assert [part.strip() for part in reviews[2].strip("|").split("|")] == ["B", "1", "0.50", "1.00", "2.00", "0.00", "–"]
+
+
+def test_missing_cells_are_expected_to_take_as_long_as_finished_ones_of_their_task(ledger: Any, one: Any) -> None:
+    experiment, _ = one
+    cells = dict.fromkeys(("short-1", "short-2", "long-1", "long-2", "new-1"), experiment.cells["a"])
+    results = {"short-1": {"cpu_seconds": 36.0}, "long-1": {"seconds": 3_600.0}}
+    planned = replace(experiment, cells=cells, core_hours=10.0)
+    assert ledger.hours_left(planned, results) == pytest.approx(0.01 + 1.0 + 2.0)
+
+
+def test_a_run_that_ends_at_its_best_keeps_all_of_it() -> None:
+    from claims.peers import kept
+
+    assert kept({"curve": [[1, None], [2, 5.0], [3, 9.0]], "last_100_mean": 9.0}, 1.0) == 1.0
+    assert kept({"curve": [[1, 5.0], [2, 9.0]], "last_100_mean": 5.0}, 1.0) == 0.5
+    assert kept({"curve": [[1, 1.0]], "last_100_mean": -5.0}, -6.0) == pytest.approx(1 / 7)

@@ -111,6 +111,8 @@ class Experiment:
     claims: tuple[Claim, ...]
     core_hours: float
     """planned, of all cells"""
+    setting: str = "cell"
+    """what the name of a cell consists of, before its seed"""
 
     def results(self) -> dict[str, Result]:
         """The results of the finished cells."""

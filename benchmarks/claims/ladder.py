@@ -206,16 +206,14 @@ REASONS = {
 """why a rung helps or does not, by rung"""
 E7 = Experiment(
     key="E7",
+    setting="task-rung",
     title="The ladder from REINFORCE to PPO",
     protocol=(
-        "`surefoot ladder` on CartPole-v1 (100,000 steps) and Acrobot-v1 (200,000): six algorithms, each one switch above "
-        "the one "
-        "before, with the task's preset otherwise; seeds 1 to 10 (the presets were chosen on others). The score is the "
-        "average return "
-        "over the run (the area under the curve). Noise: 100 batches of whole episodes at θ of PPO_CLIP after a tenth of "
-        "the budget, "
-        "seeds 101 to 103; and at the end of A2C with its own critic and with one that was fitted for 2,000 steps to 100 "
-        "other batches."
+        "`surefoot ladder` on CartPole-v1 (100,000 steps) and Acrobot-v1 (200,000): six algorithms, each one switch "
+        "above the one before, with the task's preset otherwise; seeds 1 to 10 (the presets were chosen on others). "
+        "The score is the average return over the run (the area under the curve). Noise: 100 batches of whole "
+        "episodes at θ of PPO_CLIP after a tenth of the budget, seeds 101 to 103; and at the end of A2C with its own "
+        "critic and with one that was fitted for 2,000 steps to 100 other batches."
     ),
     cells={cell.name: cell for cell in CELLS},
     core_hours=1.5,
@@ -250,9 +248,8 @@ E7 = Experiment(
             "E7.7",
             "A learned critic is a better baseline than the mean return.",
             "Sutton and Barto 2018, section 13.4",
-            "at the end of A2C the variance with the critic is below that with the mean return, for the critic that A2C "
-            "learned and for "
-            "a fitted one",
+            "at the end of A2C the variance with the critic is below that with the mean return, for the critic that "
+            "A2C learned and for a fitted one",
             critics,
             {
                 "confirmed": "Even one update per batch fits V well enough.",

@@ -1,5 +1,4 @@
-"""Experiments on the reviews task, where the true score is known: E3 to E6. All cells of a seed share its SFT and reward "
-"model."""
+"""E3 to E6, on the reviews task, where the true score is known. All cells of a seed share its SFT and reward model."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -24,9 +23,9 @@ EQUAL_KL = 1.5
 MARGIN = 0.1
 """of gold, below which a difference counts as none. Gold of the SFT models is about 0.4, its maximum 2"""
 COMMON = (
-    "The `reviews` task of `surefoot demo language`: SFT and reward model as in the demo, both shared by all cells of a "
-    "seed, 3,200 "
-    "responses each, seeds 1 to 5. Gold, proxy and KL are means over 128 held-out prompts of products in the training data."
+    "The `reviews` task of `surefoot demo language`: SFT and reward model as in the demo, both shared by all cells of "
+    "a seed, 3,200 responses each, seeds 1 to 5. Gold, proxy and KL are means over 128 held-out prompts of products "
+    "in the training data."
 )
 
 
@@ -98,8 +97,7 @@ def reviews(experiment: str, name: str, seed: int, changes: Mapping[str, Any], p
 
 
 def measured(run: Path, begun: Path, seed: int) -> Result:
-    """SFT and trained model on held-out prompts of known products: proxy, gold, KL to SFT, length, and how many answers "
-    "repeat."""
+    """Scores of the SFT and of the trained model on held-out prompts of known products."""
     return {"start": scores(begun / "sft", begun, seed), "trained": scores(run, begun, seed)}
 
 
@@ -115,7 +113,19 @@ def scores(model: Path, begun: Path, seed: int) -> Result:
     assert report is not None
     names = ("reward", "gold", "kl", "length", "distinct_2", "log_likelihood")
     repeated = repeated_share([sample["response"] for sample in report.samples])
-    return {**{name: report.metrics[f"held_out_{name}"] for name in names}, "repeated": repeated}
+    sampled = {name: report.metrics[f"held_out_{name}"] for name in names}
+    return {**sampled, "repeated": repeated, "greedy_gold": greedy_gold(model, begun, recipe.sampling.max_tokens)}
+
+
+def greedy_gold(model: Path, begun: Path, max_tokens: int) -> float:
+    """Mean gold of the most likely answers to the held-out prompts."""
+    from surefoot.language.data.sources import read_rows
+    from surefoot.language.models.language_model import load_language_model
+    from surefoot.language.tasks.reviews import gold
+
+    prompts = [row.columns["prompt"] for row in read_rows(begun / "data" / "held_out_prompts.jsonl")]
+    scores = gold(prompts, load_language_model(str(model)).generate(prompts, max_tokens=max_tokens, greedy=True))
+    return sum(scores) / len(scores)
 
 
 # ---- bounds -----------------------------------------------------------------------------------------------------------
@@ -222,6 +232,7 @@ def frontier(results: Results) -> list[Bound]:
 
 E3 = Experiment(
     key="E3",
+    setting="β",
     title="The β frontier: reward hacking",
     protocol=COMMON
     + f" PPO with β = {', '.join(f'{beta:g}' for beta in BETAS)}; β = 0.3 was chosen on seeds 2 and 3 when the demo was "
@@ -327,10 +338,10 @@ def kl_claim(key: str, estimator: str) -> Claim:
     return Claim(
         key,
         f"KL in the loss ({estimator}) gives as much true reward at equal KL as KL in the reward.",
-        "Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.1, moves it to the loss with k3; "
-        "Ouyang et al. 2022 (arXiv 2203.02155) has it in the reward",
-        f"gold at a KL of {EQUAL_KL} nats, interpolated over three coefficients, is at most {MARGIN} lower than with KL in "
-        f"the reward",
+        "Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.1, moves it to the loss with k3; Ouyang et "
+        "al. 2022 (arXiv 2203.02155) has it in the reward",
+        f"gold at a KL of {EQUAL_KL} nats, interpolated over three coefficients, is at most {MARGIN} lower than with "
+        "KL in the reward",
         lambda results: [
             single(
                 f"gold with {estimator} in the loss less gold with KL in the reward",
@@ -344,6 +355,7 @@ def kl_claim(key: str, estimator: str) -> Claim:
 
 E4 = Experiment(
     key="E4",
+    setting="place of the KL, coefficient",
     title="KL in the reward or in the loss",
     protocol=COMMON + f" PPO with KL in the reward (k1), or in the loss by k2 or k3, each with coefficients "
     f"{', '.join(f'{c:g}' for c in COEFFICIENTS)}.",
@@ -406,6 +418,7 @@ def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -
 
 E5 = Experiment(
     key="E5",
+    setting="method",
     title="PPO, GRPO and DPO",
     protocol=COMMON
     + f" Learning rates are the better of two by proxy reward on seed {TUNED_ON}. PPO: β = 0.3 in the reward. GRPO: 8 "
@@ -466,6 +479,7 @@ def rounds_claim(key: str, beta: float) -> Claim:
 
 E6 = Experiment(
     key="E6",
+    setting="rounds, β",
     title="Iterated rounds",
     protocol=COMMON
     + f" Instead of 3,200: {RESPONSES:,} responses and {PAIRS:,} prompts for fresh pairs in all, in {ROUNDS} rounds or in "

@@ -134,14 +134,11 @@ E2 = Experiment(
     key="E2",
     title="What the critic costs",
     protocol=(
-        "The same PPO iteration without a critic (returns normalised over the batch), with a value head on the policy's "
-        "trunk, and with a "
-        "value model of its own, as large as the policy; reference and reward function are the same. Random Llama weights, "
-        "16 prompts of "
-        "at most 64 tokens, 32 sampled tokens. Time: 3.8 M parameters, CPU time of the process beside other work, the three "
-        "in turn in five "
-        "rounds, four "
-        "iterations each. Memory: 28 M parameters, peak of PyTorch's allocator in two iterations, and the planner's sums at 7B."
+        "The same PPO iteration without a critic (returns normalised over the batch), with a value head on the "
+        "policy's trunk, and with a value model of its own, as large as the policy; reference and reward function are "
+        "the same. Random Llama weights, 16 prompts of at most 64 tokens, 32 sampled tokens. Time: 3.8 M parameters, "
+        "CPU time of the process beside other work, the three in turn in five rounds, four iterations each. Memory: "
+        "28 M parameters, peak of PyTorch's allocator in two iterations, and the planner's sums at 7B."
     ),
     cells={
         cell.name: cell

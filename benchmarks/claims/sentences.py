@@ -109,11 +109,9 @@ E13 = Experiment(
     key="E13",
     title="Three sentences, each with a formula and a run",
     protocol=(
-        f"CartPole-v1, the `cartpole` preset (PPO_CLIP, ε = 0.2, 20 epochs) cut to {STEPS:,} steps, seeds 1 to 5, which the "
-        f"preset "
-        "was not tuned on. The memory sentence uses the planner's sums and the allocator's record of a run with four roles "
-        "of 112 "
-        "million parameters (benchmarks/memory.py, `large_own`)."
+        f"CartPole-v1, the `cartpole` preset (PPO_CLIP, ε = 0.2, 20 epochs) cut to {STEPS:,} steps, seeds 1 to 5, "
+        "which the preset was not tuned on. The memory sentence uses the planner's sums and the allocator's record "
+        "of a run with four roles of 112 million parameters (benchmarks/memory.py, `large_own`)."
     ),
     cells=CELLS,
     core_hours=0.05,

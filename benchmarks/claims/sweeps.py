@@ -85,13 +85,12 @@ E8_CELLS = [
 ]
 E8 = Experiment(
     key="E8",
+    setting="task-ε-epochs",
     title="ε and the number of epochs",
     protocol=(
-        "PPO_CLIP with the task's preset, ε and epochs changed. CartPole-v1, 100,000 steps: ε = 0.05, 0.1, 0.2, 0.3, 1 × 1, "
-        "3, 10, 30 "
-        "epochs × seeds 1 to 5. HalfCheetah-v5, 1,000,000 steps: ε = 0.1, 0.2, 0.3 × the same epochs × seeds 1 to 3. The "
-        "score is the "
-        "average return over the run."
+        "PPO_CLIP with the task's preset, ε and epochs changed. CartPole-v1, 100,000 steps: ε = 0.05, 0.1, 0.2, 0.3, "
+        "1 × 1, 3, 10, 30 epochs × seeds 1 to 5. HalfCheetah-v5, 1,000,000 steps: ε = 0.1, 0.2, 0.3 × the same epochs "
+        "× seeds 1 to 3. The score is the average return over the run."
     ),
     cells={cell.name: cell for cell in E8_CELLS},
     core_hours=4.0,
@@ -185,13 +184,12 @@ def sparse(results: Results) -> list[Bound]:
 
 E9 = Experiment(
     key="E9",
+    setting="task-λ",
     title="λ of GAE",
     protocol=(
-        "PPO_CLIP with λ = 0, 0.5, 0.9, 0.95, 1, seeds 1 to 5. Hopper-v5, 1,000,000 steps, `mujoco` preset: average return "
-        "over the run. "
-        "Sorting with a verifier, where the only reward comes after the last token (E1's start and test problems): sampled "
-        "accuracy, "
-        "differences within seeds, which share their SFT model."
+        "PPO_CLIP with λ = 0, 0.5, 0.9, 0.95, 1, seeds 1 to 5. Hopper-v5, 1,000,000 steps, `mujoco` preset: average "
+        "return over the run. Sorting with a verifier, where the only reward comes after the last token (E1's start "
+        "and test problems): sampled accuracy, differences within seeds, which share their SFT model."
     ),
     cells={cell.name: cell for cell in E9_CELLS},
     core_hours=2.5,
@@ -283,13 +281,13 @@ def clip_best(results: Results) -> list[Bound]:
 
 E11 = Experiment(
     key="E11",
+    setting="task-trust region",
     title="The paper's ablation of the trust region",
     protocol=(
-        "Table 1 of the PPO paper: no trust region; clip 0.1, 0.2, 0.3; adaptive penalty with target 0.003, 0.01, 0.03; "
-        "fixed penalty "
-        "0.3, 1, 3, 10; on its seven MuJoCo tasks (version 5), 1,000,000 steps, seeds 1 to 3, `mujoco` preset. Scores are "
-        "the mean "
-        "return of the last 100 training episodes, normalised per task as in the paper: random 0, best 1."
+        "Table 1 of the PPO paper: no trust region; clip 0.1, 0.2, 0.3; adaptive penalty with target 0.003, 0.01, "
+        "0.03; fixed penalty 0.3, 1, 3, 10; on its seven MuJoCo tasks (version 5), 1,000,000 steps, seeds 1 to 3, "
+        "`mujoco` preset. Scores are the mean return of the last 100 training episodes, normalised per task as in the "
+        "paper: random 0, best 1."
     ),
     cells={
         cell.name: cell

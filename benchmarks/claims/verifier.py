@@ -69,10 +69,8 @@ E1 = Experiment(
     title="V as a probability of success",
     protocol=(
         "`surefoot demo verifier`'s SFT and PPO (sorting five digits, reward 1 or 0, γ = 1, λ = 1), seeds 1 to 5; its "
-        "recipes were "
-        "tuned on seeds 11 to 13. V of the best checkpoint, clipped to [0, 1], against the outcome of one sampled answer to "
-        "each of "
-        "512 test problems that no stage was trained on."
+        "recipes were tuned on seeds 11 to 13. V of the best checkpoint, clipped to [0, 1], against the outcome of "
+        "one sampled answer to each of 512 test problems that no stage was trained on."
     ),
     cells={f"{seed}": sorting(seed, 1.0, LEDGER / "E1" / f"{seed}.json") for seed in SEEDS},
     core_hours=0.1,
@@ -81,9 +79,8 @@ E1 = Experiment(
             "E1.1",
             "With a reward of 0 or 1 and γ = 1, V(s) is the probability of success.",
             "textbook identity; used as such by token-level verifiers (Cobbe et al. 2021, arXiv 2110.14168, section 4)",
-            "V has a lower Brier score than the constant share of successes, before the first token and after half of them, "
-            "and its "
-            f"calibration error (ten bins) lies below {LARGEST_ERROR}",
+            "V has a lower Brier score than the constant share of successes, before the first token and after half "
+            f"of them, and its calibration error (ten bins) lies below {LARGEST_ERROR}",
             calibrated,
             {
                 "confirmed": "The critic is fitted to returns that are 0 or 1, whose mean is the probability.",
@@ -167,9 +164,8 @@ BESIDE_GRPO = (
         "E5.4",
         "GRPO matches PPO with a verifier (sorting).",
         "Shao et al. 2024 (arXiv 2402.03300), section 4",
-        f"the sampled accuracy of GRPO is at most {ACCURACY_MARGIN} below that of PPO from the same start; this rule is "
-        f"younger "
-        "than the runs",
+        f"the sampled accuracy of GRPO is at most {ACCURACY_MARGIN} below that of PPO from the same start; this rule "
+        "is younger than the runs",
         demo_gap,
         {
             "refuted": "Both solve the task greedily; with as many answers in all, eight to a problem leave GRPO an eighth "
@@ -182,8 +178,8 @@ BESIDE_GRPO = (
         "E5.5",
         "With a reward for every step PPO learns more than GRPO from their sum (successors of digits).",
         "argument for critics and process rewards; Lightman et al. 2023 (arXiv 2305.20050) compare the rewards",
-        "the accuracy by steps of PPO with γ = 0 is above that of GRPO, with 8 and with 20 digits; this rule is younger "
-        "than the runs",
+        "the accuracy by steps of PPO with γ = 0 is above that of GRPO, with 8 and with 20 digits; this rule is "
+        "younger than the runs",
         dense_gap,
         {"confirmed": "GRPO gives every token the advantage of the whole answer, and PPO that of its own step."},
         lambda name: name.startswith("dense"),
