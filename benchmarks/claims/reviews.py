@@ -1,6 +1,7 @@
 """E3 to E6, on the reviews task, where the true score is known. All cells of a seed share its SFT and reward model."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import isnan, sqrt
 from pathlib import Path
@@ -315,12 +316,16 @@ def kl_changes(place: str, coefficient: float) -> dict[str, Any]:
     return {"reference": {"beta": 0.0}, "objective": {"reference_coefficient": coefficient, "reference_estimator": place}}
 
 
-E4_CELLS = [
-    reviews("E4", f"{place}_{coefficient:g}", seed, kl_changes(place, coefficient))
-    for seed in SEEDS
-    for place in PLACES
-    for coefficient in COEFFICIENTS
-]
+def kl_cell(place: str, coefficient: float, seed: int) -> Cell:
+    """A place and a coefficient; with the KL in the reward, the cell of E3 with the same β."""
+    if place == "reward":
+        return replace(
+            reviews("E3", beta_name(coefficient), seed, kl_changes(place, coefficient)), name=f"{place}_{coefficient:g}-{seed}"
+        )
+    return reviews("E4", f"{place}_{coefficient:g}", seed, kl_changes(place, coefficient))
+
+
+E4_CELLS = [kl_cell(place, coefficient, seed) for seed in SEEDS for place in PLACES for coefficient in COEFFICIENTS]
 
 
 def gold_of(results: Results, place: str) -> dict[int, float]:
@@ -357,8 +362,8 @@ E4 = Experiment(
     key="E4",
     setting="place of the KL, coefficient",
     title="KL in the reward or in the loss",
-    protocol=COMMON + f" PPO with KL in the reward (k1), or in the loss by k2 or k3, each with coefficients "
-    f"{', '.join(f'{c:g}' for c in COEFFICIENTS)}.",
+    protocol=COMMON + f" PPO with KL in the reward (k1; these runs are E3's), or in the loss by k2 or k3, each with "
+    f"coefficients {', '.join(f'{c:g}' for c in COEFFICIENTS)}.",
     cells={cell.name: cell for cell in E4_CELLS},
     core_hours=1.9,
     claims=(kl_claim("E4.1", "k2"), kl_claim("E4.2", "k3")),

@@ -67,12 +67,14 @@ def score_tables(experiment: Experiment, results: Results) -> Iterator[str]:
 
 
 def spread(runs: list[Scores], column: str) -> str:
-    """The interquartile mean over seeds, with its interval."""
+    """The interquartile mean over seeds, with its interval; how many seeds, if some have no such score."""
     values = [value for run in runs if (value := run[column]) is not None]
     if not values:
         return "–"
     bound = single(column, values)
-    return number(bound.value) + (f" ({interval_text(bound.low, bound.high)})" if len(values) > 1 else "")
+    interval = [interval_text(bound.low, bound.high)] if len(values) > 1 else []
+    seeds = [f"{len(values)} of the seeds"] if len(values) < len(runs) else []
+    return number(bound.value) + (f" ({', '.join([*interval, *seeds])})" if interval or seeds else "")
 
 
 def cost(seconds: list[float]) -> str:
