@@ -168,8 +168,17 @@ def test_gold_at_a_kl_is_linear_in_its_root_between_runs() -> None:
     from claims.reviews import gold_at
 
     assert gold_at([(4.0, 1.0), (0.0, 0.0)], 1.0) == 0.5
-    assert gold_at([(4.0, 1.0), (1.0, 0.5)], 9.0) == 1.0
-    assert gold_at([(4.0, 1.0), (1.0, 0.5)], 0.0) == 0.5
+    assert gold_at([(4.0, 1.0), (1.0, 0.5)], 4.0) == 1.0
+    assert gold_at([(9.0, 0.0), (4.0, 1.0), (1.0, 0.5)], 6.25) == 0.5
+
+
+def test_gold_is_compared_at_a_kl_that_both_curves_cover() -> None:
+    from claims.reviews import gold_difference
+
+    flat, steep = [(1.0, 0.5), (9.0, 0.5)], [(4.0, 0.0), (16.0, 1.0)]
+    assert gold_difference(steep, flat) == pytest.approx(0.25 - 0.5)  # √KL from 2 to 3, so at 2.5
+    assert gold_difference(flat, steep) == pytest.approx(0.5 - 0.25)
+    assert gold_difference([(1.0, 0.5), (2.0, 0.5)], steep) is None
 
 
 @pytest.fixture

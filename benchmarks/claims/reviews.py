@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import isnan, sqrt
 from pathlib import Path
 from typing import Any
 
 import filelock
+import numpy as np
 
 from claims import LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, single
 from claims.verifier import BESIDE_GRPO, BESIDE_GRPO_CELLS
@@ -19,8 +19,6 @@ from surefoot.recipes.reading import merge_tables
 SEEDS = (1, 2, 3, 4, 5)
 TUNED_ON = 11
 """seed on which rates are chosen; it is in no result"""
-EQUAL_KL = 1.5
-"""nats per response at which KL in the reward and in the loss are compared"""
 MARGIN = 0.1
 """of gold, below which a difference counts as none. Gold of the SFT models is about 0.4, its maximum 2"""
 COMMON = (
@@ -150,13 +148,19 @@ def against(results: Results, what: str, name: str, base: str, key: str, limit: 
 
 
 def gold_at(curve: Sequence[tuple[float, float]], kl: float) -> float:
-    """Gold at a KL, linear in √KL between runs, or at the nearest run outside them.   [(KL, gold)]"""
+    """Gold at a KL within those of the runs, linear in √KL between neighbours.   [(KL, gold)]"""
     points = sorted((sqrt(max(at, 0.0)), gold) for at, gold in curve)
-    x = sqrt(kl)
-    for (left, low), (right, high) in pairwise(points):
-        if left <= x <= right:
-            return low + (high - low) * (x - left) / (right - left) if right > left else low
-    return points[0][1] if x < points[0][0] else points[-1][1]
+    return float(np.interp(sqrt(kl), *zip(*points, strict=True)))
+
+
+def gold_difference(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
+    """Difference of gold in the middle (by √KL) of the KLs that both curves cover; None if they cover none together."""
+    ranges = [[sqrt(max(at, 0.0)) for at, _ in curve] for curve in (ours, theirs)]
+    low, high = max(map(min, ranges)), min(map(max, ranges))
+    if low > high:
+        return None
+    middle = ((low + high) / 2) ** 2
+    return gold_at(ours, middle) - gold_at(theirs, middle)
 
 
 # ---- E3 ---------------------------------------------------------------------------------------------------------------
@@ -328,14 +332,19 @@ def kl_cell(place: str, coefficient: float, seed: int) -> Cell:
 E4_CELLS = [kl_cell(place, coefficient, seed) for seed in SEEDS for place in PLACES for coefficient in COEFFICIENTS]
 
 
-def gold_of(results: Results, place: str) -> dict[int, float]:
-    """Gold at ``EQUAL_KL`` for each seed with all three coefficients."""
-    golds = {}
-    for seed in SEEDS:
-        runs = [results.get(f"{place}_{coefficient:g}-{seed}") for coefficient in COEFFICIENTS]
-        if all(run is not None for run in runs):
-            golds[seed] = gold_at([(run["trained"]["kl"], run["trained"]["gold"]) for run in runs if run], EQUAL_KL)
-    return golds
+def curve_of(results: Results, place: str, seed: int) -> list[tuple[float, float]] | None:
+    """KL and gold with each coefficient; None unless all are finished."""
+    runs = [results.get(f"{place}_{coefficient:g}-{seed}") for coefficient in COEFFICIENTS]
+    if any(run is None for run in runs):
+        return None
+    return [(run["trained"]["kl"], run["trained"]["gold"]) for run in runs if run]
+
+
+def gold_differences(results: Results, estimator: str) -> list[float]:
+    """Of each seed: gold at equal KL with the KL in the loss, less that with the KL in the reward."""
+    curves = [[curve_of(results, place, seed) for place in (estimator, "reward")] for seed in SEEDS]
+    differences = [gold_difference(ours, theirs) for ours, theirs in curves if ours and theirs]
+    return [difference for difference in differences if difference is not None]
 
 
 def kl_claim(key: str, estimator: str) -> Claim:
@@ -345,12 +354,12 @@ def kl_claim(key: str, estimator: str) -> Claim:
         f"KL in the loss ({estimator}) gives as much true reward at equal KL as KL in the reward.",
         "Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.1, moves it to the loss with k3; Ouyang et "
         "al. 2022 (arXiv 2203.02155) has it in the reward",
-        f"gold at a KL of {EQUAL_KL} nats, interpolated over three coefficients, is at most {MARGIN} lower than with "
-        "KL in the reward",
+        f"gold, interpolated over three coefficients in the middle of the KLs that both cover, is at most {MARGIN} lower "
+        "than with KL in the reward",
         lambda results: [
             single(
                 f"gold with {estimator} in the loss less gold with KL in the reward",
-                paired(gold_of(results, estimator), gold_of(results, "reward")),
+                gold_differences(results, estimator),
                 -MARGIN,
             )
         ],
@@ -363,7 +372,9 @@ E4 = Experiment(
     setting="place of the KL, coefficient",
     title="KL in the reward or in the loss",
     protocol=COMMON + f" PPO with KL in the reward (k1; these runs are E3's), or in the loss by k2 or k3, each with "
-    f"coefficients {', '.join(f'{c:g}' for c in COEFFICIENTS)}.",
+    f"coefficients {', '.join(f'{c:g}' for c in COEFFICIENTS)}. The KL of the comparison was planned as 1.5 nats; the "
+    "runs of seed 1 with the KL in the loss all ended above that, so before those of the other seeds the rule became the "
+    "middle of what both cover.",
     cells={cell.name: cell for cell in E4_CELLS},
     core_hours=1.9,
     claims=(kl_claim("E4.1", "k2"), kl_claim("E4.2", "k3")),
