@@ -29,6 +29,7 @@ from claims import (
     Experiment,
     Result,
     Verdict,
+    ablation,
     bounds_text,
     decided,
     ladder,
@@ -44,7 +45,7 @@ from record import made_with, write
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "ledger.md"
 BEGIN, END = "<!-- begin: benchmarks/ledger.py -->", "<!-- end -->"
-MODULES = (sentences, verifier, roles, reviews, ladder, sweeps, peers)
+MODULES = (sentences, verifier, roles, reviews, ladder, sweeps, ablation, peers)
 EXPERIMENTS: dict[str, Experiment] = {
     each.key: each
     for each in sorted((each for module in MODULES for each in module.EXPERIMENTS), key=lambda each: int(each.key[1:]))
@@ -151,6 +152,7 @@ def page() -> str:
             parts += entry(experiment, claim, verdict)
         if tables := list(score_tables(experiment, results)):
             parts += [f"Scores of {experiment.key}, interquartile means over seeds with their intervals:", *tables]
+        parts += experiment.tables(results)
         sections.append("\n\n".join(parts))
     table = "\n".join(["| | claim | verdict | number (95 % interval), and the bound claimed |", "|---|---|---|---|", *rows])
     return "\n\n".join([table, *sections])

@@ -137,7 +137,7 @@ def test_every_result_belongs_to_a_cell_and_has_the_code_and_hardware_that_made_
 
 
 def test_recipes_of_cells_that_were_never_run_can_be_made(tmp_path: Path) -> None:
-    from claims import ladder, reviews, sweeps, training
+    from claims import ablation, ladder, reviews, training
 
     from surefoot.compare.ladder import rung_recipe
 
@@ -148,7 +148,7 @@ def test_recipes_of_cells_that_were_never_run_can_be_made(tmp_path: Path) -> Non
         assert (recipe.reference.beta, recipe.objective.reference_coefficient) == (
             (0.3, 0.0) if place == "reward" else (0.0, 0.3)
         )
-    for algorithm, region in sweeps.REGIONS.values():
+    for algorithm, region in ablation.REGIONS.values():
         changes = {"objective": {"trust_region": region}} if region else {}
         assert training.recipe_of("Hopper-v5", algorithm, 1, changes).objective.reuse.minibatches == 32
     for task in ladder.TASKS.values():
@@ -311,3 +311,28 @@ def test_a_run_that_ends_at_its_best_keeps_all_of_it() -> None:
     assert kept({"curve": [[1, None], [2, 5.0], [3, 9.0]], "last_100_mean": 9.0}, 1.0) == 1.0
     assert kept({"curve": [[1, 5.0], [2, 9.0]], "last_100_mean": 5.0}, 1.0) == 0.5
     assert kept({"curve": [[1, 1.0]], "last_100_mean": -5.0}, -6.0) == pytest.approx(1 / 7)
+
+
+def test_the_paper_s_own_scores_rank_as_in_the_paper_and_reversed_ones_do_not() -> None:
+    from claims.ablation import ABLATION_SEEDS, PAPER, SEVEN, beside_paper, paper_order
+
+    def results(sign: float) -> dict[str, Any]:
+        cells = {f"{task}-random-1": {"last_100_mean": -10.0} for task in SEVEN}
+        for task in SEVEN:
+            for region, score in PAPER.items():
+                cells |= {f"{task}-{region}-{seed}": {"last_100_mean": sign * score} for seed in ABLATION_SEEDS}
+        return cells
+
+    assert paper_order(results(1.0))[0].value == pytest.approx(1.0)
+    assert paper_order(results(-1.0))[0].fails
+    (table,) = beside_paper(results(1.0))
+    assert [line.split()[-2] for line in table.splitlines()[2:4]] == ["1", "2"]
+    assert beside_paper({}) == []
+
+
+def test_equal_values_share_the_mean_of_their_ranks() -> None:
+    import numpy as np
+    from claims.ablation import correlation, ranks
+
+    assert ranks(np.array([[3.0, 1.0, 3.0, 0.0]])).tolist() == [[2.5, 1.0, 2.5, 0.0]]
+    assert correlation(np.array([[1.0, 2.0, 4.0]]), np.array([[-2.0, -4.0, -8.0]])) == pytest.approx([-1.0])

@@ -113,6 +113,8 @@ class Experiment:
     """planned, of all cells"""
     setting: str = "cell"
     """what the name of a cell consists of, before its seed"""
+    tables: Callable[[Results], list[str]] = lambda results: []
+    """tables of its own, beside those of the scores"""
 
     def results(self) -> dict[str, Result]:
         """The results of the finished cells."""

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from claims import BENCHMARKS, LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, difference, single
-from claims.sweeps import MUJOCO, SEVEN, random_cell, run_cell, within
-from claims.training import recipe_of, trained
+from claims.training import MUJOCO, SEVEN, random_cell, recipe_of, run_cell, trained, within
 
 PEER_PYTHON = "STABLE_BASELINES3_PYTHON"
 """variable with the Python of an environment that has Stable-Baselines3"""

@@ -1,0 +1,137 @@
+"""E11: the paper's ablation of the trust region."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from claims import Bound, Cell, Claim, Experiment, Results, arrays, difference
+from claims.training import MUJOCO, SEVEN, random_cell, run_cell, scores
+from surefoot.compare.across_tasks import interval, iqm, resampled
+from surefoot.compare.statistics import markdown_table
+
+PAPER = {
+    "clip_0.2": 0.82,
+    "clip_0.1": 0.76,
+    "target_0.01": 0.74,
+    "beta_3": 0.72,
+    "beta_1": 0.71,
+    "target_0.03": 0.71,
+    "clip_0.3": 0.70,
+    "beta_10": 0.69,
+    "target_0.003": 0.68,
+    "beta_0.3": 0.62,
+    "none": -0.39,
+}
+"""the paper's scores (table 1), the best first"""
+REGIONS: dict[str, tuple[str, dict[str, float]]] = {
+    "none": ("PPO_UNCLIPPED", {}),
+    **{f"clip_{clip:g}": ("PPO_CLIP", {"clip": clip}) for clip in (0.1, 0.2, 0.3)},
+    **{f"target_{target:g}": ("PPO_PENALTY_ADAPTIVE", {"target": target}) for target in (0.003, 0.01, 0.03)},
+    **{f"beta_{beta:g}": ("PPO_PENALTY", {"beta": beta}) for beta in (0.3, 1.0, 3.0, 10.0)},
+}
+ABLATION_SEEDS = (1, 2, 3)
+
+
+def ablation_cell(task: str, region: str, seed: int) -> Cell:
+    algorithm, settings = REGIONS[region]
+    changes: dict[str, Any] = {**MUJOCO, **({"objective": {"trust_region": settings}} if settings else {})}
+    return run_cell("E11", f"{task}-{region}", task, algorithm, seed, changes)
+
+
+def normalised(results: Results, region: str) -> list[list[float]]:
+    """Scores of a region on each task; 0 is random and 1 the best mean of a region, as in the paper."""
+    tasks = []
+    for task in SEVEN:
+        low = results[f"{task}-random-1"]["last_100_mean"]
+        high = max(float(np.mean(scores(results, f"{task}-{other}", "last_100_mean"))) for other in REGIONS)
+        tasks.append([(score - low) / (high - low) for score in scores(results, f"{task}-{region}", "last_100_mean")])
+    return tasks
+
+
+def against_others(region: str, results: Results, *, above: bool) -> list[Bound]:
+    """That a region scores above, or below, each of the others."""
+    ours = normalised(results, region)
+    others = [other for other in PAPER if other != region]
+    return [difference(f"{region} less {other}", ours, normalised(results, other), above=above) for other in others]
+
+
+def paper_order(results: Results) -> list[Bound]:
+    """Spearman's correlation of the scores with the paper's; each region's seeds are resampled on their own."""
+    regions = [normalised(results, region) for region in PAPER]
+    paper = ranks(np.array([*PAPER.values()])[None])
+    drawn = ranks(np.stack([iqm(resampled(arrays(each), seed)) for seed, each in enumerate(regions)], -1))
+    ours = ranks(np.array([[float(iqm(arrays(each))) for each in regions]]))
+    low, high = interval(correlation(drawn, paper))
+    return [Bound("rank correlation with the paper", float(correlation(ours, paper)[0]), low, high, runs=len(ABLATION_SEEDS))]
+
+
+def ranks(rows: NDArray[Any]) -> NDArray[Any]:
+    """Ranks within each row, from 0; equal values share the mean of theirs.   [n, k] -> [n, k]"""
+    below = (rows[:, None, :] < rows[:, :, None]).sum(-1)
+    equal = (rows[:, None, :] == rows[:, :, None]).sum(-1)
+    return np.asarray(below + (equal - 1) / 2)
+
+
+def correlation(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
+    """Pearson's correlation of each row.   [n, k], [n or 1, k] -> [n]"""
+    x, y = x - x.mean(-1, keepdims=True), y - y.mean(-1, keepdims=True)
+    return np.asarray((x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1)))
+
+
+def beside_paper(results: Results) -> list[str]:
+    """The paper's table 1 beside the same means here; empty while cells are missing."""
+    try:
+        means = {region: float(np.mean(normalised(results, region))) for region in PAPER}
+    except (KeyError, ValueError):
+        return []
+    places = sorted(means, key=lambda region: -means[region])
+    rows = [[region, f"{PAPER[region]:.2f}", f"{means[region]:.2f}", str(places.index(region) + 1)] for region in PAPER]
+    return [markdown_table(["trust region", "paper's mean", "mean here", "place here"], rows)]
+
+
+E11 = Experiment(
+    key="E11",
+    setting="task-trust region",
+    title="The paper's ablation of the trust region",
+    protocol=(
+        "Table 1 of the PPO paper: no trust region; clip 0.1, 0.2, 0.3; adaptive penalty with target 0.003, 0.01, "
+        "0.03; fixed penalty 0.3, 1, 3, 10; on its seven MuJoCo tasks (version 5), 1,000,000 steps, seeds 1 to 3, "
+        "`mujoco` preset. Scores are the mean return of the last 100 training episodes, normalised per task as in the "
+        "paper: random 0, best 1."
+    ),
+    cells={
+        cell.name: cell
+        for cell in [
+            *(random_cell("E11", task) for task in SEVEN),
+            *(ablation_cell(task, region, seed) for seed in ABLATION_SEEDS for task in SEVEN for region in REGIONS),
+        ]
+    },
+    core_hours=18.0,
+    claims=(
+        Claim(
+            "E11.1",
+            "Clipping at 0.2 scores higher than every other trust region.",
+            "Schulman et al. 2017 (arXiv 1707.06347), table 1",
+            "the IQM of its normalised score is above that of each of the ten others",
+            partial(against_others, "clip_0.2", above=True),
+        ),
+        Claim(
+            "E11.2",
+            "Without a trust region the score is the lowest.",
+            "Schulman et al. 2017 (arXiv 1707.06347), table 1: below that of random actions",
+            "the IQM of its normalised score is below that of each of the ten others",
+            partial(against_others, "none", above=False),
+        ),
+        Claim(
+            "E11.3",
+            "The trust regions rank as in the paper.",
+            "Schulman et al. 2017 (arXiv 1707.06347), table 1",
+            "Spearman's rank correlation of the eleven IQMs with the paper's scores is above 0",
+            paper_order,
+        ),
+    ),
+    tables=beside_paper,
+)
+EXPERIMENTS = (E11,)
