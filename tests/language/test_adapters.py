@@ -26,7 +26,7 @@ from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling import sample
 from surefoot.language.supervised.world import SupervisedWorld
-from surefoot.recipes.language import AdapterSettings
+from surefoot.recipes.models import AdapterSettings
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.runs.folder import checkpoint_to_load

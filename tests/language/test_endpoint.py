@@ -14,7 +14,7 @@ import pytest
 from surefoot.errors import SurefootError
 from surefoot.language import http_client
 from surefoot.language.rewards.terms import FunctionReward, load_reward
-from surefoot.recipes.language import RewardTerm
+from surefoot.recipes.rewards import RewardTerm
 
 PROMPTS, RESPONSES = ["one: ", "two: ", "three: "], ["a", "bb", "ccc"]
 COLUMNS = {"answer": ["a", "b", "ccc"], "weight": [1, 2, 3]}

@@ -19,7 +19,7 @@ from surefoot.language.models.adapters import POLICY, VALUE, SharedBase, merge, 
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy, Routers
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.recipes.language import AdapterSettings, saved_adapter
+from surefoot.recipes.models import AdapterSettings, saved_adapter
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.api import make_world
 from surefoot.runs.session import make_learner

@@ -12,7 +12,7 @@ import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language import http_client
 from surefoot.language.rewards.terms import FunctionReward, load_reward
-from surefoot.recipes.language import RewardTerm
+from surefoot.recipes.rewards import RewardTerm
 
 from .test_endpoint import Server
 

@@ -42,7 +42,7 @@ from surefoot.language.memory.planner import (
 )
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import new_reward_model
-from surefoot.recipes.language import AdapterSettings
+from surefoot.recipes.models import AdapterSettings
 from surefoot.recipes.reading import make_recipe
 
 from .tiny import model

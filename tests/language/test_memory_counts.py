@@ -12,7 +12,7 @@ import surefoot
 from surefoot.language.memory import counts, passes
 from surefoot.language.memory.counts import SIZES, counted_again, shipped_counts
 from surefoot.language.memory.planner import llama_of
-from surefoot.recipes.language import AdapterSettings
+from surefoot.recipes.models import AdapterSettings
 
 from .tiny import model
 

@@ -26,7 +26,7 @@ from surefoot.language.models.quantised import is_quantised, parameter_count, re
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
-from surefoot.recipes.language import AdapterSettings
+from surefoot.recipes.models import AdapterSettings
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.session import make_learner

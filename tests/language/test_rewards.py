@@ -9,7 +9,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.language.rewards.terms import FunctionReward, WeightedSum, load_reward
-from surefoot.recipes.language import RewardTerm
+from surefoot.recipes.rewards import RewardTerm
 
 PROMPTS = ["one: ", "two: ", "three: "]
 RESPONSES = ["a", "bb", "ccc"]

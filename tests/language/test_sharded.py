@@ -25,8 +25,8 @@ from surefoot.language.rewards.terms import parts_of
 from surefoot.language.supervised import reference as references
 from surefoot.language.supervised import world as worlds
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.language import SupervisedRecipe
 from surefoot.recipes.reading import make_recipe
+from surefoot.recipes.supervised import SupervisedRecipe
 from surefoot.runs.api import make_world
 from surefoot.runs.session import make_learner
 

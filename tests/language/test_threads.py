@@ -11,7 +11,8 @@ from surefoot.language.data.tokens import Tokens
 from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.terms import load_reward
 from surefoot.language.sampling import Samples, sample
-from surefoot.recipes.language import RewardTerm, TurnSettings
+from surefoot.recipes.language import TurnSettings
+from surefoot.recipes.rewards import RewardTerm
 
 from . import tiny
 from .test_endpoint import Server

@@ -315,7 +315,7 @@ def memory_workload(
     from surefoot.core.algorithms import PPO_CLIP, REINFORCE
     from surefoot.language.memory import Workload, with_adapters
     from surefoot.language.memory.planner import with_value
-    from surefoot.recipes.language import AdapterSettings
+    from surefoot.recipes.models import AdapterSettings
 
     online = kind == "language"
     rows, responses = (prompts, prompts * samples) if online else (batch, batch)

@@ -10,26 +10,18 @@ from surefoot.core.algorithms import Clip, ClippedWeight, Constraint, Objective,
 from surefoot.recipes.base import CheckpointSettings, OptimizerSettings, TraceSettings, TrackingSettings
 from surefoot.recipes.control import ControlEvaluation, Network, NormaliseSettings, RolloutSettings
 from surefoot.recipes.language import (
-    AdapterSettings,
     CriticSettings,
-    DataSettings,
-    DpoReferenceSettings,
-    JudgeSettings,
-    LanguageEvaluation,
-    LanguageOptimizer,
     MixingSettings,
     OnlineEvaluation,
-    PreferenceSettings,
-    PromptSettings,
     ReferenceSettings,
-    RewardPreferenceSettings,
-    RewardSettings,
-    RewardTerm,
     SamplingSettings,
     ServerSettings,
-    SupervisedTraces,
     TurnSettings,
 )
+from surefoot.recipes.models import AdapterSettings, LanguageEvaluation, LanguageOptimizer
+from surefoot.recipes.rewards import JudgeSettings, RewardSettings, RewardTerm
+from surefoot.recipes.rows import DataSettings, PromptSettings
+from surefoot.recipes.supervised import DpoReferenceSettings, PreferenceSettings, RewardPreferenceSettings, SupervisedTraces
 
 AgentTask = Literal[
     "Acrobot-v1",

@@ -26,7 +26,8 @@ from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE, SYMMETRY
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.language import DpoRecipe, LanguageRecipe, RewardRecipe, SftRecipe, reward_functions
+from surefoot.recipes.language import LanguageRecipe, reward_functions
+from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe
 
 KINDS: dict[str, type[Recipe]] = {
     "control": ControlRecipe,
@@ -311,7 +312,8 @@ def _fields(owner: str, node: Mapping[str, Any], definitions: Mapping[str, Any],
 
 def _meaning(owner: str, name: str) -> str:
     """The text under a field of a class, or of the class that it has the field from; "" without one."""
-    modules = [sys.modules[module] for module in dict.fromkeys(cls.__module__ for cls in (Objective, Recipe, *KINDS.values()))]
+    recipes = Recipe.__module__.rpartition(".")[0]
+    modules = [module for key, module in [*sys.modules.items()] if key.startswith(f"{recipes}.") or key == Objective.__module__]
     cls = next(vars(module)[owner] for module in modules if owner in vars(module))
     texts = (_texts_under_fields(base.__module__).get((base.__name__, name)) for base in cls.__mro__)
     return next((text for text in texts if text is not None), "")

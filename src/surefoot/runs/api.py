@@ -31,9 +31,11 @@ from surefoot.recipes.arguments import (
 from surefoot.recipes.base import Recipe, Section
 from surefoot.recipes.callables import Functions, check_functions, take_objects
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe, with_row_fields
+from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import Origin, resolve_recipe
 from surefoot.recipes.reading import make_recipe, named_functions, to_table
+from surefoot.recipes.rows import with_row_fields
+from surefoot.recipes.supervised import SupervisedRecipe
 from surefoot.runs import hub
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, require

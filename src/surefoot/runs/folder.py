@@ -35,8 +35,8 @@ import filelock
 from surefoot.errors import SurefootError
 from surefoot.files import check_shown, read_table, read_toml, write_text, writing
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.language import with_row_fields
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
+from surefoot.recipes.rows import with_row_fields
 from surefoot.runs.checkpoint import (
     MANIFEST,
     check_numbered,

@@ -24,8 +24,9 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
-from surefoot.recipes.language import LanguageRecipe, SupervisedRecipe
+from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.recipes.supervised import SupervisedRecipe
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.folder import checkpoint_to_load, is_model, recipe_differences, with_own_rows
 from surefoot.runs.hub import LISTING

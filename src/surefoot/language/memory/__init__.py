@@ -58,7 +58,7 @@ from surefoot.language.sampling.rows import chunk_of, rows_that_fit
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from surefoot.recipes.language import AdapterSettings
+    from surefoot.recipes.models import AdapterSettings
 
 Kind = Literal["sft", "reward", "dpo", "language"]
 Value = Literal["none", "head", "own"]

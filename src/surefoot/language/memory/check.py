@@ -44,7 +44,9 @@ from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import load_config
 from surefoot.language.models.policy import CHUNK
 from surefoot.language.rewards.model import BATCH_TOKENS
-from surefoot.recipes.language import AdapterSettings, DpoRecipe, LanguageRecipe, ModelRecipe, RewardRecipe, SupervisedRecipe
+from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.models import AdapterSettings, ModelRecipe
+from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SupervisedRecipe
 
 Measure = Callable[[Workload], int]
 

@@ -39,7 +39,7 @@ from surefoot.language.sampling.kv_cache import CachedDecoder, Decoder, Recomput
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from surefoot.recipes.language import AdapterSettings
+    from surefoot.recipes.models import AdapterSettings
 
 MAX_CHUNKS = 32
 """chunks of logits that are counted one by one; more are extrapolated"""

@@ -32,7 +32,7 @@ from surefoot.language.memory.check import peak_text, readable, running_peak
 from surefoot.language.memory.passes import count_parameters, layer_count
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import check_causal, load_config, read_only_config
-from surefoot.recipes.language import AdapterSettings
+from surefoot.recipes.models import AdapterSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

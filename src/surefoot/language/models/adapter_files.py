@@ -21,7 +21,7 @@ from surefoot.language.models.loading import HEAD, is_folder, load_model, new_mo
 from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.quantised import quantise
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
-from surefoot.recipes.language import ModelRecipe
+from surefoot.recipes.models import ModelRecipe
 from surefoot.runs.checkpoint import check_fits, check_shapes, non_finite_numbers
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def is_of_steps(recipe: Mapping[str, Any]) -> bool:
 
 
 def _settings(recipe: Mapping[str, Any]) -> Any:
-    from surefoot.recipes.language import AdapterSettings, saved_adapter
+    from surefoot.recipes.models import AdapterSettings, saved_adapter
 
     saved = saved_adapter(recipe["adapter"])
     quantize = saved.get("quantize")

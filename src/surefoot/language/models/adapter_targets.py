@@ -15,7 +15,7 @@ from torch import nn
 from surefoot.errors import SurefootError, did_you_mean
 
 if TYPE_CHECKING:
-    from surefoot.recipes.language import AdapterSettings
+    from surefoot.recipes.models import AdapterSettings
 
 WEIGHT = ".weight"
 

@@ -48,7 +48,7 @@ from surefoot.language.models.quantised import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from surefoot.recipes.language import AdapterSettings
+    from surefoot.recipes.models import AdapterSettings
 
 POLICY, VALUE = "policy", "value"
 """the trained roles; reward models are named by their index among the rewards"""

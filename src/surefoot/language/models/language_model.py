@@ -31,7 +31,8 @@ from surefoot.language.models.placement import keeps_stored
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
 from surefoot.language.sampling import generate
 from surefoot.recipes.callables import Functions
-from surefoot.recipes.language import LanguageRecipe, ModelRecipe
+from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
 from surefoot.runs.folder import checkpoint_to_load, is_model

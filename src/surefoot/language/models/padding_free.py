@@ -23,7 +23,7 @@ from torch import Tensor
 
 from surefoot.language import quiet_transformers
 from surefoot.language.models.loading import logits_close
-from surefoot.recipes.language import ModelRecipe
+from surefoot.recipes.models import ModelRecipe
 
 ATTENTION = "sdpa"
 """the attention of ``transformers`` that is extended; its default for most families"""

@@ -14,7 +14,7 @@ from surefoot.core.sharding.master import to_bfloat16
 from surefoot.language.models.adapters import RoleTrunk
 from surefoot.language.models.policy import ValueHead
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.recipes.language import ModelRecipe
+from surefoot.recipes.models import ModelRecipe
 
 
 def place(module: nn.Module, recipe: ModelRecipe, idle: bool = False) -> None:

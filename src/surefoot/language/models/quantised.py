@@ -23,7 +23,7 @@ from surefoot.errors import SurefootError
 from surefoot.language import require_package
 
 if TYPE_CHECKING:
-    from surefoot.recipes.language import AdapterSettings
+    from surefoot.recipes.models import AdapterSettings
 
 QUANTISED = ("Linear4bit", "Linear8bitLt")
 """the classes of ``bitsandbytes``"""

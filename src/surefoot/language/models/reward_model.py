@@ -51,7 +51,7 @@ from surefoot.language.models.loading import (
 )
 from surefoot.language.models.loading import pocket as pocket
 from surefoot.language.models.padding_free import Reading, end_to_end, padded
-from surefoot.recipes.language import ModelRecipe
+from surefoot.recipes.models import ModelRecipe
 from surefoot.runs.checkpoint import non_finite_numbers
 
 if TYPE_CHECKING:

@@ -54,7 +54,8 @@ from surefoot.language.sampling.vllm import VllmServer
 from surefoot.language.speed.blocks import compile_blocks
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.recipes.callables import GOLD, Functions, find_function
-from surefoot.recipes.language import LanguageRecipe, Role
+from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.models import Role
 from surefoot.recipes.reading import to_table
 
 BEST_KL_FACTOR = 1.5

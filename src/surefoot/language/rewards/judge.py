@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import SurefootError
 from surefoot.language.rewards.endpoint import Endpoint
-from surefoot.recipes.language import JUDGE_FIELDS, JudgeSettings, placeholders
+from surefoot.recipes.rewards import JUDGE_FIELDS, JudgeSettings, placeholders
 
 if TYPE_CHECKING:
     import httpx2

@@ -39,7 +39,7 @@ from surefoot.language.rewards.scores import (
 )
 from surefoot.language.rewards.signatures import signature_of
 from surefoot.recipes.callables import Functions, find_function, import_object, term_field
-from surefoot.recipes.language import RewardTerm, term_error, term_from_text
+from surefoot.recipes.rewards import RewardTerm, term_error, term_from_text
 
 
 class FunctionReward:

@@ -20,7 +20,7 @@ from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, left_padded, right_padded
 from surefoot.language.models.policy import LanguagePolicy, in_micro_batches
-from surefoot.recipes.language import RowSettings
+from surefoot.recipes.rows import RowSettings
 
 Batch = tuple[dict[str, Tensor], Tensor, Tensor]
 """inputs of the policy, actions [B, T], mask [B, T]"""

@@ -29,7 +29,8 @@ from surefoot.language.data.tokens import Tokens, right_padded
 from surefoot.language.models.policy import in_micro_batches
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
 from surefoot.language.supervised.preferences import ANSWER, MISMATCHED, REFERENCE, side_of, side_tensors
-from surefoot.recipes.language import DpoRecipe, PreferenceSettings, RowSettings
+from surefoot.recipes.rows import RowSettings
+from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
 
 BASELINE = "baseline"
 """key of z₀ in the inputs   [B]"""

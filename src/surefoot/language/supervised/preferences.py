@@ -33,7 +33,8 @@ from surefoot.language.models.padding_free import reason_for_padding
 from surefoot.language.models.policy import checkpoint_layers, computing, in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
-from surefoot.recipes.language import DpoRecipe, RowSettings
+from surefoot.recipes.rows import RowSettings
+from surefoot.recipes.supervised import DpoRecipe
 
 CHOSEN, REJECTED = "chosen", "rejected"
 ANSWER, MISMATCHED = "answer", "mismatched"

@@ -21,7 +21,7 @@ from surefoot.language.models.placement import keeps_stored, place, shard_role, 
 from surefoot.language.models.policy import LanguagePolicy, in_micro_batches
 from surefoot.language.supervised.demonstrations import Batch, Rows, RowTensors, batches
 from surefoot.language.supervised.preferences import REFERENCE, sides_of
-from surefoot.recipes.language import DpoRecipe
+from surefoot.recipes.supervised import DpoRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,7 @@ from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows
 from surefoot.language.supervised.labels import BAD, GOOD
 from surefoot.language.supervised.preferences import ANSWER, PairPolicy, trimmed
-from surefoot.recipes.language import RowSettings
+from surefoot.recipes.rows import RowSettings
 
 ENDS = "ends"
 """key of the last token of each step in the inputs   [B, S]"""

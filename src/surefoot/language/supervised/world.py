@@ -52,8 +52,8 @@ from surefoot.language.supervised.preferences import (
 )
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
 from surefoot.language.supervised.steps import StepPolicy, step_rows, step_scores
-from surefoot.recipes.language import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from surefoot.recipes.reading import to_table
+from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 
 
 class RowCollector:

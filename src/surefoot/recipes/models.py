@@ -1,0 +1,237 @@
+"""The fields that every kind of language-model recipe has: the model, its adapter, optimizer and evaluation."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+import pydantic
+from pydantic import Field
+
+from surefoot.core.algorithms import MAX_LENGTH
+from surefoot.errors import SurefootError
+from surefoot.files import BOOLEAN_WORDS
+from surefoot.recipes.base import (
+    EvaluationSettings,
+    OptimizerSettings,
+    Recipe,
+    Section,
+    Width,
+    names_in,
+)
+from surefoot.recipes.rows import saved_data
+
+
+class LanguageEvaluation(EvaluationSettings):
+    """Periodic evaluation on held-out rows; the best checkpoint is kept in best/."""
+
+    rows: int = Field(256, ge=0, le=MAX_LENGTH)
+    """held-out rows per evaluation, from the first row; 0: no evaluation"""
+
+
+class LanguageOptimizer(OptimizerSettings):
+    """Adam, with defaults for pretrained models."""
+
+    kind: Literal["adam", "adam-8bit", "rmsprop"] = "adam"  # type: ignore[assignment]
+    """adam-8bit: moments in 8 bits, 2 bytes per trained parameter instead of 8; needs the extra ``quantized``. rmsprop is the
+    optimizer of the original A2C"""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Adam's learning rate: 1e-6 to 1e-5 for pretrained models, more for small models from scratch"""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """clip gradients to this norm; none: no clipping"""
+
+
+class AdapterSettings(Section):
+    """Train adapters (LoRA) and keep the model's weights frozen; needs the extra ``adapters``."""
+
+    rank: Width = 16
+    """rank r of the adapter's two matrices"""
+    alpha: float = Field(32.0, gt=0)
+    """the adapter's output is multiplied by alpha / rank"""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """dropout on the adapters' inputs; must be 0 in online runs, where it would change the policy"""
+    targets: Annotated[
+        Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)],
+        pydantic.BeforeValidator(lambda targets: targets if targets == "all-linear" else names_in(targets)),
+    ] = "all-linear"
+    """layers with adapters, by the ends of their names, such as ["q_proj", "v_proj"], or ["experts.gate_up_proj"] for fused
+    experts; all-linear: all linear layers of the trunk, without fused experts"""
+    quantize: Literal["int8", "nf4"] | None = None
+    """hold the frozen weights of the trunk's linear layers in 8 or 4 bits (QLoRA), by bitsandbytes; needs the extra
+    ``quantized``. int8: activations are rounded to 8 bits too; none: in the precision of the run"""
+    convert_targets: bool = False
+    """let ``peft`` convert targets from ``transformers`` 4, as runs of older versions did: in some mixtures of experts
+    gate_proj, up_proj and down_proj then mean the fused experts, and dense layers of these names get no adapter"""
+    merge: bool = True
+    """also save the merged model in model/; false: save adapter/ only"""
+
+
+def saved_adapter(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapter of a saved recipe; those saved before ``convert_targets`` existed get true, as they were trained."""
+    return {"convert_targets": True, **table}
+
+
+SAVED_FIELDS = {"seed", "device", "threads", "precision", "gradient_checkpointing", "optimizer", "evaluation", "checkpoint"}
+"""fields that the recipes of runs have, whatever version wrote them; a recipe written by hand leaves some out"""
+
+
+SMALLEST_UNTRAINED_RATE = 5e-5
+"""the learning rate below which random weights learn slowly; presets for pretrained models have 1e-6 to 1e-5"""
+
+
+Role = Literal["reference", "reward", "critic"]
+"""a model of an online run that need not be on the device all the time"""
+
+
+class ModelRecipe(Recipe):
+    """The fields of every kind that trains a language model."""
+
+    subject: ClassVar[str] = "model"
+
+    model: str
+    """folder or hub id of a transformers model, a run, or \"pocket\", the small built-in model"""
+    trust_remote_code: bool = False
+    """run a model's own code from the hub"""
+    precision: Literal["float32", "bfloat16", "bfloat16-weights"] = "float32"
+    """of all models, in sampling, scoring and learning. bfloat16: matrix products in autocast, weights stay float32;
+    bfloat16-weights: weights are bfloat16 too, and the optimizer keeps float32 copies of those that are trained. Adapters and
+    heads of critics and reward models are float32 in any case"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    padding_free: bool = False
+    """read the rows of a pass end to end instead of padding them to the longest, and a prompt once for all rows that begin with
+    it: less time and memory if lengths differ, and in groups of responses to one prompt. Models with recurrent layers, or
+    attention other than sdpa, are padded, and the run prints why"""
+    sharding: Literal["full", "hybrid"] | None = None
+    """how several ranks hold models. none: each has all weights; full: each has a part of every weight, gradient and
+    moment (FSDP2); hybrid: parts among the ranks of a machine, copies on the other machines. No effect in a single process"""
+    reshard_after_forward: bool = True
+    """with sharding: drop a layer's gathered weights after its forward pass; false: keep them until its backward pass, which is
+    faster and takes more memory"""
+    offload: bool | tuple[Role, ...] = False
+    """what is in the memory of the CPU. true: with sharding, the parts of all models, their gradients and moments; a list, such
+    as ["reference", "reward"]: these models of an online run while they are not used, with and without sharding; "critic" is
+    the critic's own model with gradients and moments, between updates. No effect on a CPU"""
+    check_memory: bool = True
+    """reject a run that needs more memory than there is; false: try it anyway"""
+    adapter: AdapterSettings | None = None
+    """train adapters (LoRA) and keep the model's weights frozen; none: train all weights"""
+    optimizer: LanguageOptimizer = LanguageOptimizer()
+    evaluation: LanguageEvaluation = LanguageEvaluation()
+
+    @property
+    def autocast(self) -> bool:
+        """Whether passes multiply in bfloat16 with weights in float32."""
+        return self.precision == "bfloat16"
+
+    @property
+    def low_weights(self) -> bool:
+        """Whether weights are bfloat16; those that are trained have float32 copies."""
+        return self.precision == "bfloat16-weights"
+
+    @pydantic.field_validator("precision", mode="before")
+    @classmethod
+    def _check_precision(cls, precision: Any) -> Any:
+        """4 and 8 bits are a setting of adapters."""
+        if isinstance(precision, str) and re.fullmatch(r"(nf|fp|int)?[48](bit)?", precision):
+            kind = "nf4" if "4" in precision else "int8"
+            raise SurefootError(
+                f"precision={precision!r}: weights in 4 or 8 bits can't be trained, only frozen under adapters; set "
+                f"adapter.quantize = {kind!r}"
+            )
+        return precision
+
+    @pydantic.field_validator("offload", mode="before")
+    @classmethod
+    def _check_offload(cls, offload: Any) -> Any:
+        """One message for a list, which pydantic would compare with true and false as well."""
+        if isinstance(offload, str) and offload.lower() in BOOLEAN_WORDS:
+            return offload
+        offload = names_in(offload)
+        unknown = [role for role in offload if role not in get_args(Role)] if isinstance(offload, list) else []
+        if unknown:
+            raise SurefootError(
+                f"offload={list(offload)}: {unknown[0]!r} is always in use; name 'reference', 'reward' or 'critic'"
+            )
+        return offload
+
+    @property
+    def idle_roles(self) -> tuple[Role, ...]:
+        """The roles that are in the memory of the CPU while they are not used."""
+        return () if isinstance(self.offload, bool) else self.offload
+
+    @classmethod
+    def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Recipes saved before a field existed get the value that they were trained with."""
+        if not table.keys() >= SAVED_FIELDS:
+            return table
+        saved = {"adapter": saved_adapter, "data": saved_data}
+        known = {name: older(table[name]) for name, older in saved.items() if isinstance(table.get(name), Mapping)}
+        return {**table, **known}
+
+    def _check_compiled(self) -> None:
+        """Raise SurefootError if the blocks of these models can't be compiled."""
+        obstacles = {
+            "adapters with dropout": self.adapter is not None and self.adapter.dropout > 0,
+            "adapters on a base in 4 or 8 bits": self.adapter is not None and self.adapter.quantize is not None,
+            "sharded models": self.sharding is not None,
+            "gradient_checkpointing = true, which computes layers again": self.gradient_checkpointing,
+            "the load-balancing loss of experts": self.objective.router_coefficient > 0,
+        }
+        for what, holds in obstacles.items():
+            if holds:
+                raise SurefootError(f"engine='compiled': is not for {what}; set engine = 'eager'")
+
+    @pydantic.model_validator(mode="after")
+    def _check_model(self) -> "ModelRecipe":
+        if self.engine == "compiled":
+            self._check_compiled()
+        if self.sharding is None:
+            if self.offload is True:
+                raise SurefootError(
+                    "offload=true: is for sharded models; set sharding = 'full', or name models, such as ['reference']"
+                )
+            if not self.reshard_after_forward:
+                raise SurefootError("reshard_after_forward: is for sharded models; set sharding = 'full', or leave it out")
+        if self.idle_roles and self.kind != "language":
+            raise SurefootError(
+                f"offload={list(self.idle_roles)}: names models of online runs, and kind = {self.kind!r} has none of them "
+                "while it trains; leave it out"
+            )
+        if self.objective.kl_estimator == "exact":
+            raise SurefootError("objective.kl_estimator='exact': is for control; text has only samples of the KL, set k3")
+        if self.objective.constraint is not None:
+            raise SurefootError(f"algorithm={self.algorithm!r}: natural steps are for control; use PPO_CLIP or PPO_PENALTY")
+        if self.optimizer.kind == "adam-8bit" and self.sharding is not None:
+            raise SurefootError(
+                f"optimizer.kind='adam-8bit': blocks of moments are whole on every rank, and sharding={self.sharding!r}; set "
+                "kind = 'adam', or unset sharding"
+            )
+        if self.adapter is None:
+            return self
+        if self.model == "pocket":
+            raise SurefootError(
+                "adapter: model='pocket' has random weights, which adapters would keep frozen; first train it with kind = "
+                "'sft' and no adapter, then name that run"
+            )
+        if self.adapter.quantize is not None and self.sharding is not None:
+            raise SurefootError(
+                f"adapter.quantize={self.adapter.quantize!r}: weights in 4 or 8 bits are whole on every rank, and "
+                f"sharding={self.sharding!r}; unset one of them"
+            )
+        if self.adapter.dropout and self.gradient_checkpointing:
+            raise SurefootError(
+                f"adapter.dropout={self.adapter.dropout}: gradient_checkpointing would draw another dropout when it recomputes "
+                "layers; set one of them to 0 or false"
+            )
+        return self
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings about settings that are allowed, but seldom meant."""
+        rate = self.optimizer.learning_rate
+        if self.model == "pocket" and rate < SMALLEST_UNTRAINED_RATE:
+            return [
+                f"optimizer.learning_rate={rate:g}: is for pretrained models, and model = 'pocket' has random weights, which "
+                "learn slowly at this rate; 1e-3 suits them"
+            ]
+        return []

@@ -1,0 +1,221 @@
+"""Recipes that learn from given rows: SFT, reward models, and DPO with its relatives."""
+
+from typing import Any, ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+
+from surefoot.core.algorithms import MAX_COUNT, Objective
+from surefoot.errors import SurefootError
+from surefoot.recipes.base import (
+    Section,
+    TraceSettings,
+    check_shares,
+)
+from surefoot.recipes.models import ModelRecipe
+from surefoot.recipes.rows import DataSettings
+
+
+class SupervisedTraces(TraceSettings):
+    """Traces: every number behind an update, for a few rows, in traces/; off by default."""
+
+    rows: int = Field(0, ge=0, le=MAX_COUNT)
+    """rows per trace; 0: no traces"""
+
+
+class DpoReferenceSettings(Section):
+    """The reference of DPO, IPO and KTO, and how close the model stays to it."""
+
+    model: str | None = None
+    """folder of the reference; none: the model that training starts from"""
+    beta: float = Field(0.1, gt=0)
+    """β. DPO, KTO: the implicit reward of an answer is β·(log π_θ − log π_ref). Larger values stay closer to the reference.
+    SimPO: the scale of the margin, by default 2. ORPO: λ, the weight of the odds ratio"""
+
+
+class PreferenceSettings(Section):
+    """The loss of pairs, or of labelled answers."""
+
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    """dpo: the chosen answer is better with probability σ(margin of implicit rewards); ipo: pulls the margin of log π_θ −
+    log π_ref towards 1/(2β), so consistent labels don't drive it to infinity; simpo, orpo: no reference, mean log π per token,
+    and orpo also learns the chosen answer as SFT does; kto: single answers, labelled good or bad"""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """dpo, ipo: assumed share of pairs with swapped labels"""
+    margin: float = Field(1.0, ge=0)
+    """simpo: γ, by how much the chosen answer is to be ahead, in units of β · mean log π"""
+    desirable_weight: float = Field(1.0, gt=0)
+    """kto: weight of good answers; the good answers together usually weigh 1 to 4/3 times as much as the bad ones"""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """kto: weight of bad answers"""
+
+    @pydantic.model_validator(mode="after")
+    def _check_loss(self) -> "PreferenceSettings":
+        if self.loss not in ("dpo", "ipo") and self.label_smoothing:
+            raise SurefootError(
+                f"preference.label_smoothing={self.label_smoothing}: is for preference.loss = 'dpo' and 'ipo', and it is "
+                f"{self.loss!r}; set 0"
+            )
+        if self.loss != "simpo" and self.margin != 1:
+            raise SurefootError(
+                f"preference.margin={self.margin:g}: is for preference.loss = 'simpo', and it is {self.loss!r}; unset it"
+            )
+        for name in ("desirable_weight", "undesirable_weight"):
+            if self.loss != "kto" and getattr(self, name) != 1:
+                raise SurefootError(
+                    f"preference.{name}={getattr(self, name):g}: is for preference.loss = 'kto', and it is {self.loss!r}; "
+                    "unset it"
+                )
+        return self
+
+
+class RewardPreferenceSettings(Section):
+    """The loss of a reward model."""
+
+    loss: Literal["bradley_terry", "binary", "steps"] = "bradley_terry"
+    """bradley_terry: pairs, of which the chosen answer is better with probability σ(difference of the scores); binary: single
+    answers, labelled good or bad, good with probability σ(score); steps: the same for every step of an answer (process reward
+    models)"""
+    separator: str = "\n"
+    """steps: text between two steps; empty: every character is a step"""
+
+    @pydantic.model_validator(mode="after")
+    def _check_separator(self) -> "RewardPreferenceSettings":
+        if self.loss != "steps" and self.separator != "\n":
+            raise SurefootError(
+                f"preference.separator={self.separator!r}: is for preference.loss = 'steps', and it is {self.loss!r}; unset it"
+            )
+        return self
+
+
+class SupervisedRecipe(ModelRecipe):
+    """Learning from given rows: REINFORCE with a reward of 1 for every row, which is cross-entropy."""
+
+    default_algorithm: ClassVar[str] = "REINFORCE"
+
+    data: DataSettings
+    traces: SupervisedTraces = SupervisedTraces()
+
+    @classmethod
+    def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:
+        """γ = 0: every token earns its own reward of 1."""
+        return {"gamma": 0.0}
+
+    def check_ranks(self, ranks: int) -> None:
+        """Every rank has a row of each batch."""
+        check_shares("data.batch", self.data.batch, ranks)
+
+    @pydantic.model_validator(mode="after")
+    def _check_objective(self) -> "SupervisedRecipe":
+        rate = self.optimizer.critic_learning_rate
+        if rate is not None:
+            raise SurefootError(f"optimizer.critic_learning_rate={rate}: kind = {self.kind!r} has no critic; unset it")
+        free = {name: getattr(self.objective, name) for name in ("aggregation", "aggregation_length", "router_coefficient")}
+        if self.objective != Objective(gamma=0.0, **free):
+            raise SurefootError(
+                f"objective: kind = {self.kind!r} gives every row a reward of 1 (REINFORCE with gamma = 0); set only its "
+                "aggregation, and router_coefficient in SFT"
+            )
+        if self.objective.router_coefficient and self.kind != "sft":
+            raise SurefootError(
+                f"objective.router_coefficient={self.objective.router_coefficient}: is for kind = 'sft' and 'language'; set 0"
+            )
+        return self
+
+
+class SftRecipe(SupervisedRecipe):
+    """Supervised fine-tuning on demonstrations."""
+
+    scores: ClassVar[tuple[str, ...]] = ("held_out_loss", "policy_loss")
+
+    kind: Literal["sft"] = "sft"
+    """kind of training: control, sft, reward, dpo or language"""
+
+    @property
+    def title(self) -> str:
+        """The run in a few words."""
+        return f"SFT of {self.trained}"
+
+
+class RewardRecipe(SupervisedRecipe):
+    """A reward model: a policy over the chosen and the rejected answer of a pair (Bradley-Terry), or over the two labels of an
+    answer.
+    """
+
+    scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
+
+    kind: Literal["reward"] = "reward"
+    """kind of training: control, sft, reward, dpo or language"""
+    demonstrations: str | None = None
+    """rows on which the scores are normalised to mean 0 and standard deviation 1; none: the chosen or good answers of
+    data.train"""
+    preference: RewardPreferenceSettings = RewardPreferenceSettings()
+
+    @pydantic.model_validator(mode="after")
+    def _check_steps(self) -> "RewardRecipe":
+        """Scores of steps are standardised on steps."""
+        if self.preference.loss == "steps" and self.demonstrations is not None:
+            raise SurefootError(f"demonstrations={self.demonstrations!r}: is not for preference.loss = 'steps'; unset it")
+        return self
+
+    @property
+    def title(self) -> str:
+        """The run in a few words."""
+        return f"reward model from {self.trained}"
+
+
+SIMPO_BETA = 2.0
+"""default of reference.beta with SimPO: the paper uses 2 to 2.5"""
+
+
+class DpoRecipe(SupervisedRecipe):
+    """A language model from pairs or labelled answers, most often relative to a frozen reference (DPO, IPO, KTO): a policy over
+    the two answers, or labels. SimPO and ORPO have no reference.
+    """
+
+    scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
+
+    kind: Literal["dpo"] = "dpo"
+    """kind of training: control, sft, reward, dpo or language"""
+    reference: DpoReferenceSettings = DpoReferenceSettings()
+    preference: PreferenceSettings = PreferenceSettings()
+
+    @classmethod
+    def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:
+        """γ = 0; the loss of a row is the sum over its labels."""
+        return {"gamma": 0.0, "aggregation": "sequence-sum"}
+
+    @classmethod
+    def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """SimPO's β has another scale than a KL penalty."""
+        table = super().with_defaults(table)
+        if table.get("preference", {}).get("loss") == "simpo":
+            table["reference"] = {"beta": SIMPO_BETA, **table.get("reference", {})}
+        return table
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.preference.loss not in ("simpo", "orpo")
+
+    @pydantic.model_validator(mode="after")
+    def _check_reference(self) -> "DpoRecipe":
+        if self.reference.model is not None and not self.has_reference:
+            raise SurefootError(
+                f"reference.model={self.reference.model!r}: preference.loss = {self.preference.loss!r} has no reference; "
+                "unset it"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_aggregation(self) -> "DpoRecipe":
+        if self.objective.aggregation != "sequence-sum":
+            raise SurefootError(
+                f"objective.aggregation={self.objective.aggregation!r}: a pair's loss is the sum over its two labels; unset it"
+            )
+        return self
+
+    @property
+    def title(self) -> str:
+        """The run in a few words."""
+        return f"{self.preference.loss.upper()} of {self.trained}"
