@@ -12,8 +12,8 @@ import surefoot
 from surefoot.core import optimizer as optimizers
 from surefoot.core.optimizer import Adam8BitSettings, AdamSettings, FlatOptimizer
 from surefoot.errors import SurefootError
-from surefoot.language.memory import moment_bytes, permanent
 from surefoot.language.memory.check import workload_of
+from surefoot.language.memory.roles import moment_bytes, permanent
 from surefoot.language.models.quantised import prepare_bitsandbytes
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe

@@ -16,10 +16,13 @@ from surefoot.core.rollout import LearnerState
 from surefoot.core.sharding import gathered
 from surefoot.core.sharding.idle import idle_weights, rest_on_cpu
 from surefoot.errors import SurefootError
-from surefoot.language.memory import Workload, alternatives, check, estimate, host_bytes, permanent_bytes
+from surefoot.language.memory import check, estimate
 from surefoot.language.memory.check import MemoryCheck, running_peak, upper_bound
 from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.planner import model_config
+from surefoot.language.memory.roles import host_bytes, permanent_bytes
+from surefoot.language.memory.savings import alternatives
+from surefoot.language.memory.workload import Workload
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
 from surefoot.runs.checkpoint import load_checkpoint

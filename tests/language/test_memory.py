@@ -16,17 +16,7 @@ from rich.console import Console
 import surefoot
 import surefoot.runs.api
 from surefoot.errors import SurefootError
-from surefoot.language.memory import (
-    Workload,
-    alternatives,
-    check,
-    estimate,
-    passes,
-    permanent_bytes,
-    planner,
-    quick_peak,
-    with_prompts,
-)
+from surefoot.language.memory import check, estimate, passes, planner, quick_peak
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length, least_needed, running_peak, upper_bound, workload_of
 from surefoot.language.memory.passes import StorageTracker, count_parameters
 from surefoot.language.memory.planner import (
@@ -40,6 +30,9 @@ from surefoot.language.memory.planner import (
     to_json,
     with_value,
 )
+from surefoot.language.memory.roles import permanent_bytes
+from surefoot.language.memory.savings import alternatives
+from surefoot.language.memory.workload import Workload, with_prompts
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.recipes.models import AdapterSettings

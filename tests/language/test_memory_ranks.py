@@ -14,10 +14,13 @@ from ranked import on_ranks
 import surefoot
 from surefoot.core.ranks import join_ranks
 from surefoot.errors import SurefootError
-from surefoot.language.memory import Workload, alternatives, check, estimate, host_bytes, permanent_bytes, with_ranks
+from surefoot.language.memory import check, estimate
 from surefoot.language.memory.check import MemoryCheck, available_to_a_rank, readable_workload, running_peak, workload_of
 from surefoot.language.memory.layout import Layout, ModelSize, held_after_forward, held_at_the_end, held_in_layers, whole_bytes
 from surefoot.language.memory.planner import MemoryPlan, model_config, settings, to_json
+from surefoot.language.memory.roles import host_bytes, permanent_bytes
+from surefoot.language.memory.savings import alternatives
+from surefoot.language.memory.workload import Workload, with_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api import make_world
 

@@ -14,8 +14,8 @@ import surefoot
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
-from surefoot.language.memory import permanent
 from surefoot.language.memory.check import workload_of
+from surefoot.language.memory.roles import permanent
 from surefoot.language.models.adapter_files import add_adapter
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.models.language_model import load_base, load_language_model

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import surefoot
 from surefoot import SurefootError
-from surefoot.language.memory import Workload
 from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.planner import model_config
+from surefoot.language.memory.workload import Workload
 from surefoot.language.speed import (
     Transformer,
     all_reduce_bytes,

@@ -14,8 +14,8 @@ from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
-    from surefoot.language.memory import Kind, Workload
     from surefoot.language.memory.layout import Layout
+    from surefoot.language.memory.workload import Kind, Workload
     from surefoot.language.speed.machines import Machine
 
 
@@ -313,8 +313,8 @@ def memory_workload(
 ) -> "Workload":
     """The models and batch sizes that the options describe, for a transformers config."""
     from surefoot.core.algorithms import PPO_CLIP, REINFORCE
-    from surefoot.language.memory import Workload, with_adapters
     from surefoot.language.memory.planner import with_value
+    from surefoot.language.memory.workload import Workload, with_adapters
     from surefoot.recipes.models import AdapterSettings
 
     online = kind == "language"

@@ -8,16 +8,7 @@ from pydantic import Field
 
 from surefoot.core.algorithms import MAX_LENGTH, Objective
 from surefoot.errors import SurefootError
-from surefoot.recipes.base import (
-    Count,
-    Recipe,
-    Seconds,
-    Section,
-    Size,
-    check_iteration_size,
-    check_shares,
-    nearest_divisor,
-)
+from surefoot.recipes.base import Count, Recipe, Seconds, Section, Size, check_iteration_size, check_shares, nearest_divisor
 from surefoot.recipes.callables import GOLD, term_field
 from surefoot.recipes.models import SAVED_FIELDS, LanguageEvaluation, ModelRecipe
 from surefoot.recipes.rewards import RewardSettings, term_error, token_error
@@ -163,8 +154,6 @@ ALGORITHM_SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "DAPO": {"sampling": {"rounds": 10}, "reward": {"overlong": 0.2, "missing_eos": None}},
 }
 """settings outside the objective that belong to a named algorithm"""
-
-
 GROUP_SIZES = {"group": 8, "leave_one_out": 8, "pair": 2}
 """default responses to each prompt, if they are compared, by ``objective.baseline``"""
 

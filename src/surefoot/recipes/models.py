@@ -10,14 +10,7 @@ from pydantic import Field
 from surefoot.core.algorithms import MAX_LENGTH
 from surefoot.errors import SurefootError
 from surefoot.files import BOOLEAN_WORDS
-from surefoot.recipes.base import (
-    EvaluationSettings,
-    OptimizerSettings,
-    Recipe,
-    Section,
-    Width,
-    names_in,
-)
+from surefoot.recipes.base import EvaluationSettings, OptimizerSettings, Recipe, Section, Width, names_in
 from surefoot.recipes.rows import saved_data
 
 
@@ -72,8 +65,6 @@ def saved_adapter(table: Mapping[str, Any]) -> dict[str, Any]:
 
 SAVED_FIELDS = {"seed", "device", "threads", "precision", "gradient_checkpointing", "optimizer", "evaluation", "checkpoint"}
 """fields that the recipes of runs have, whatever version wrote them; a recipe written by hand leaves some out"""
-
-
 SMALLEST_UNTRAINED_RATE = 5e-5
 """the learning rate below which random weights learn slowly; presets for pretrained models have 1e-6 to 1e-5"""
 

@@ -8,11 +8,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from surefoot.recipes.base import (
-    Count,
-    Seconds,
-    Section,
-)
+from surefoot.recipes.base import Count, Seconds, Section
 
 JUDGE_FIELDS = ("prompt", "response", "first", "second")
 """names in a judge's prompt that are not columns"""

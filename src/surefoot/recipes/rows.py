@@ -8,11 +8,7 @@ from pydantic import Field
 
 from surefoot.core.algorithms import MAX_LENGTH
 from surefoot.errors import SurefootError
-from surefoot.recipes.base import (
-    Count,
-    Section,
-    Size,
-)
+from surefoot.recipes.base import Count, Section, Size
 
 
 def saved_data(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,7 @@ from pydantic import Field
 
 from surefoot.core.algorithms import MAX_COUNT, Objective
 from surefoot.errors import SurefootError
-from surefoot.recipes.base import (
-    Section,
-    TraceSettings,
-    check_shares,
-)
+from surefoot.recipes.base import Section, TraceSettings, check_shares
 from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.rows import DataSettings
 

@@ -21,23 +21,12 @@ from surefoot.core.distributed import exchange, world_size
 from surefoot.core.sharding import ranks_per_machine
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
-from surefoot.language.memory import (
-    Estimate,
-    Workload,
-    alternatives,
-    critic_in_updates,
-    estimate,
-    host_bytes,
-    is_whole,
-    on_device_and_host,
-    permanent,
-    permanent_bytes,
-    unquantised,
-    with_prompts,
-    with_ranks,
-)
+from surefoot.language.memory import Estimate, estimate
 from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.passes import BatchShape, count_parameters, layer_count
+from surefoot.language.memory.roles import critic_in_updates, host_bytes, on_device_and_host, permanent, permanent_bytes
+from surefoot.language.memory.savings import alternatives, is_whole
+from surefoot.language.memory.workload import Workload, unquantised, with_prompts, with_ranks
 from surefoot.language.models.adapter_files import BASE, adapter_folder
 from surefoot.language.models.adapters import is_print_of
 from surefoot.language.models.language_model import model_folder

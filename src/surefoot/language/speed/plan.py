@@ -7,9 +7,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from surefoot.language.memory import Workload, permanent_bytes
 from surefoot.language.memory.check import readable
 from surefoot.language.memory.layout import LOW_WEIGHT, WEIGHT, Layout
+from surefoot.language.memory.roles import permanent_bytes
+from surefoot.language.memory.workload import Workload
 from surefoot.language.speed import (
     OPERATIONS,
     OPTIMIZER_BYTES,
