@@ -3,10 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
 from surefoot.language.memory.roles import can_leave, frozen_roles, permanent_bytes
 from surefoot.language.memory.workload import Workload, can_quantise
 
