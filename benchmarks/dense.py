@@ -99,13 +99,13 @@ def named(method: str, learning_rate: float) -> str:
 
 def before(folder: Path, sft: Path, digits: int) -> dict[str, Any]:
     """Accuracy of the starting model's samples."""
-    from surefoot.language.analysis.accuracy import accuracy
+    from surefoot.language.analysis.accuracy import measure_accuracy
     from surefoot.language.models.language_model import load_language_model
     from surefoot.language.rewards.terms import FunctionReward
 
     model, rows = load_language_model(str(sft)), folder / "test.jsonl"
     accuracies = [
-        accuracy(model, rows, FunctionReward(name, w), prompts=256, max_tokens=digits + 2)
+        measure_accuracy(model, rows, FunctionReward(name, w), prompts=256, max_tokens=digits + 2)
         for name, w in ((STEPS, 1 / digits), (WHOLE, 1))
     ]
     return {"steps": accuracies[0].sampled, "whole": accuracies[1].sampled}
