@@ -182,10 +182,11 @@ def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
 
 
 def hours_left(experiment: Experiment, results: dict[str, Result]) -> float:
-    """An estimate for the missing cells: each as long as the finished ones whose names begin alike, or as planned."""
+    """An estimate for the missing cells: each as long as finished ones whose names begin alike, or as planned."""
     seconds: dict[str, list[float]] = {}
     for name, result in results.items():
-        seconds.setdefault(name.partition("-")[0], []).append(result.get("cpu_seconds") or result.get("seconds") or 0)
+        if spent := result.get("cpu_seconds"):
+            seconds.setdefault(name.partition("-")[0], []).append(spent)
     planned = experiment.core_hours / len(experiment.cells)
     hours = {kind: sum(each) / len(each) / 3600 for kind, each in seconds.items()}
     return sum(hours.get(name.partition("-")[0], planned) for name in experiment.cells if name not in results)

@@ -300,7 +300,7 @@ def test_a_table_of_scores_has_each_setting_once_with_sampled_and_greedy_scores(
 def test_missing_cells_are_expected_to_take_as_long_as_finished_ones_of_their_task(ledger: Any, one: Any) -> None:
     experiment, _ = one
     cells = dict.fromkeys(("short-1", "short-2", "long-1", "long-2", "new-1"), experiment.cells["a"])
-    results = {"short-1": {"cpu_seconds": 36.0}, "long-1": {"seconds": 3_600.0}}
+    results = {"short-1": {"cpu_seconds": 36.0}, "long-1": {"cpu_seconds": 3_600.0}, "new-2": {"seconds": 9.0}}
     planned = replace(experiment, cells=cells, core_hours=10.0)
     assert ledger.hours_left(planned, results) == pytest.approx(0.01 + 1.0 + 2.0)
 
@@ -336,3 +336,23 @@ def test_equal_values_share_the_mean_of_their_ranks() -> None:
 
     assert ranks(np.array([[3.0, 1.0, 3.0, 0.0]])).tolist() == [[2.5, 1.0, 2.5, 0.0]]
     assert correlation(np.array([[1.0, 2.0, 4.0]]), np.array([[-2.0, -4.0, -8.0]])) == pytest.approx([-1.0])
+
+
+def test_runs_that_two_experiments_share_have_the_settings_of_both() -> None:
+    from claims import ablation, peers, sweeps, training
+
+    from surefoot.recipes.presets import find_recipe
+
+    for region in ablation.PRESET_REGIONS:
+        algorithm, settings = ablation.REGIONS[region]
+        preset = find_recipe("mujoco", {"task": "Swimmer-v5", "algorithm": algorithm}).objective.trust_region
+        assert {name: getattr(preset, name) for name in settings} == settings
+        cell = ablation.ablation_cell("Swimmer-v5", region, 1)
+        assert cell.file == peers.mujoco_file("surefoot", "Swimmer-v5", algorithm, 1)
+    for region, clip in ablation.EPSILONS.items():
+        objective = {"trust_region": {"clip": clip}, "reuse": {"epochs": 10}}
+        grid = training.recipe_of("HalfCheetah-v5", "PPO_CLIP", 1, {**training.MUJOCO, "objective": objective})
+        paper = {**training.MUJOCO, "objective": {"trust_region": {"clip": clip}}}
+        assert grid == training.recipe_of("HalfCheetah-v5", "PPO_CLIP", 1, paper, preset="mujoco")
+        cell = ablation.ablation_cell("HalfCheetah-v5", region, 1)
+        assert cell.file == sweeps.grid_cell("HalfCheetah", clip, 10, 1).file

@@ -75,7 +75,7 @@ def a2c_cell(task: str, seed: int) -> Cell:
 
     def tried(rate: float, seed: int) -> Cell:
         changes = {**A2C_SETTINGS, "optimizer": {"learning_rate": rate}}
-        return run_cell("E10", f"{task}-A2C_{rate:g}", task, "A2C", seed, changes)
+        return run_cell("E10", f"{task}-A2C_{rate:g}", task, "A2C", seed, changes, preset="mujoco")
 
     def work(folder: Path) -> Result:
         means = {}

@@ -30,10 +30,13 @@ def silent(name: str, steps: int) -> None:
     """Show no progress: a lane's log has one line per cell."""
 
 
-def recipe_of(task: str, algorithm: str, seed: int, changes: Mapping[str, Any] | None = None) -> ControlRecipe:
-    """A task's own recipe with an algorithm, a seed and changes; no evaluation while training."""
-    fixed = {"seed": seed, "algorithm": algorithm, "engine": "eager", "evaluation": {"episodes": 0}, "traces": {"rows": 0}}
-    return as_control(find_recipe(task, merge_tables(fixed, changes or {})))
+def recipe_of(
+    task: str, algorithm: str, seed: int, changes: Mapping[str, Any] | None = None, preset: str | None = None
+) -> ControlRecipe:
+    """A preset, by default the task's own, with an algorithm, a seed and changes; no evaluation while training."""
+    run = {"task": task, "algorithm": algorithm, "seed": seed, "engine": "eager"}
+    fixed = {**run, "evaluation": {"episodes": 0}, "traces": {"rows": 0}}
+    return as_control(find_recipe(preset or task, merge_tables(fixed, changes or {})))
 
 
 def trained(recipe: ControlRecipe, folder: Path) -> Result:
@@ -51,11 +54,19 @@ def thinned(values: list[Any]) -> list[Any]:
     return [float(f"{value:.5g}") if isinstance(value, float) else value for value in kept]
 
 
-def run_cell(experiment: str, name: str, task: str, algorithm: str, seed: int, changes: Mapping[str, Any]) -> Cell:
-    """Train an algorithm with changes to the task's preset."""
+def run_cell(
+    experiment: str,
+    name: str,
+    task: str,
+    algorithm: str,
+    seed: int,
+    changes: Mapping[str, Any],
+    preset: str | None = None,
+) -> Cell:
+    """Train an algorithm with changes to a preset, by default the task's own."""
 
     def work(folder: Path) -> Result:
-        return trained(recipe_of(task, algorithm, seed, changes), folder)
+        return trained(recipe_of(task, algorithm, seed, changes, preset), folder)
 
     return Cell(f"{name}-{seed}", work, LEDGER / experiment / f"{name}-{seed}.json")
 
