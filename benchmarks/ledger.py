@@ -185,7 +185,7 @@ def hours_left(experiment: Experiment, results: dict[str, Result]) -> float:
     """An estimate for the missing cells: each as long as finished ones whose names begin alike, or as planned."""
     seconds: dict[str, list[float]] = {}
     for name, result in results.items():
-        if spent := result.get("cpu_seconds"):
+        if "seed" in result and (spent := result.get("cpu_seconds")):  # not one that trains nothing
             seconds.setdefault(name.partition("-")[0], []).append(spent)
     planned = experiment.core_hours / len(experiment.cells)
     hours = {kind: sum(each) / len(each) / 3600 for kind, each in seconds.items()}

@@ -300,7 +300,8 @@ def test_a_table_of_scores_has_each_setting_once_with_sampled_and_greedy_scores(
 def test_missing_cells_are_expected_to_take_as_long_as_finished_ones_of_their_task(ledger: Any, one: Any) -> None:
     experiment, _ = one
     cells = dict.fromkeys(("short-1", "short-2", "long-1", "long-2", "new-1"), experiment.cells["a"])
-    results = {"short-1": {"cpu_seconds": 36.0}, "long-1": {"cpu_seconds": 3_600.0}, "new-2": {"seconds": 9.0}}
+    results = {"short-1": {"seed": 1, "cpu_seconds": 36.0}, "long-1": {"seed": 1, "cpu_seconds": 3_600.0}}
+    results["new-random"] = {"cpu_seconds": 0.1}
     planned = replace(experiment, cells=cells, core_hours=10.0)
     assert ledger.hours_left(planned, results) == pytest.approx(0.01 + 1.0 + 2.0)
 

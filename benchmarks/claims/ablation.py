@@ -57,12 +57,16 @@ def ablation_cell(task: str, region: str, seed: int) -> Cell:
 
 
 def normalised(results: Results, region: str) -> list[list[float]]:
-    """Scores of a region on each task; 0 is random and 1 the best mean of a region, as in the paper."""
+    """Scores of a region on each task; 0 is random and 1 the best mean of a region, as in the paper.
+
+    Raises ValueError while a region has no run on a task.
+    """
     tasks = []
     for task in SEVEN:
         low = results[f"{task}-random-1"]["last_100_mean"]
-        high = max(float(np.mean(scores(results, f"{task}-{other}", "last_100_mean"))) for other in REGIONS)
-        tasks.append([(score - low) / (high - low) for score in scores(results, f"{task}-{region}", "last_100_mean")])
+        returns = {other: arrays([scores(results, f"{task}-{other}", "last_100_mean")])[0] for other in REGIONS}
+        high = max(each.mean() for each in returns.values())
+        tasks.append([float((score - low) / (high - low)) for score in returns[region]])
     return tasks
 
 
