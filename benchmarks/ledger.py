@@ -141,21 +141,26 @@ def why_text(claim: Claim, verdict: Verdict) -> str:
 
 def page() -> str:
     """Everything between the marks of the page."""
-    rows, sections = [], []
+    rows: list[str] = []
+    sections: list[str] = []
+    words: dict[str, int] = {}
     for experiment in EXPERIMENTS.values():
         results = experiment.results()
         parts = [f"## {experiment.key}: {experiment.title}", f"Protocol: {experiment.protocol}", made_text(experiment, results)]
         for claim in experiment.claims:
             verdict = decided(claim, experiment, results)
-            shown = bounds_text(verdict.bounds) or "–"
+            word = verdict.word if verdict.text == verdict.word else "undecided because cells are missing"
+            words[word] = words.get(word, 0) + 1
+            shown = bounds_text(verdict.bounds, "<br>") or "–"
             rows.append(f"| [{claim.key}](#{anchor(claim)}) | {claim.sentence} | {verdict.text} | {shown} |")
             parts += entry(experiment, claim, verdict)
         if tables := list(score_tables(experiment, results)):
             parts += [f"Scores of {experiment.key}, interquartile means over seeds with their intervals:", *tables]
         parts += experiment.tables(results)
         sections.append("\n\n".join(parts))
-    table = "\n".join(["| | claim | verdict | number (95 % interval), and the bound claimed |", "|---|---|---|---|", *rows])
-    return "\n\n".join([table, *sections])
+    table = "\n".join(["| | claim | verdict | numbers (95 % interval), and the bounds claimed |", "|---|---|---|---|", *rows])
+    counts = ", ".join(f"{count} {word}" for word, count in sorted(words.items(), key=lambda item: -item[1]))
+    return "\n\n".join([f"Of {len(rows)} claims: {counts}.", table, *sections])
 
 
 def anchor(claim: Claim) -> str:

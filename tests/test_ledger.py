@@ -70,8 +70,8 @@ def test_one_run_has_no_interval_and_decides_nothing() -> None:
     from claims import single, verdict_of
 
     assert verdict_of([single("x", [1.0])]) == "undecided"
-    assert single("x", [1.0]).number == "x 1.00 (1 run)"
-    assert single("x", [1.0, 1.0]).number == "x 1.00 (1.00 to 1.00)"
+    assert single("x", [1.0]).number == "x: 1.00 (1 run)"
+    assert single("x", [1.0, 1.0]).number == "x: 1.00 (1.00 to 1.00)"
     assert verdict_of([single("x", [1.0, 1.0])]) == "confirmed"
 
 
@@ -221,8 +221,8 @@ def test_a_claim_that_is_repeated_leaves_its_results_and_shows_both(
     assert calls[0].parents[1] != calls[1].parents[1], "nothing that cells share is shared with the ledger's"
     assert experiment.results()["a"]["value"] == 1
     shown = capsys.readouterr().out
-    assert "E0.1 ledger: refuted; x 1.00, claimed > 1.5" in shown
-    assert "E0.1 again:  confirmed; x 2.00, claimed > 1.5" in shown
+    assert "E0.1 ledger: refuted; x: 1.00, claimed > 1.5" in shown
+    assert "E0.1 again:  confirmed; x: 2.00, claimed > 1.5" in shown
 
 
 def test_a_cell_that_another_process_works_on_is_left_to_it(ledger: Any, one: Any, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_number_with_a_limit_on_each_side_is_shown_once() -> None:
 
     x = Bound("x", 2.0, 1.9, 2.1, 1.5, runs=5)
     both = [x, replace(x, limit=2.5, above=False), Bound("y", 1.0, 1.0, 1.0)]
-    assert bounds_text(both) == "x 2.00 (1.90 to 2.10), claimed > 1.5 and < 2.5; y 1.00, claimed > 0"
+    assert bounds_text(both) == "x: 2.00 (1.90 to 2.10), claimed > 1.5 and < 2.5; y: 1.00, claimed > 0"
 
 
 def test_a_table_of_scores_has_each_setting_once_with_sampled_and_greedy_scores(one: Any) -> None:

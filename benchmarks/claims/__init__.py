@@ -68,15 +68,15 @@ class Bound:
     def number(self) -> str:
         """What it is, the number, and its interval."""
         spread = "" if self.runs is None else " (1 run)" if self.runs == 1 else f" ({interval_text(self.low, self.high)})"
-        return f"{self.what} {number(self.value)}{spread}"
+        return f"{self.what}: {number(self.value)}{spread}"
 
 
-def bounds_text(bounds: Sequence[Bound]) -> str:
+def bounds_text(bounds: Sequence[Bound], between: str = "; ") -> str:
     """Numbers and limits; a number with a limit on each side is one."""
     limits: dict[str, list[str]] = {}
     for bound in bounds:
         limits.setdefault(bound.number, []).append(f"{'>' if bound.above else '<'} {bound.limit:g}")
-    return "; ".join(f"{shown}, claimed {' and '.join(each)}" for shown, each in limits.items())
+    return between.join(f"{shown}, claimed {' and '.join(each)}" for shown, each in limits.items())
 
 
 @dataclass(frozen=True)

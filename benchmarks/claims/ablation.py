@@ -74,7 +74,7 @@ def against_others(region: str, results: Results, *, above: bool) -> list[Bound]
     """That a region scores above, or below, each of the others."""
     ours = normalised(results, region)
     others = [other for other in PAPER if other != region]
-    return [difference(f"{region} less {other}", ours, normalised(results, other), above=above) for other in others]
+    return [difference(f"{region} minus {other}", ours, normalised(results, other), above=above) for other in others]
 
 
 def paper_order(results: Results) -> list[Bound]:

@@ -135,7 +135,7 @@ def step_up(rung: int) -> Any:
     def bounds(results: Results) -> list[Bound]:
         return [
             difference(
-                f"{short}, average return over the run, {RUNGS[rung]} less {RUNGS[rung - 1]}",
+                f"{short}, average return over the run, {RUNGS[rung]} minus {RUNGS[rung - 1]}",
                 [scores(results, short, rung, "average_return")],
                 [scores(results, short, rung - 1, "average_return")],
             )
@@ -173,7 +173,7 @@ def safe(results: Results) -> list[Bound]:
     for short in TASKS:
         ours, theirs = (scores(results, short, rung, "last_100_mean") for rung in (5, 4))
         if ours and theirs:
-            bounds.append(difference(f"{short}, final return, PPO_CLIP less PPO_UNCLIPPED", [ours], [theirs]))
+            bounds.append(difference(f"{short}, final return, PPO_CLIP minus PPO_UNCLIPPED", [ours], [theirs]))
             above = [scores(results, short, rung, "ratio_max") for rung in (5, 4)]
             bounds.append(difference(f"{short}, largest ratio, the same", [above[0]], [above[1]], above=False))
     return bounds

@@ -102,10 +102,10 @@ def beats(other: str, tasks: Sequence[str]) -> Any:
     def bounds(results: Results) -> list[Bound]:
         if len(tasks) == 1:
             ours, theirs = (scores(results, tasks[0], who) for who in ("PPO_CLIP", other))
-            return [difference(f"return of PPO_CLIP less {other}", [ours], [theirs])]
+            return [difference(f"return of PPO_CLIP minus {other}", [ours], [theirs])]
         scaled = [scaled_scores(results, task, "PPO_CLIP", ("PPO_CLIP", other)) for task in tasks]
         both = [[task[side] for task in scaled] for side in (0, 1)]
-        return [difference(f"normalised score of PPO_CLIP less {other}", *both)]
+        return [difference(f"normalised score of PPO_CLIP minus {other}", *both)]
 
     return bounds
 
@@ -191,7 +191,7 @@ def stability(results: Results) -> list[Bound]:
         ]
         for who in ("TRPO", "PPO_CLIP")
     ]
-    return [difference("share of the best return kept at the end, TRPO less PPO_CLIP", *shares)]
+    return [difference("share of the best return kept at the end, TRPO minus PPO_CLIP", *shares)]
 
 
 E10 = Experiment(
@@ -275,7 +275,7 @@ def early(results: Results) -> list[Bound]:
     def scaled(tasks: list[list[float]]) -> list[list[float]]:
         return [[(x - low) / (high - low) for x in task] for task, low, high in zip(tasks, lows, highs, strict=True)]
 
-    return [difference("normalised average return, PPO less A2C", scaled(ours), scaled(theirs))]
+    return [difference("normalised average return, PPO minus A2C", scaled(ours), scaled(theirs))]
 
 
 E12 = Experiment(
@@ -325,7 +325,7 @@ def not_worse(results: Results) -> list[Bound]:
     """The stratified difference over all seeds that exist; each task has at least seeds 1 to 3 on both sides."""
     scaled = [scaled_scores(results, task, "SB3", ("PPO_CLIP", "SB3")) for task in SEVEN]
     ours, theirs = ([task[side] for task in scaled] for side in (0, 1))
-    return [difference("normalised score, Surefoot less Stable-Baselines3", ours, theirs, -MARGIN)]
+    return [difference("normalised score, Surefoot minus Stable-Baselines3", ours, theirs, -MARGIN)]
 
 
 E14 = Experiment(

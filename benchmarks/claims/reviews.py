@@ -202,7 +202,7 @@ def demo_scores(results: Results, beta: float, key: str) -> dict[int, float]:
 def demo_difference(results: Results, key: str, ours: float, theirs: float, *, above: bool = True) -> Bound:
     """The interquartile mean of the differences within seeds between two β of the demo."""
     label = {"reward": "proxy", "gold": "gold", "kl": "KL"}[key]
-    what = f"{label} at β = {ours:g} less " + ("SFT's" if isnan(theirs) else f"that at β = {theirs:g}")
+    what = f"{label} at β = {ours:g} minus " + ("SFT's" if isnan(theirs) else f"that at β = {theirs:g}")
     return single(what, paired(demo_scores(results, ours, key), demo_scores(results, theirs, key)), above=above)
 
 
@@ -279,7 +279,7 @@ E3 = Experiment(
             "gold at β = 0.03 and at β = 1 is below that at β = 0.3",
             lambda results: [
                 against(
-                    results, f"gold at β = {beta:g} less that at β = 0.3", beta_name(beta), beta_name(0.3), "gold", above=False
+                    results, f"gold at β = {beta:g} minus that at β = 0.3", beta_name(beta), beta_name(0.3), "gold", above=False
                 )
                 for beta in (0.03, 1.0)
             ],
@@ -295,7 +295,7 @@ E3 = Experiment(
             "folklore; Kirk et al. 2023 (arXiv 2310.06452)",
             "the share of held-out answers that repeat an earlier one is larger at β = 0 than for the SFT model",
             lambda results: [
-                against(results, "share of repeated answers at β = 0 less SFT's", beta_name(0.0), "SFT", "repeated"),
+                against(results, "share of repeated answers at β = 0 minus SFT's", beta_name(0.0), "SFT", "repeated"),
             ],
             {
                 "confirmed": "One answer that the proxy likes is as good for every prompt.",
@@ -358,7 +358,7 @@ def kl_claim(key: str, estimator: str) -> Claim:
         "than with KL in the reward",
         lambda results: [
             single(
-                f"gold with {estimator} in the loss less gold with KL in the reward",
+                f"gold with {estimator} in the loss minus gold with KL in the reward",
                 gold_differences(results, estimator),
                 -MARGIN,
             )
@@ -416,7 +416,7 @@ def method_cell(method: str, seed: int) -> Cell:
 E5_CELLS = [method_cell(method, seed) for seed in SEEDS for method in METHODS]
 
 
-DPO_MATCHES = {"confirmed": "Both maximise the same reward less the same KL, and learn from the same pairs."}
+DPO_MATCHES = {"confirmed": "Both maximise the same reward with the same KL penalty, and learn from the same pairs."}
 
 
 def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -> Claim:
@@ -426,7 +426,7 @@ def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -
         sentence,
         source,
         f"gold of {ours} is at most {MARGIN} below that of {theirs}",
-        lambda results: [against(results, f"gold of {ours} less that of {theirs}", ours, theirs, "gold", -MARGIN)],
+        lambda results: [against(results, f"gold of {ours} minus that of {theirs}", ours, theirs, "gold", -MARGIN)],
         why=DPO_MATCHES if ours == "DPO" else {},
         needs=uses(ours, theirs),
     )
@@ -488,7 +488,7 @@ def rounds_claim(key: str, beta: float) -> Claim:
         f"Iterated rounds with fresh pairs beat one round of as many responses and pairs (β = {beta:g}).",
         "Stiennon et al. 2020 (arXiv 2009.01325), section 3.1; Touvron et al. 2023 (Llama 2, arXiv 2307.09288), section 3.2.3",
         f"gold after {ROUNDS} rounds is above gold after one",
-        lambda results: [against(results, f"gold after {ROUNDS} rounds less gold after one", many, one, "gold")],
+        lambda results: [against(results, f"gold after {ROUNDS} rounds minus gold after one", many, one, "gold")],
         needs=uses(many, one),
     )
 

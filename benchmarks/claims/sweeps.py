@@ -32,7 +32,7 @@ def grid_cell(short: str, clip: float, epochs: int, seed: int) -> Cell:
 def best_clip(short: str, results: Results) -> list[Bound]:
     ours = scores(results, grid_name(short, 0.2, 10))
     return [
-        difference(f"{short}, ε = 0.2 less ε = {clip:g}", [ours], [scores(results, grid_name(short, clip, 10))])
+        difference(f"{short}, ε = 0.2 minus ε = {clip:g}", [ours], [scores(results, grid_name(short, clip, 10))])
         for clip in (0.1, 0.3)
     ]
 
@@ -40,14 +40,14 @@ def best_clip(short: str, results: Results) -> list[Bound]:
 def few_epochs(short: str, results: Results) -> list[Bound]:
     ours = scores(results, grid_name(short, 0.2, 10))
     return [
-        difference(f"{short}, 10 epochs less {epochs}", [ours], [scores(results, grid_name(short, 0.2, epochs))])
+        difference(f"{short}, 10 epochs minus {epochs}", [ours], [scores(results, grid_name(short, 0.2, epochs))])
         for epochs in (1, 30)
     ]
 
 
 def clip_needed(results: Results) -> list[Bound]:
     ours, theirs = (scores(results, grid_name("CartPole", clip, 30)) for clip in (0.2, 1.0))
-    return [difference("CartPole, 30 epochs, ε = 0.2 less ε = 1", [ours], [theirs])]
+    return [difference("CartPole, 30 epochs, ε = 0.2 minus ε = 1", [ours], [theirs])]
 
 
 E8_CELLS = [
@@ -143,7 +143,7 @@ E9_CELLS = [
 def best_lambda(results: Results) -> list[Bound]:
     ours = scores(results, lambda_name("Hopper", 0.95))
     return [
-        difference(f"λ = 0.95 less λ = {other:g}", [ours], [scores(results, lambda_name("Hopper", other))])
+        difference(f"λ = 0.95 minus λ = {other:g}", [ours], [scores(results, lambda_name("Hopper", other))])
         for other in (0.0, 0.5, 1.0)
     ]
 
@@ -160,7 +160,7 @@ def sparse(results: Results) -> list[Bound]:
     for other in (0.0, 0.5, 0.9):
         theirs = accuracies(results, other)
         differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-        bounds.append(single(f"sampled accuracy, λ = 1 less λ = {other:g}", differences))
+        bounds.append(single(f"sampled accuracy, λ = 1 minus λ = {other:g}", differences))
     return bounds
 
 

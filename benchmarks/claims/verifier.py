@@ -136,7 +136,7 @@ def dense_cell(digits: int, method: str, seed: int) -> Cell:
 def demo_gap(results: Results) -> list[Bound]:
     runs = [results[f"demo-{seed}"] for seed in SEEDS if f"demo-{seed}" in results]
     differences = [run["GRPO"]["sampled_accuracy"] - run["PPO"]["sampled_accuracy"] for run in runs]
-    return [single("sampled accuracy of GRPO less that of PPO", differences, -ACCURACY_MARGIN)]
+    return [single("sampled accuracy of GRPO minus that of PPO", differences, -ACCURACY_MARGIN)]
 
 
 def dense_gap(results: Results) -> list[Bound]:
@@ -145,7 +145,7 @@ def dense_gap(results: Results) -> list[Bound]:
 
     return [
         single(
-            f"accuracy by steps of PPO less that of GRPO, {digits} digits",
+            f"accuracy by steps of PPO minus that of GRPO, {digits} digits",
             [end(digits, DENSE_METHODS[0], seed) - end(digits, DENSE_METHODS[1], seed) for seed in DENSE_SEEDS],
         )
         for digits in DENSE_DIGITS
