@@ -30,6 +30,7 @@ from claims import (
     Result,
     Verdict,
     ablation,
+    algorithms,
     bounds_text,
     decided,
     ladder,
@@ -45,7 +46,7 @@ from record import made_with, write
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "ledger.md"
 BEGIN, END = "<!-- begin: benchmarks/ledger.py -->", "<!-- end -->"
-MODULES = (sentences, verifier, roles, reviews, ladder, sweeps, ablation, peers)
+MODULES = (sentences, verifier, roles, reviews, ladder, sweeps, algorithms, ablation, peers)
 EXPERIMENTS: dict[str, Experiment] = {
     each.key: each
     for each in sorted((each for module in MODULES for each in module.EXPERIMENTS), key=lambda each: int(each.key[1:]))

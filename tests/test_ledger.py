@@ -307,7 +307,7 @@ def test_missing_cells_are_expected_to_take_as_long_as_finished_ones_of_their_ta
 
 
 def test_a_run_that_ends_at_its_best_keeps_all_of_it() -> None:
-    from claims.peers import kept
+    from claims.algorithms import kept
 
     assert kept({"curve": [[1, None], [2, 5.0], [3, 9.0]], "last_100_mean": 9.0}, 1.0) == 1.0
     assert kept({"curve": [[1, 5.0], [2, 9.0]], "last_100_mean": 5.0}, 1.0) == 0.5
