@@ -347,6 +347,12 @@ def gold_differences(results: Results, estimator: str) -> list[float]:
     return [difference for difference in differences if difference is not None]
 
 
+WHY_LESS = {
+    "k2": "In the loss each token is charged for its own KL alone; in the reward also for that of the tokens after it.",
+    "k3": "The gradient of k3 is that of KL(π_ref‖π_θ), the other direction, and each token is charged for its own KL alone.",
+}
+
+
 def kl_claim(key: str, estimator: str) -> Claim:
     """That the KL may as well be in the loss, with an estimator."""
     return Claim(
@@ -363,6 +369,7 @@ def kl_claim(key: str, estimator: str) -> Claim:
                 -MARGIN,
             )
         ],
+        why={"refuted": WHY_LESS[estimator]},
         needs=uses(*(f"{place}_{coefficient:g}" for place in ("reward", estimator) for coefficient in COEFFICIENTS)),
     )
 
