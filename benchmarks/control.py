@@ -52,6 +52,7 @@ def cell_file(library: str, task: str, seed: int, args: argparse.Namespace) -> P
 def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     """Train one Surefoot cell; also evaluate the final agent greedily."""
     import surefoot
+    from surefoot.compare.cells import summary
     from surefoot.recipes.presets import find_recipe
     from surefoot.recipes.reading import to_table
     from surefoot.runs.api import start
@@ -87,6 +88,7 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
         "environments": rollout.environments,
         "horizon": rollout.steps,
         "last_100_mean": rows[-1]["episode_return"],
+        "average_return": summary(rows)["average_return"],
         "greedy_mean": greedy.mean_return,
         "greedy_worst": min(greedy.returns),
         "greedy_episodes": args.greedy_episodes,

@@ -11,9 +11,9 @@ run at once: a cell that another process works on is left to it. Each process us
 """
 
 import argparse
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,19 +59,25 @@ CLAIMS = {claim.key: (experiment, claim) for experiment in EXPERIMENTS.values() 
 
 def run_cell(experiment: Experiment, cell: Cell, runs: Path) -> None:
     """Run a cell in its folder inside ``runs``, unless it is finished or another process works on it."""
-    folder = runs / experiment.key / cell.name
+    folder = runs / cell.file.parent.name / cell.file.stem  # of the file, which experiments may share
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(folder / ".cell.lock", timeout=0):
             if cell.file.exists():
                 return
-            started = time.process_time()
+            started = cpu_seconds()
             result = cell.work(folder)
-            spent = round(time.process_time() - started, 1)
-            write(cell.file, {"cell": cell.name, **result, "cpu_seconds": spent, "made_with": made_with()})
+            spent = round(result.get("cpu_seconds") or cpu_seconds() - started, 1)
+            write(cell.file, {"cell": cell.file.stem, **result, "cpu_seconds": spent, "made_with": made_with()})
             print(f"{experiment.key} {cell.name}: {spent:,.0f} s of CPU", flush=True)
     except filelock.Timeout:
         print(f"{experiment.key} {cell.name}: another process works on it", flush=True)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def run_cells(experiment: Experiment, names: Sequence[str], runs: Path) -> int:
@@ -127,7 +133,8 @@ def entry(experiment: Experiment, claim: Claim, verdict: Verdict) -> Iterator[st
     if verdict.bounds:
         so_far = "Measured" if verdict.done == verdict.planned else "So far, which decides nothing"
         lines.append(f"- {so_far}: {bounds_text(verdict.bounds)}")
-    lines.append(f"- Repeat: `python benchmarks/ledger.py repeat {claim.key} --jobs 2`")
+    if not claim.out_of_reach:
+        lines.append(f"- Repeat: `python benchmarks/ledger.py repeat {claim.key} --jobs 2`")
     yield "\n".join(lines)
 
 
@@ -179,6 +186,9 @@ def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
         facts.append(f"the others need about {hours_left(experiment, results):,.1f} core-hours")
     text = "; ".join(facts) + "."
     made = sorted({hardware(result["made_with"]) for result in results.values() if "made_with" in result})
+    older = sum("made_with" not in result for result in results.values())
+    if older:
+        made.append(f"{older} older cells have no record")
     if made:
         text += f" Made with {'; '.join(made)}."
     engines = sorted({result["engine"] for result in results.values() if result.get("engine")})
@@ -191,7 +201,7 @@ def hours_left(experiment: Experiment, results: dict[str, Result]) -> float:
     """An estimate for the missing cells: each as long as finished ones whose names begin alike, or as planned."""
     seconds: dict[str, list[float]] = {}
     for name, result in results.items():
-        if "seed" in result and (spent := result.get("cpu_seconds")):  # not one that trains nothing
+        if "seed" in result and (spent := result.get("cpu_seconds")):  # only cells that train
             seconds.setdefault(name.partition("-")[0], []).append(spent)
     planned = experiment.core_hours / len(experiment.cells)
     hours = {kind: sum(each) / len(each) / 3600 for kind, each in seconds.items()}

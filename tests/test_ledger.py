@@ -94,7 +94,7 @@ def test_a_row_with_missing_cells_gives_no_reason(ledger: Any) -> None:
     assert ledger.why_text(claim, Verdict("undecided", 1, 2, ())) == ""
     assert ledger.why_text(claim, Verdict("undecided", 2, 2, ())) == "why"
     assert ledger.why_text(claim, Verdict("refuted", 2, 2, ())) == ""
-    assert ledger.why_text(claim, Verdict("out of reach here", 0, 2, ())) == "cost"
+    assert ledger.why_text(claim, Verdict("out of reach here", 0, 0, ())) == "cost"
 
 
 def test_a_confirmed_or_refuted_row_has_intervals_that_show_it(ledger: Any) -> None:
@@ -173,12 +173,22 @@ def test_gold_at_a_kl_is_linear_in_its_root_between_runs() -> None:
 
 
 def test_gold_is_compared_at_a_kl_that_both_curves_cover() -> None:
-    from claims.reviews import gold_difference
+    from claims.reviews import at_equal_kl, common_kl, kl_tables
 
     flat, steep = [(1.0, 0.5), (9.0, 0.5)], [(4.0, 0.0), (16.0, 1.0)]
-    assert gold_difference(steep, flat) == pytest.approx(0.25 - 0.5)  # √KL from 2 to 3, so at 2.5
-    assert gold_difference(flat, steep) == pytest.approx(0.5 - 0.25)
-    assert gold_difference([(1.0, 0.5), (2.0, 0.5)], steep) is None
+    assert common_kl(steep, flat) == common_kl(flat, steep) == 2.5**2  # √KL from 2 to 3
+    assert common_kl([(1.0, 0.5), (2.0, 0.5)], steep) is None
+
+    def results(reward: list[tuple[float, float]]) -> dict[str, Any]:
+        runs = {"reward": [*reward, (2.0, 0.5)], "k2": [*steep, (9.0, 5 / 11)]}
+        named = {f"{place}_{c}-1": run for place, each in runs.items() for c, run in zip((0.1, 0.3, 1), each, strict=True)}
+        return {name: {"trained": {"kl": kl, "gold": gold}} for name, (kl, gold) in named.items()}
+
+    (bound,) = at_equal_kl(results(flat), "k2")
+    assert bound.value == pytest.approx(5 / 22 - 0.5)
+    assert bound.runs == 1
+    assert len(kl_tables(results(flat))[0].splitlines()) == 3
+    assert at_equal_kl(results([(1.0, 0.5), (3.0, 0.5)]), "k2") == []
 
 
 @pytest.fixture
@@ -201,7 +211,7 @@ def test_a_finished_cell_is_skipped(ledger: Any, one: Any, tmp_path: Path) -> No
     experiment, calls = one
     for _ in range(2):
         assert ledger.run_cells(experiment, [], tmp_path / "runs") == 0
-    assert calls == [tmp_path / "runs" / "E0" / "a"]
+    assert calls == [tmp_path / "runs" / "results" / "a"]
     assert experiment.results()["a"]["value"] == 1
     assert experiment.results()["a"]["made_with"]["threads"] == 1
 
@@ -227,7 +237,7 @@ def test_a_claim_that_is_repeated_leaves_its_results_and_shows_both(
 
 def test_a_cell_that_another_process_works_on_is_left_to_it(ledger: Any, one: Any, tmp_path: Path) -> None:
     experiment, calls = one
-    folder = tmp_path / "E0" / "a"
+    folder = tmp_path / "results" / "a"  # named after the file, which another experiment may share
     folder.mkdir(parents=True)
     with filelock.FileLock(folder / ".cell.lock"):
         assert ledger.run_cells(experiment, [], tmp_path) == 0
@@ -306,12 +316,12 @@ def test_missing_cells_are_expected_to_take_as_long_as_finished_ones_of_their_ta
     assert ledger.hours_left(planned, results) == pytest.approx(0.01 + 1.0 + 2.0)
 
 
-def test_a_run_that_ends_at_its_best_keeps_all_of_it() -> None:
-    from claims.algorithms import kept
+def test_a_return_that_only_rises_never_falls() -> None:
+    from claims.algorithms import largest_fall
 
-    assert kept({"curve": [[1, None], [2, 5.0], [3, 9.0]], "last_100_mean": 9.0}, 1.0) == 1.0
-    assert kept({"curve": [[1, 5.0], [2, 9.0]], "last_100_mean": 5.0}, 1.0) == 0.5
-    assert kept({"curve": [[1, 1.0]], "last_100_mean": -5.0}, -6.0) == pytest.approx(1 / 7)
+    assert largest_fall({"curve": [[1, None], [2, 5.0], [3, 9.0]], "last_100_mean": 9.0}, 1.0) == 0.0
+    assert largest_fall({"curve": [[1, 5.0], [2, 9.0], [3, 3.0], [4, 8.0]], "last_100_mean": 8.5}, 1.0) == 6 / 8
+    assert largest_fall({"curve": [[1, 1.0]], "last_100_mean": -5.0}, -6.0) == pytest.approx(6 / 7)
 
 
 def test_the_paper_s_own_scores_rank_as_in_the_paper_and_reversed_ones_do_not() -> None:
@@ -342,12 +352,11 @@ def test_equal_values_share_the_mean_of_their_ranks() -> None:
 def test_runs_that_two_experiments_share_have_the_settings_of_both() -> None:
     from claims import ablation, peers, sweeps, training
 
-    from surefoot.recipes.presets import find_recipe
-
     for region in ablation.PRESET_REGIONS:
         algorithm, settings = ablation.REGIONS[region]
-        preset = find_recipe("mujoco", {"task": "Swimmer-v5", "algorithm": algorithm}).objective.trust_region
-        assert {name: getattr(preset, name) for name in settings} == settings
+        plain = training.recipe_of("Swimmer-v5", algorithm, 1, training.MUJOCO, preset="mujoco")
+        changed = {**training.MUJOCO, "objective": {"trust_region": settings}}
+        assert plain == training.recipe_of("Swimmer-v5", algorithm, 1, changed, preset="mujoco")
         cell = ablation.ablation_cell("Swimmer-v5", region, 1)
         assert cell.file == peers.mujoco_file("surefoot", "Swimmer-v5", algorithm, 1)
     for region, clip in ablation.EPSILONS.items():
@@ -357,3 +366,16 @@ def test_runs_that_two_experiments_share_have_the_settings_of_both() -> None:
         assert grid == training.recipe_of("HalfCheetah-v5", "PPO_CLIP", 1, paper, preset="mujoco")
         cell = ablation.ablation_cell("HalfCheetah-v5", region, 1)
         assert cell.file == sweeps.grid_cell("HalfCheetah", clip, 10, 1).file
+    assert sweeps.grid_cell("HalfCheetah", 0.2, 10, 1).file == peers.mujoco_file("surefoot", "HalfCheetah-v5", "PPO_CLIP", 1)
+
+
+def test_a_claim_that_is_out_of_reach_stays_so_when_other_cells_are_finished(ledger: Any, one: Any) -> None:
+    from claims import OUT_OF_REACH, Claim, decided
+
+    experiment, _ = one
+    claim = Claim("E0.1", "", "", "", lambda results: [], out_of_reach="cost")
+    verdict = decided(claim, experiment, {"a": {"value": 1}})
+    assert verdict.text == OUT_OF_REACH
+    text = "\n".join(ledger.entry(experiment, claim, verdict))
+    assert "cost" in text
+    assert "Repeat" not in text

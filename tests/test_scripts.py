@@ -1,4 +1,4 @@
-"""Benchmarks, examples and the scripts of the docs import only what Surefoot has, within functions too."""
+"""What benchmarks, examples and the scripts of the docs import from Surefoot exists, also what they import in functions."""
 
 import ast
 import importlib

@@ -136,15 +136,13 @@ class Verdict:
     @property
     def text(self) -> str:
         """The word, with the number of cells if some are missing."""
-        return (
-            self.word
-            if self.done == self.planned or self.word == OUT_OF_REACH
-            else f"{self.word}, {self.done} of {self.planned} cells"
-        )
+        return self.word if self.done == self.planned else f"{self.word}, {self.done} of {self.planned} cells"
 
 
 def decided(claim: Claim, experiment: Experiment, results: Results) -> Verdict:
     """The verdict on a claim."""
+    if claim.out_of_reach:
+        return Verdict(OUT_OF_REACH, 0, 0, ())
     needed = [name for name in experiment.cells if claim.needs(name)]
     done = sum(name in results for name in needed)
     try:
@@ -153,8 +151,6 @@ def decided(claim: Claim, experiment: Experiment, results: Results) -> Verdict:
         if done == len(needed):
             raise
         bounds = ()
-    if claim.out_of_reach and done < len(needed):
-        return Verdict(OUT_OF_REACH, done, len(needed), bounds)
     if done < len(needed) or not needed:
         return Verdict(UNDECIDED, done, len(needed), bounds)
     return Verdict(verdict_of(bounds), done, len(needed), bounds)

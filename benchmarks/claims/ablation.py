@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from claims import Bound, Cell, Claim, Experiment, Results, arrays, difference
 from claims.peers import mujoco_cell
 from claims.sweeps import grid_cell
-from claims.training import MUJOCO, SEVEN, random_cell, run_cell, scores
+from claims.training import MUJOCO, SEVEN, random_cell, run_cell, scores_named
 from surefoot.compare.across_tasks import interval, iqm, resampled
 from surefoot.compare.statistics import markdown_table
 
@@ -64,7 +64,7 @@ def normalised(results: Results, region: str) -> list[list[float]]:
     tasks = []
     for task in SEVEN:
         low = results[f"{task}-random-1"]["last_100_mean"]
-        returns = {other: arrays([scores(results, f"{task}-{other}", "last_100_mean")])[0] for other in REGIONS}
+        returns = {other: arrays([scores_named(results, f"{task}-{other}", "last_100_mean")])[0] for other in REGIONS}
         high = max(each.mean() for each in returns.values())
         tasks.append([float((score - low) / (high - low)) for score in returns[region]])
     return tasks
@@ -84,7 +84,8 @@ def paper_order(results: Results) -> list[Bound]:
     drawn = ranks(np.stack([iqm(resampled(arrays(each), seed)) for seed, each in enumerate(regions)], -1))
     ours = ranks(np.array([[float(iqm(arrays(each))) for each in regions]]))
     low, high = interval(correlation(drawn, paper))
-    return [Bound("rank correlation with the paper", float(correlation(ours, paper)[0]), low, high, runs=len(ABLATION_SEEDS))]
+    runs = min(len(task) for region in regions for task in region)
+    return [Bound("rank correlation with the paper", float(correlation(ours, paper)[0]), low, high, runs=runs)]
 
 
 def ranks(rows: NDArray[Any]) -> NDArray[Any]:
@@ -119,8 +120,10 @@ E11 = Experiment(
         "Table 1 of the PPO paper: no trust region; clip 0.1, 0.2, 0.3; adaptive penalty with target 0.003, 0.01, "
         "0.03; fixed penalty 0.3, 1, 3, 10; on its seven MuJoCo tasks (version 5), 1,000,000 steps, seeds 1 to 3, "
         "`mujoco` preset. Scores are the mean return of the last 100 training episodes, normalised per task as in the "
-        "paper: random 0, best 1. Runs with the preset's own trust regions (clip 0.2, target 0.01, penalty 1) are those of E10 "
-        "and E14, some of them older than this rule; clip 0.1 and 0.3 on HalfCheetah are E8's."
+        "paper: random 0, best 1; the best is the largest of eleven means, and stays the same in the bootstrap. "
+        "Intervals are not corrected for ten comparisons. Runs with the preset's own trust regions (clip 0.2, target "
+        "0.01, penalty 1) are those of E10 and E14, and clip 0.1 and 0.3 on HalfCheetah are E8's; some are older than "
+        "these rules (see there)."
     ),
     cells={
         cell.name: cell
@@ -147,7 +150,7 @@ E11 = Experiment(
         ),
         Claim(
             "E11.3",
-            "The trust regions rank as in the paper.",
+            "The ranking of the trust regions agrees with the paper's more than by chance.",
             "Schulman et al. 2017 (arXiv 1707.06347), table 1",
             "Spearman's rank correlation of the eleven IQMs with the paper's scores is above 0",
             paper_order,

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import filelock
 import numpy as np
 
 from claims import LEDGER, Bound, Cell, Claim, Experiment, Result, Results, difference, single
-from claims.peers import SEEDS, mujoco_cell, scaled_scores, scores
+from claims.peers import SEEDS, last_returns, mujoco_cell, scaled_scores
 from claims.training import MUJOCO, random_cell, recipe_of, run_cell, trained, within
 
 # ---- E10 --------------------------------------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ def beats(other: str, tasks: Sequence[str]) -> Any:
 
     def bounds(results: Results) -> list[Bound]:
         if len(tasks) == 1:
-            ours, theirs = (scores(results, tasks[0], who) for who in ("PPO_CLIP", other))
+            ours, theirs = (last_returns(results, tasks[0], who) for who in ("PPO_CLIP", other))
             return [difference(f"return of PPO_CLIP minus {other}", [ours], [theirs])]
         scaled = [scaled_scores(results, task, "PPO_CLIP", ("PPO_CLIP", other)) for task in tasks]
         both = [[task[side] for task in scaled] for side in (0, 1)]
@@ -92,8 +93,8 @@ def cost_cell(number: int) -> Cell:
 
     def work(folder: Path) -> Result:
         names = ["TRPO", "PPO_CLIP"] if number % 2 else ["PPO_CLIP", "TRPO"]
-        for name in names:
-            train_seconds(folder, COST_TASKS[0], name, number, steps=4_096)  # compiles
+        for task, name in product(COST_TASKS, names):
+            train_seconds(folder, task, name, number, steps=4_096)  # compiles
         seconds = {task: {name: train_seconds(folder, task, name, number, COST_STEPS) for name in names} for task in COST_TASKS}
         return {"round": number, "order": names, "engine": "compiled", "seconds": seconds}
 
@@ -101,12 +102,12 @@ def cost_cell(number: int) -> Cell:
 
 
 def train_seconds(folder: Path, task: str, algorithm: str, seed: int, steps: int) -> float:
-    """CPU seconds of this process for a run from its start; an older run in the folder is removed."""
+    """CPU seconds of this process for a run from its start, without an evaluation; an older run in the folder is removed."""
     run = folder / f"{task}-{algorithm}"
     shutil.rmtree(run, ignore_errors=True)
     recipe = recipe_of(task, algorithm, seed, {**MUJOCO, "steps": steps})
     begun = time.process_time()
-    trained(recipe, run)
+    trained(recipe, run, episodes=0)
     return time.process_time() - begun
 
 
@@ -119,17 +120,21 @@ def costs(results: Results) -> list[Bound]:
     ]
 
 
-def kept(result: Result, low: float) -> float:
-    """The share of its best return that a run has at its end; returns are means of 100 episodes, and random actions are 0."""
-    returns = [at for _, at in result["curve"] if at is not None]
-    return float((result["last_100_mean"] - low) / (max([*returns, result["last_100_mean"]]) - low))
+def largest_fall(result: Result, low: float) -> float:
+    """The largest fall of a run's return below its best so far, as a share of its best; random actions have 0.
+
+    Returns are means of the last 100 episodes.
+    """
+    returns = np.array([at for _, at in result["curve"] if at is not None] + [result["last_100_mean"]])
+    falls = np.maximum.accumulate(returns) - returns
+    return float(falls.max() / (returns.max() - low))
 
 
 def stability(results: Results) -> list[Bound]:
-    shares = [
+    falls = [
         [
             [
-                kept(results[f"{task}-{who}-{seed}"], results[f"{task}-random-1"]["last_100_mean"])
+                largest_fall(results[f"{task}-{who}-{seed}"], results[f"{task}-random-1"]["last_100_mean"])
                 for seed in SEEDS
                 if f"{task}-{who}-{seed}" in results
             ]
@@ -137,7 +142,7 @@ def stability(results: Results) -> list[Bound]:
         ]
         for who in ("TRPO", "PPO_CLIP")
     ]
-    return [difference("share of the best return kept at the end, TRPO minus PPO_CLIP", *shares)]
+    return [difference("largest fall of the return, as a share of its best, TRPO minus PPO_CLIP", *falls, above=False)]
 
 
 E10 = Experiment(
@@ -145,11 +150,12 @@ E10 = Experiment(
     setting="task-algorithm",
     title="PPO beside TRPO, A2C and the penalties",
     protocol=(
-        "`mujoco` preset, 1,000,000 steps, seeds 1 to 5; the trust region alone differs. A2C with PPO's batches "
-        "would be a straw man, so it has batches of 8 × 16 steps and the best of the rates 3e-4, 7e-4 and 1.5e-3 on "
-        "seeds 11 and 12. The score is the mean return of the last 100 training episodes. The runs on Hopper, and "
-        f"those of PPO_CLIP, are older than these rules. Cost: runs of {COST_STEPS:,} steps with the compiled engine, "
-        "the two algorithms in turn, five rounds."
+        "`mujoco` preset, 1,000,000 steps, seeds 1 to 5, compiled; the trust region alone differs. A2C with PPO's "
+        "batches would be a straw man, so it has batches of 8 × 16 steps and the best of the rates 3e-4, 7e-4 and "
+        "1.5e-3 on seeds 11 and 12. The score is the mean return of the last 100 training episodes. Older than these "
+        "rules are the runs on Hopper of PPO, TRPO (eager) and the penalties, PPO_CLIP's on all tasks but "
+        f"HalfCheetah, and seed 1 of the fixed penalty on HalfCheetah. Cost (E10.8): {COST_STEPS:,} steps on each of "
+        f"{' and '.join(COST_TASKS)}, compiled before, without an evaluation, the two algorithms in turn, five rounds."
     ),
     cells={
         cell.name: cell
@@ -175,7 +181,7 @@ E10 = Experiment(
             "E10.8",
             "A run of TRPO takes more time than one of PPO with the clip.",
             "Schulman et al. 2017 (arXiv 1707.06347), abstract and section 1: simpler, with a better wall time",
-            "its CPU time is larger on both tasks",
+            f"its CPU time is larger on {' and '.join(COST_TASKS)}",
             costs,
             {
                 "confirmed": "Conjugate gradients and the line search cost more than the passes over minibatches.",
@@ -185,9 +191,9 @@ E10 = Experiment(
         ),
         Claim(
             "E10.9",
-            "TRPO is the more stable of the two: its runs keep more of their best return (four tasks).",
-            "Schulman et al. 2015 (arXiv 1502.05477), title and section 3: monotonic improvement",
-            "the IQM of the share of its best return that a run has at its end is higher for TRPO",
+            "TRPO is more stable than PPO with the clip: its returns fall less below their best so far (four tasks).",
+            "folklore, from the monotonic improvement of Schulman et al. 2015 (arXiv 1502.05477), section 3",
+            "the IQM of the largest fall of a run, as a share of its best return, is smaller for TRPO",
             stability,
             needs=among(FOUR, "TRPO", "PPO_CLIP"),
         ),
@@ -252,7 +258,6 @@ E12 = Experiment(
             "Schulman et al. 2017 (arXiv 1707.06347), section 6.4, table 2",
             "more games than A2C by both scores, three seeds",
             lambda results: [],
-            needs=lambda name: True,
             out_of_reach=(
                 f"49 games × 10,000,000 steps × 3 seeds × 2 algorithms at about {ATARI_SPEED} steps/s are "
                 f"{49 * 10_000_000 * 3 * 2 / ATARI_SPEED / 3600:,.0f} core-hours; the command for one of them is "

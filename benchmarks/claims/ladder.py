@@ -123,7 +123,7 @@ def fit_critic(agent: Any, seed: int) -> None:
 # ---- bounds -----------------------------------------------------------------------------------------------------------
 
 
-def scores(results: Results, short: str, rung: int, key: str) -> list[float]:
+def rung_scores(results: Results, short: str, rung: int, key: str) -> list[float]:
     """A score of a rung's finished seeds."""
     found = (results.get(f"{short}-{rung}-{seed}") for seed in SEEDS)
     return [result[key] for result in found if result is not None]
@@ -136,11 +136,11 @@ def step_up(rung: int) -> Any:
         return [
             difference(
                 f"{short}, average return over the run, {RUNGS[rung]} minus {RUNGS[rung - 1]}",
-                [scores(results, short, rung, "average_return")],
-                [scores(results, short, rung - 1, "average_return")],
+                [rung_scores(results, short, rung, "average_return")],
+                [rung_scores(results, short, rung - 1, "average_return")],
             )
             for short in TASKS
-            if scores(results, short, rung, "average_return") and scores(results, short, rung - 1, "average_return")
+            if rung_scores(results, short, rung, "average_return") and rung_scores(results, short, rung - 1, "average_return")
         ]
 
     return bounds
@@ -171,10 +171,10 @@ def safe(results: Results) -> list[Bound]:
     """Final returns and largest ratios with the clip and without, on each task."""
     bounds = []
     for short in TASKS:
-        ours, theirs = (scores(results, short, rung, "last_100_mean") for rung in (5, 4))
+        ours, theirs = (rung_scores(results, short, rung, "last_100_mean") for rung in (5, 4))
         if ours and theirs:
             bounds.append(difference(f"{short}, final return, PPO_CLIP minus PPO_UNCLIPPED", [ours], [theirs]))
-            above = [scores(results, short, rung, "ratio_max") for rung in (5, 4)]
+            above = [rung_scores(results, short, rung, "ratio_max") for rung in (5, 4)]
             bounds.append(difference(f"{short}, largest ratio, the same", [above[0]], [above[1]], above=False))
     return bounds
 

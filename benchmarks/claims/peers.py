@@ -1,4 +1,4 @@
-"""E14: PPO beside Stable-Baselines3's, in cells of benchmarks/control.py."""
+"""Cells of benchmarks/control.py, which E8, E10, E11 and E14 share; and E14: PPO beside that of Stable-Baselines3."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def mujoco_cell(library: str, task: str, algorithm: str, seed: int) -> Cell:
     return Cell(name, ours if library == "surefoot" else theirs, file)
 
 
-def scores(results: Results, task: str, who: str, seeds: Sequence[int] = SEEDS) -> list[float]:
+def last_returns(results: Results, task: str, who: str, seeds: Sequence[int] = SEEDS) -> list[float]:
     """Mean returns of the last 100 training episodes of the finished seeds."""
     found = (results.get(f"{task}-{who}-{seed}") for seed in seeds)
     return [result["last_100_mean"] for result in found if result is not None]
@@ -61,8 +61,8 @@ def scores(results: Results, task: str, who: str, seeds: Sequence[int] = SEEDS) 
 
 def scaled_scores(results: Results, task: str, one: str, who: Sequence[str]) -> list[list[float]]:
     """Scores of some contestants on a task: random actions 0, the mean of ``one`` 1."""
-    low, high = results[f"{task}-random-1"]["last_100_mean"], float(np.mean(scores(results, task, one)))
-    return [[(score - low) / (high - low) for score in scores(results, task, each)] for each in who]
+    low, high = results[f"{task}-random-1"]["last_100_mean"], float(np.mean(last_returns(results, task, one)))
+    return [[(score - low) / (high - low) for score in last_returns(results, task, each)] for each in who]
 
 
 MARGIN = 0.1

@@ -1,7 +1,8 @@
 """E3 to E6, on the reviews task, where the true score is known. All cells of a seed share its SFT and reward model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import isnan, sqrt
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import filelock
 import numpy as np
 
 from claims import LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, single
+from claims.training import within
 from claims.verifier import BESIDE_GRPO, BESIDE_GRPO_CELLS
+from surefoot.compare.statistics import markdown_table
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
@@ -19,6 +22,8 @@ from surefoot.recipes.reading import merge_tables
 SEEDS = (1, 2, 3, 4, 5)
 TUNED_ON = 11
 """seed on which rates are chosen; it is in no result"""
+Curve = Sequence[tuple[float, float]]
+"""KL and gold of runs with several coefficients"""
 MARGIN = 0.1
 """of gold, below which a difference counts as none. Gold of the SFT models is about 0.4, its maximum 2"""
 COMMON = (
@@ -97,10 +102,10 @@ def reviews(experiment: str, name: str, seed: int, changes: Mapping[str, Any], p
 
 def measured(run: Path, begun: Path, seed: int) -> Result:
     """Scores of the SFT and of the trained model on held-out prompts of known products."""
-    return {"start": scores(begun / "sft", begun, seed), "trained": scores(run, begun, seed)}
+    return {"start": model_scores(begun / "sft", begun, seed), "trained": model_scores(run, begun, seed)}
 
 
-def scores(model: Path, begun: Path, seed: int) -> Result:
+def model_scores(model: Path, begun: Path, seed: int) -> Result:
     """A model's scores on held-out prompts, one sampled answer each. Every kind of training is measured in the same world."""
     from surefoot.language.analysis.metrics import repeated_share
     from surefoot.language.online.world import LanguageWorld
@@ -147,20 +152,18 @@ def against(results: Results, what: str, name: str, base: str, key: str, limit: 
     return single(what, paired(each(results, name, key), theirs), limit, above=above)
 
 
-def gold_at(curve: Sequence[tuple[float, float]], kl: float) -> float:
-    """Gold at a KL within those of the runs, linear in √KL between neighbours.   [(KL, gold)]"""
+def gold_at(curve: Curve, kl: float) -> float:
+    """Gold at a KL, linear in √KL between runs, or at the nearest run outside them."""
     points = sorted((sqrt(max(at, 0.0)), gold) for at, gold in curve)
-    return float(np.interp(sqrt(kl), *zip(*points, strict=True)))
+    roots, golds = zip(*points, strict=True)
+    return float(np.interp(sqrt(kl), roots, golds))
 
 
-def gold_difference(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
-    """Difference of gold in the middle (by √KL) of the KLs that both curves cover; None if they cover none together."""
+def common_kl(ours: Curve, theirs: Curve) -> float | None:
+    """The middle, by √KL, of the KLs that both curves cover; None if they cover none together."""
     ranges = [[sqrt(max(at, 0.0)) for at, _ in curve] for curve in (ours, theirs)]
     low, high = max(map(min, ranges)), min(map(max, ranges))
-    if low > high:
-        return None
-    middle = ((low + high) / 2) ** 2
-    return gold_at(ours, middle) - gold_at(theirs, middle)
+    return ((low + high) / 2) ** 2 if low <= high else None
 
 
 # ---- E3 ---------------------------------------------------------------------------------------------------------------
@@ -218,11 +221,6 @@ E3_CELLS = [
 ]
 
 
-def uses(*names: str) -> Any:
-    """Whether a cell has one of these names, apart from its seed."""
-    return lambda cell: cell.rpartition("-")[0] in names
-
-
 def hacked(results: Results) -> list[Bound]:
     return [demo_difference(results, "reward", 0.0, SFT), demo_difference(results, "gold", 0.0, SFT, above=False)]
 
@@ -257,7 +255,7 @@ E3 = Experiment(
                 "confirmed": "The policy leaves the text that the reward model was trained on, where its scores mean nothing.",
                 "refuted": "On this task the reward model stays right on the answers that the policy moves to.",
             },
-            uses("demo"),
+            within("demo"),
         ),
         Claim(
             "E3.2",
@@ -270,7 +268,7 @@ E3 = Experiment(
                 "that only the "
                 "proxy likes.",
             },
-            uses("demo"),
+            within("demo"),
         ),
         Claim(
             "E3.3",
@@ -287,7 +285,7 @@ E3 = Experiment(
                 "confirmed": "β trades the proxy against the distance from the data that the reward model knows.",
                 "refuted": "The best β on this task is not the demo's 0.3.",
             },
-            uses(beta_name(0.03), beta_name(0.3), beta_name(1.0)),
+            within(beta_name(0.03), beta_name(0.3), beta_name(1.0)),
         ),
         Claim(
             "E3.4",
@@ -302,7 +300,7 @@ E3 = Experiment(
                 "refuted": "Nothing in the reward makes answers to different prompts equal, and sampling keeps them apart.",
                 "undecided": "Some seeds collapse and some don't.",
             },
-            uses(beta_name(0.0)),
+            within(beta_name(0.0)),
         ),
     ),
 )
@@ -310,6 +308,8 @@ E3 = Experiment(
 # ---- E4 ---------------------------------------------------------------------------------------------------------------
 
 COEFFICIENTS = (0.1, 0.3, 1.0)
+PLANNED_KL = 1.5
+"""nats per response"""
 PLACES = ("reward", "k2", "k3")
 
 
@@ -340,11 +340,46 @@ def curve_of(results: Results, place: str, seed: int) -> list[tuple[float, float
     return [(run["trained"]["kl"], run["trained"]["gold"]) for run in runs if run]
 
 
-def gold_differences(results: Results, estimator: str) -> list[float]:
-    """Of each seed: gold at equal KL with the KL in the loss, less that with the KL in the reward."""
-    curves = [[curve_of(results, place, seed) for place in (estimator, "reward")] for seed in SEEDS]
-    differences = [gold_difference(ours, theirs) for ours, theirs in curves if ours and theirs]
-    return [difference for difference in differences if difference is not None]
+@dataclass(frozen=True)
+class Compared:
+    """One seed: gold at a KL that both curves cover, with the KL in the loss and in the reward."""
+
+    seed: int
+    kl: float
+    ours: float
+    theirs: float
+    planned: float
+    """the difference at ``PLANNED_KL``"""
+
+
+def compared(results: Results, estimator: str) -> list[Compared]:
+    """The seeds with all coefficients at both places; without those whose curves cover no KL together."""
+    seeds = []
+    for seed in SEEDS:
+        ours, theirs = (curve_of(results, place, seed) for place in (estimator, "reward"))
+        kl = common_kl(ours, theirs) if ours and theirs else None
+        if ours and theirs and kl is not None:
+            planned = gold_at(ours, PLANNED_KL) - gold_at(theirs, PLANNED_KL)
+            seeds.append(Compared(seed, kl, gold_at(ours, kl), gold_at(theirs, kl), planned))
+    return seeds
+
+
+def at_equal_kl(results: Results, estimator: str) -> list[Bound]:
+    """The paired differences of gold; nothing without a seed that can be compared."""
+    differences = [seed.ours - seed.theirs for seed in compared(results, estimator)]
+    what = f"gold with {estimator} in the loss minus gold with KL in the reward, {len(differences)} seeds"
+    return [single(what, differences, -MARGIN)] if differences else []
+
+
+def kl_tables(results: Results) -> list[str]:
+    """Seed by seed, what is compared; and the difference at the KL that was planned."""
+    header = ["estimator", "seed", "KL of the comparison", "gold, loss", "gold, reward", "difference", f"at {PLANNED_KL} nats"]
+    rows = [
+        [estimator, str(at.seed), *(f"{x:.2f}" for x in (at.kl, at.ours, at.theirs, at.ours - at.theirs, at.planned))]
+        for estimator in PLACES[1:]
+        for at in compared(results, estimator)
+    ]
+    return [markdown_table(header, rows)] if rows else []
 
 
 WHY_LESS = {
@@ -360,17 +395,10 @@ def kl_claim(key: str, estimator: str) -> Claim:
         f"KL in the loss ({estimator}) gives as much true reward at equal KL as KL in the reward.",
         "Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.1, moves it to the loss with k3; Ouyang et "
         "al. 2022 (arXiv 2203.02155) has it in the reward",
-        f"gold, interpolated over three coefficients in the middle of the KLs that both cover, is at most {MARGIN} lower "
-        "than with KL in the reward",
-        lambda results: [
-            single(
-                f"gold with {estimator} in the loss minus gold with KL in the reward",
-                gold_differences(results, estimator),
-                -MARGIN,
-            )
-        ],
+        f"gold at equal KL, interpolated over three coefficients, is at most {MARGIN} lower than with KL in the reward",
+        partial(at_equal_kl, estimator=estimator),
         why={"refuted": WHY_LESS[estimator]},
-        needs=uses(*(f"{place}_{coefficient:g}" for place in ("reward", estimator) for coefficient in COEFFICIENTS)),
+        needs=within(*(f"{place}_{coefficient:g}" for place in ("reward", estimator) for coefficient in COEFFICIENTS)),
     )
 
 
@@ -379,9 +407,11 @@ E4 = Experiment(
     setting="place of the KL, coefficient",
     title="KL in the reward or in the loss",
     protocol=COMMON + f" PPO with KL in the reward (k1; these runs are E3's), or in the loss by k2 or k3, each with "
-    f"coefficients {', '.join(f'{c:g}' for c in COEFFICIENTS)}. The KL of the comparison was planned as 1.5 nats; the "
-    "runs of seed 1 with the KL in the loss all ended above that, so before those of the other seeds the rule became the "
-    "middle of what both cover.",
+    f"coefficients {', '.join(f'{c:g}' for c in COEFFICIENTS)}. The KL of the comparison was planned as {PLANNED_KL} nats. The "
+    "runs of seed 1 with the KL in the loss all ended above that, where gold at 1.5 nats would be that of the nearest run. So "
+    "the rule became the middle of what both cover, in each seed, when the runs with KL in the reward and seed 1 were known; "
+    "the last table has both.",
+    tables=kl_tables,
     cells={cell.name: cell for cell in E4_CELLS},
     core_hours=1.9,
     claims=(kl_claim("E4.1", "k2"), kl_claim("E4.2", "k3")),
@@ -435,7 +465,7 @@ def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -
         f"gold of {ours} is at most {MARGIN} below that of {theirs}",
         lambda results: [against(results, f"gold of {ours} minus that of {theirs}", ours, theirs, "gold", -MARGIN)],
         why=DPO_MATCHES if ours == "DPO" else {},
-        needs=uses(ours, theirs),
+        needs=within(ours, theirs),
     )
 
 
@@ -496,7 +526,7 @@ def rounds_claim(key: str, beta: float) -> Claim:
         "Stiennon et al. 2020 (arXiv 2009.01325), section 3.1; Touvron et al. 2023 (Llama 2, arXiv 2307.09288), section 3.2.3",
         f"gold after {ROUNDS} rounds is above gold after one",
         lambda results: [against(results, f"gold after {ROUNDS} rounds minus gold after one", many, one, "gold")],
-        needs=uses(many, one),
+        needs=within(many, one),
     )
 
 

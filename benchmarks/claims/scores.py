@@ -23,6 +23,8 @@ def scores_of(result: Result) -> Iterator[tuple[str, Scores]]:
         names = {"sampled": "sampled_accuracy", "greedy": "greedy_accuracy"}
         for name in ("SFT", "PPO", "GRPO"):
             yield name, {f"{how} accuracy": result[name][key] for how, key in names.items()}
+    if "digits" in result:
+        yield "", {"accuracy by steps, sampled": result["curve"][-1][1], "whole answers, sampled": result["curve"][-1][2]}
 
 
 def control_scores(result: Result) -> Scores:
@@ -52,7 +54,7 @@ def score_tables(experiment: Experiment, results: Results) -> Iterator[str]:
         for policy, scores in scores_of(result):
             name = ": ".join(part for part in (setting, policy) if part) or "all"
             groups.setdefault(tuple(scores), {}).setdefault(name, []).append(scores)
-            if "cpu_seconds" in result:
+            if "cpu_seconds" in result and not policy:
                 costs.setdefault(name, []).append(result["cpu_seconds"])
     for columns, rows in groups.items():
         kept = [column for column in columns if any(run[column] is not None for runs in rows.values() for run in runs)]
@@ -73,7 +75,7 @@ def spread(runs: list[Scores], column: str) -> str:
         return "–"
     bound = single(column, values)
     interval = [interval_text(bound.low, bound.high)] if len(values) > 1 else []
-    seeds = [f"{len(values)} of the seeds"] if len(values) < len(runs) else []
+    seeds = [f"{len(values)} seeds"] if len(values) < len(runs) else []
     return number(bound.value) + (f" ({', '.join([*interval, *seeds])})" if interval or seeds else "")
 
 

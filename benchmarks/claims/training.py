@@ -39,9 +39,9 @@ def recipe_of(
     return as_control(find_recipe(preset or task, merge_tables(fixed, changes or {})))
 
 
-def trained(recipe: ControlRecipe, folder: Path) -> Result:
-    """Train a recipe, or continue; its scores, curves and settings."""
-    result = cells.train_cell(folder, cells.Cell("run", recipe), GREEDY_EPISODES, Parent(silent, print))
+def trained(recipe: ControlRecipe, folder: Path, episodes: int = GREEDY_EPISODES) -> Result:
+    """Train a recipe, or continue; its scores, curves and settings. ``episodes`` are greedy ones at the end."""
+    result = cells.train_cell(folder, cells.Cell("run", recipe), episodes, Parent(silent, print))
     curves = {name: thinned(values) for name, values in result["curves"].items()}
     settings = {"task": recipe.task, "algorithm": recipe.algorithm, "engine": recipe.engine}
     return {**settings, **{name: value for name, value in result.items() if name != "label"}, "curves": curves}
@@ -71,7 +71,7 @@ def run_cell(
     return Cell(f"{name}-{seed}", work, LEDGER / experiment / f"{name}-{seed}.json")
 
 
-def scores(results: Results, name: str, key: str = "average_return") -> list[float]:
+def scores_named(results: Results, name: str, key: str = "average_return") -> list[float]:
     """A score of all finished seeds of a name."""
     return [result[key] for cell, result in results.items() if cell.rpartition("-")[0] == name]
 

@@ -1,4 +1,4 @@
-"""Experiments on sorting with a verifier, from one SFT start per seed: E1, and the sorting half of E9."""
+"""Rewards that can be checked: E1 and the sorting half of E9, from one SFT start per seed; and E5.4 and E5.5, beside GRPO."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -94,6 +94,16 @@ def test_every_field_has_a_description():
             assert described.meaning, name
 
 
+def test_two_classes_of_recipes_have_different_names():
+    modules = reading._recipe_modules()
+    own = [
+        name for module in modules for name, cls in vars(module).items() if getattr(cls, "__module__", "") == module.__name__
+    ]
+    classes = [name for name in own if name[0].isupper()]
+    assert {"LanguageRecipe", "RewardTerm", "DataSettings", "Objective"} <= set(classes)
+    assert len(set(classes)) == len(classes)
+
+
 def test_a_package_installed_without_sources_has_the_same_fields_without_texts(monkeypatch):
     expected = [(name, field.type, field.default) for name, field in recipe_fields()]
 

@@ -39,7 +39,7 @@ COMPILING = 40.0
 SAVED_PER_UPDATE, SAVED_PER_CALL = 4e-4, 3e-5
 """seconds that a compiled update, and a compiled call of the policy, save at least, on a fast core (benchmarks/engines.py)"""
 COMPILED_LSTM = 64
-"""width of an LSTM up to which a compiled update saves that (docs/how-to/train-faster.md)"""
+"""width of an LSTM up to which a compiled update saves that (docs/benchmarks/engines.md)"""
 COMPILING_NATURAL, SAVED_PER_NATURAL_STEP = 60.0, 2e-2
 """the same of the programs of a natural step"""
 RUN_METRICS = {"return", "length"}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pydantic
@@ -310,11 +311,15 @@ def _fields(owner: str, node: Mapping[str, Any], definitions: Mapping[str, Any],
             yield from _fields(table, definitions[table], definitions, f"{dotted}.")
 
 
+def _recipe_modules() -> list[ModuleType]:
+    """The modules whose classes recipes consist of; a test keeps the classes' names unique."""
+    recipes = f"{Recipe.__module__.rpartition('.')[0]}."
+    return [module for key, module in list(sys.modules.items()) if key.startswith(recipes) or key == Objective.__module__]
+
+
 def _meaning(owner: str, name: str) -> str:
     """The text under a field of a class, or of the class that it has the field from; "" without one."""
-    recipes = Recipe.__module__.rpartition(".")[0]
-    modules = [module for key, module in [*sys.modules.items()] if key.startswith(f"{recipes}.") or key == Objective.__module__]
-    cls = next(vars(module)[owner] for module in modules if owner in vars(module))
+    cls = next(vars(module)[owner] for module in _recipe_modules() if owner in vars(module))
     texts = (_texts_under_fields(base.__module__).get((base.__name__, name)) for base in cls.__mro__)
     return next((text for text in texts if text is not None), "")
 
