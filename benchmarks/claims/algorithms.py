@@ -186,7 +186,7 @@ E10 = Experiment(
             {
                 "confirmed": "Conjugate gradients and the line search cost more than the passes over minibatches.",
                 "refuted": "TRPO takes one step of the policy per batch, on conjugate gradients; PPO takes 320.",
-                "undecided": "Both spend most of their time on the environment and the critic; compiled, the rest costs the same.",
+                "undecided": "Most of their time goes to the environment and the critic; the rest costs about the same.",
             },
             lambda name: name.startswith("cost"),
         ),
