@@ -55,7 +55,7 @@ def test_the_documented_program_prints_what_the_page_shows(start: Start) -> None
     assert second.finish()[:2] == (0, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_rank_whose_companion_dies_or_stops_ends_in_one_line(start: Start, number: signal.Signals) -> None:
     limit = "timeout=8" if number == signal.SIGSTOP else "timeout=60"  # a death is noticed at once
     first, second = start(changes=(("timeout=60", limit), ("total_steps=20_000", "total_steps=10**12"), SAID))

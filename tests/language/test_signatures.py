@@ -231,6 +231,7 @@ with multiprocessing.get_context("fork").Pool(5) as pool:  # most of their time 
 """
 
 
+@pytest.mark.slow
 def test_a_deadline_leaves_no_coroutine_behind_whenever_it_passes() -> None:
     """Also while they are being started. In a process of its own, because Python may warn about one at any later time."""
     words = [sys.executable, "-W", "ignore", "-c", TINY_DEADLINES]

@@ -182,7 +182,8 @@ def test_an_observation_that_is_not_finite_on_one_rank_skips_the_update_of_all(t
 
 
 @pytest.mark.parametrize(
-    ("what", "number"), [("dies", 0), ("dies", 1), ("hangs", 1), pytest.param("hangs", 0, marks=pytest.mark.slow)]
+    ("what", "number"),
+    [("dies", 0), ("dies", 1), *(pytest.param("hangs", number, marks=pytest.mark.slow) for number in (0, 1))],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_other_with_one_message(tmp_path, what, number):
     results = failing(tmp_path, what, number)
