@@ -327,6 +327,22 @@ def test_jobs_train_trials_in_processes_of_their_own(tmp_path):
     assert "[5/5] trial " in done.stderr
 
 
+def test_a_trial_that_ends_while_another_process_looks_for_killed_ones_is_left_alone(planted, tmp_path, monkeypatch):
+    studied(tmp_path / "s", trials=1)
+    study = Study(tmp_path / "s", Plan.read(tmp_path / "s"))
+    running, lock = study.optuna.ask(), Study._lock
+
+    def ends_first(self, trial):
+        if trial == running.number:
+            self.optuna.tell(running, 1.0)
+        return lock(self, trial)
+
+    monkeypatch.setattr(Study, "_lock", ends_first)
+    with study.claim(wanted=2) as trial:
+        assert trial is None
+    assert lock(study, running.number) is not None, "its lock is free again"
+
+
 def test_a_trial_whose_process_dies_again_and_again_has_failed(planted, tmp_path, monkeypatch):
     """Memory that does not suffice kills the process at the same step every time; other trials go on."""
     real = tuning._run_trial

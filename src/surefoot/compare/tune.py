@@ -277,6 +277,9 @@ class Study:
         for frozen in self.trials:
             if frozen.state.name != "RUNNING" or (lock := self._lock(frozen.number)) is None:
                 continue
+            if self.optuna.get_trials(deepcopy=False)[frozen.number].state.is_finished():  # before the lock was free
+                lock.release()
+                continue
             trial = optuna.Trial(self.optuna, frozen._trial_id)
             steps = sum(reached(path) for path in (self.folder / "trials").glob(f"{frozen.number}-seed*"))
             stuck = steps <= trial.user_attrs.get("reached", -1)
