@@ -113,9 +113,11 @@ def again(experiment: Experiment, claim: Claim) -> Experiment:
 def repeat(key: str, jobs: int) -> int:
     """Run every cell of a claim again, and print its verdict and numbers beside those of the ledger."""
     experiment, claim = CLAIMS[key]
-    anew = again(experiment, claim)
-    failures = in_processes(jobs, ["repeat", key]) if jobs > 1 else run_cells(anew, [], RUNS / "again" / key)
-    for label, which in (("ledger", experiment), ("again", anew)):
+    if claim.out_of_reach:
+        sys.exit(f"{key}: can't be repeated here: {claim.out_of_reach}")
+    fresh = again(experiment, claim)
+    failures = in_processes(jobs, ["repeat", key]) if jobs > 1 else run_cells(fresh, [], RUNS / "again" / key)
+    for label, which in (("ledger", experiment), ("again", fresh)):
         verdict = decided(claim, which, which.results())
         print(f"{key} {label + ':':8}{verdict.text}; {bounds_text(verdict.bounds)}", flush=True)
     return failures

@@ -379,3 +379,8 @@ def test_a_claim_that_is_out_of_reach_stays_so_when_other_cells_are_finished(led
     text = "\n".join(ledger.entry(experiment, claim, verdict))
     assert "cost" in text
     assert "Repeat" not in text
+
+
+def test_a_claim_that_is_out_of_reach_can_t_be_repeated_and_its_cells_are_not_run(ledger: Any) -> None:
+    with pytest.raises(SystemExit, match=r"E12\.2: can't be repeated here: 49 games"):
+        ledger.repeat("E12.2", jobs=1)

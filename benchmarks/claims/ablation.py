@@ -35,8 +35,6 @@ REGIONS: dict[str, tuple[str, dict[str, float]]] = {
     **{f"beta_{beta:g}": ("PPO_PENALTY", {"beta": beta}) for beta in (0.3, 1.0, 3.0, 10.0)},
 }
 ABLATION_SEEDS = (1, 2, 3)
-
-
 PRESET_REGIONS = ("clip_0.2", "target_0.01", "beta_1")
 """those of the preset, whose runs are E10's and E14's"""
 EPSILONS = {"clip_0.1": 0.1, "clip_0.3": 0.3}

@@ -323,9 +323,8 @@ def kl_changes(place: str, coefficient: float) -> dict[str, Any]:
 def kl_cell(place: str, coefficient: float, seed: int) -> Cell:
     """A place and a coefficient; with the KL in the reward, the cell of E3 with the same β."""
     if place == "reward":
-        return replace(
-            reviews("E3", beta_name(coefficient), seed, kl_changes(place, coefficient)), name=f"{place}_{coefficient:g}-{seed}"
-        )
+        shared = reviews("E3", beta_name(coefficient), seed, kl_changes(place, coefficient))
+        return replace(shared, name=f"{place}_{coefficient:g}-{seed}")
     return reviews("E4", f"{place}_{coefficient:g}", seed, kl_changes(place, coefficient))
 
 
