@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import filelock
 from claims import (
@@ -85,7 +85,7 @@ def run_cells(experiment: Experiment, names: Sequence[str], runs: Path) -> int:
     import torch
 
     if unknown := [name for name in names if name not in experiment.cells]:
-        sys.exit(f"--only {unknown[0]}: {experiment.key} has no such cell; its cells are {', '.join(experiment.cells)}")
+        reject(f"--only {unknown[0]}: {experiment.key} has no such cell; its cells are {', '.join(experiment.cells)}")
     torch.set_num_threads(1)
     failures = 0
     for name in names or experiment.cells:
@@ -95,6 +95,12 @@ def run_cells(experiment: Experiment, names: Sequence[str], runs: Path) -> int:
             failures += 1
             print(f"{experiment.key} {name}: failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return failures
+
+
+def reject(line: str) -> NoReturn:
+    """End with one line, as for bad input everywhere: exit code 2."""
+    print(line, file=sys.stderr)
+    sys.exit(2)
 
 
 def in_processes(jobs: int, words: Sequence[str]) -> int:
@@ -114,7 +120,7 @@ def repeat(key: str, jobs: int) -> int:
     """Run every cell of a claim again, and print its verdict and numbers beside those of the ledger."""
     experiment, claim = CLAIMS[key]
     if claim.out_of_reach:
-        sys.exit(f"{key}: can't be repeated here: {claim.out_of_reach}")
+        reject(f"{key}: can't be repeated here: {claim.out_of_reach}")
     fresh = again(experiment, claim)
     failures = in_processes(jobs, ["repeat", key]) if jobs > 1 else run_cells(fresh, [], RUNS / "again" / key)
     for label, which in (("ledger", experiment), ("again", fresh)):

@@ -381,6 +381,13 @@ def test_a_claim_that_is_out_of_reach_stays_so_when_other_cells_are_finished(led
     assert "Repeat" not in text
 
 
-def test_a_claim_that_is_out_of_reach_can_t_be_repeated_and_its_cells_are_not_run(ledger: Any) -> None:
-    with pytest.raises(SystemExit, match=r"E12\.2: can't be repeated here: 49 games"):
-        ledger.repeat("E12.2", jobs=1)
+def test_what_the_ledger_can_t_run_is_one_line_and_exit_code_2(ledger: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for work in (
+        lambda: ledger.repeat("E12.2", jobs=1),
+        lambda: ledger.run_cells(ledger.EXPERIMENTS["E4"], ["x"], ledger.RUNS),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            work()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("E12.2: can't be repeated here: 49 games")
+    assert second.startswith("--only x: E4 has no such cell; its cells are ")
