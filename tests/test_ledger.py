@@ -155,6 +155,28 @@ def test_recipes_of_cells_that_were_never_run_can_be_made(tmp_path: Path) -> Non
         assert rung_recipe(task, 5, {"engine": "compiled"}).engine == "compiled"
 
 
+@pytest.mark.parametrize("key", ["E8", "E9", "E10", "E11", "E12"])
+def test_the_recipes_of_cells_that_train_control_runs_are_valid(
+    ledger: Any, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only training is replaced; of seeds that differ in nothing else, the first one is enough."""
+    from claims import training
+
+    made = []
+
+    def kept(folder: Path, cell: Any, *others: Any) -> dict[str, Any]:
+        made.append(cell.recipe)
+        return {"label": cell.label, "curves": {}, "last_100_mean": 0.0}
+
+    monkeypatch.setattr(training.cells, "train_cell", kept)
+    own = [cell for cell in ledger.EXPERIMENTS[key].cells.values() if cell.file.parent.name == key and cell.name.endswith("-1")]
+    for cell in own:
+        if not any(word in cell.name for word in ("random", "sorting", "cost")):
+            (tmp_path / cell.name).mkdir()
+            assert cell.work(tmp_path / cell.name)["task"] == made[-1].task
+    assert made
+
+
 def test_a_curve_keeps_its_last_point_and_at_most_so_many() -> None:
     from claims.training import POINTS, thinned
 

@@ -380,6 +380,9 @@ def test_the_entropy_bonus_raises_entropy() -> None:
         (Clip(0.2), 0.75, 1.0, True),
         (Clip(0.2), 1.25, -1.0, True),
         (Clip(0.2), 5.0, -1.0, True),
+        (Clip(1.0), 1.95, 1.0, True),  # ε = 1: no bound below
+        (Clip(1.0), 2.05, 1.0, False),
+        (Clip(1.0), 0.1, -1.0, True),
         (Clip(0.2, dual_clip=3.0), 5.0, -1.0, False),
         (Clip(0.2, dual_clip=3.0), 2.9, -1.0, True),
         (Clip(0.2, dual_clip=3.0), 0.5, 1.0, True),

@@ -66,7 +66,7 @@ class Clip:
 
     def __post_init__(self) -> None:
         field = "objective.trust_region"
-        _require(0 < self.clip < 1, f"{field}.clip", self.clip, "must lie between 0 and 1; 0.2 is usual")
+        _require(0 < self.clip <= 1, f"{field}.clip", self.clip, "must be above 0 and at most 1; 0.2 is usual")
         if self.clip_high is not None:
             _require(self.clip_high > 0, f"{field}.clip_high", self.clip_high, "must be positive")
         if self.dual_clip is not None:
