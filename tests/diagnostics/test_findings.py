@@ -83,6 +83,14 @@ def test_a_ratio_off_one_in_float32_is_serious() -> None:
     assert (findings.evidence[0].first_step, findings.evidence[0].value) == (300, 1.02)
 
 
+def test_a_ratio_off_one_by_little_and_only_later_is_the_rounding_of_a_sharp_policy() -> None:
+    (finding,) = findings_of(rows_of(3, ratio_at_start=lambda i: 1.0 if i < 3 else 1.0003))
+    assert (finding.name, finding.severity) == ("wrong_start", "note")
+    assert "sharp" in finding.cause
+    (finding,) = findings_of(rows_of(3, ratio_at_start=1.0003))
+    assert finding.severity == "serious", "at the start every policy is wide"
+
+
 def test_a_kl_below_zero_for_long_is_no_chance() -> None:
     (findings,) = findings_of(rows_of(40, kl_reference=-0.02))
     assert (findings.name, findings.severity) == ("negative_kl", "warning")

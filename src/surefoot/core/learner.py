@@ -43,6 +43,9 @@ RATE_SCALE = "learning_rate_factor"
 START_TOLERANCE = 1e-4
 """largest distance of the ratio from 1 before the first step, for a policy that computes in float32"""
 
+SHARP_TOLERANCE = 1e-2
+"""the same after the first iteration: a policy that has become sharp multiplies the rounding of its means by 1/σ"""
+
 
 class Learner:
     """A policy, its objective and its optimizers.
@@ -237,7 +240,8 @@ class Learner:
             for minibatch in stepper.minibatches(batch, count, context):
                 step = stepper.prepare(minibatch, context)
                 if not steps.terms:
-                    steps.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact)
+                    tolerance = SHARP_TOLERANCE if context.state.iteration else START_TOLERANCE
+                    steps.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact, tolerance)
                 if largest_kl is not None and self._kl(step) > largest_kl:
                     steps.add(step)
                     return epoch, True
@@ -360,22 +364,22 @@ def credit_metrics(rollout: Rollout, credit: Credit, critic: bool) -> Metrics:
     return metrics | {"advantage_mean": finite_or_none(moments.mean), "advantage_std": finite_or_none(moments.var.sqrt())}
 
 
-def check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: bool) -> float:
+def check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: bool, tolerance: float) -> float:
     """The ratio furthest from 1 before the first step on a batch, which must be 1.
 
     exact   whether the policy computes in float32 or better
 
-    Raises SurefootError if an exact ratio is not 1.
+    Raises SurefootError if an exact ratio is further than ``tolerance`` from 1.
     """
     smallest, largest = range_over_ranks(*ratios)
     furthest = largest if largest - 1 > 1 - smallest else smallest
     if rollout.old_log_probs is None:
         return 1.0
     exact = exact and rollout.old_log_probs.dtype in (torch.float32, torch.float64)
-    if exact and abs(furthest - 1) > START_TOLERANCE:
+    if exact and abs(furthest - 1) > tolerance:
         raise SurefootError(
-            f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± 1e-4); the policy scores "
-            "actions differently in training than in the rollout (dropout, batch-dependent layers, or a changed normaliser)"
+            f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± {tolerance:g}); the policy "
+            "scores actions differently in training than in the rollout (dropout, batch-dependent layers, or a changed normaliser)"
         )
     return furthest
 

@@ -1,6 +1,6 @@
 """Checks of updates: steps that are too large or too small, a wrong start, collapsed entropy, and a poor critic."""
 
-from surefoot.core.learner import START_TOLERANCE
+from surefoot.core.learner import SHARP_TOLERANCE, START_TOLERANCE
 from surefoot.diagnostics import Curve, Finding, RunCurves, in_words
 from surefoot.diagnostics.reward_findings import CLEAR, earnings, ends, raise_kl_penalty, rise
 from surefoot.recipes.base import Recipe
@@ -226,6 +226,24 @@ def before_band_closes(curve: Curve, curves: RunCurves, recipe: Recipe | None) -
     return curve if clip is None or clip.schedule == "constant" else curve.until(0.8 * curves.planned)
 
 
+ELSEWHERE = (
+    "something in the policy depends on more than the sample: dropout, a normaliser that has moved, batch statistics, another "
+    "temperature, or log-probabilities from other software",
+    "switch off dropout and batch normalisation in a custom network",
+    "sampling.old_log_probs = 'trainer', if the sampler computes differently",
+)
+BFLOAT16 = (
+    "bfloat16 rounds the two passes differently; ratios, clip fractions and KL have that much noise",
+    "precision = 'float32', which has no such noise",
+)
+SHARP = (
+    "the policy has become so sharp that the rounding of float32 shows; it does no harm, but such a policy hardly explores",
+    "a higher objective.entropy_coefficient",
+    "a lower optimizer.learning_rate, or fewer objective.reuse.epochs",
+)
+"""a cause of ratios that are not 1 before the first step, and what helps"""
+
+
 def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The ratio was not 1 before the first step of a batch."""
     ratio = curves["ratio_at_start"]
@@ -234,23 +252,19 @@ def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         return None
     furthest = int(off.argmax())
     here = ratio.part(furthest, furthest + 1)
-    rounded = getattr(recipe, "precision", "float32") != "float32" and off.max() < 0.1
+    in_float32 = getattr(recipe, "precision", "float32") == "float32"
+    if in_float32:
+        cause, *advice = SHARP if off[0] <= START_TOLERANCE and off.max() <= SHARP_TOLERANCE else ELSEWHERE
+    else:
+        cause, *advice = BFLOAT16 if off.max() < 0.1 else ELSEWHERE
     return Finding(
         "wrong_start",
-        "note" if rounded else "serious",
+        "serious" if cause == ELSEWHERE[0] else "note",
         f"before any step was taken a ratio was already {in_words(float(ratio.values[furthest]))}: training scores actions "
         "differently from the rollout",
-        "bfloat16 rounds the two passes differently; ratios, clip fractions and KL have that much noise"
-        if rounded
-        else "something in the policy depends on more than the sample: dropout, a normaliser that has moved, batch statistics, "
-        "another temperature, or log-probabilities from other software",
+        cause,
         (here.evidence("furthest from 1"),),
-        ("precision = 'float32', which has no such noise",)
-        if rounded
-        else (
-            "switch off dropout and batch normalisation in a custom network",
-            "sampling.old_log_probs = 'trainer', if the sampler computes differently",
-        ),
+        tuple(advice),
     )
 
 
