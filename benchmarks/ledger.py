@@ -65,9 +65,14 @@ def run_cell(experiment: Experiment, cell: Cell, runs: Path) -> None:
         with filelock.FileLock(folder / ".cell.lock", timeout=0):
             if cell.file.exists():
                 return
-            started = cpu_seconds()
-            result = cell.work(folder)
-            spent = round(result.get("cpu_seconds") or cpu_seconds() - started, 1)
+            started, before = cpu_seconds(), folder / ".cpu_seconds"  # of earlier attempts, which stopped
+            spent = float(before.read_text()) if before.exists() else 0.0
+            try:
+                result = cell.work(folder)
+            finally:
+                spent += cpu_seconds() - started
+                before.write_text(str(spent))
+            spent = round(result.get("cpu_seconds") or spent, 1)
             write(cell.file, {"cell": cell.file.stem, **result, "cpu_seconds": spent, "made_with": made_with()})
             print(f"{experiment.key} {cell.name}: {spent:,.0f} s of CPU", flush=True)
     except filelock.Timeout:

@@ -238,6 +238,25 @@ def test_a_finished_cell_is_skipped(ledger: Any, one: Any, tmp_path: Path) -> No
     assert experiment.results()["a"]["made_with"]["threads"] == 1
 
 
+def test_the_cpu_time_of_a_cell_has_its_stopped_attempts(
+    ledger: Any, one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, calls = one
+    clock = iter([0.0, 5.0, 100.0, 102.0])  # before and after each attempt
+    monkeypatch.setattr(ledger, "cpu_seconds", lambda: next(clock))
+
+    def stops_once(folder: Path) -> dict[str, Any]:
+        calls.append(folder)
+        if len(calls) == 1:
+            raise RuntimeError("stopped")
+        return {}
+
+    twice = replace(experiment, cells={"a": replace(experiment.cells["a"], work=stops_once)})
+    assert ledger.run_cells(twice, [], tmp_path / "runs") == 1
+    assert ledger.run_cells(twice, [], tmp_path / "runs") == 0
+    assert twice.results()["a"]["cpu_seconds"] == 7.0
+
+
 def test_a_claim_that_is_repeated_leaves_its_results_and_shows_both(
     ledger: Any, one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

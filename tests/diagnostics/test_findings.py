@@ -87,6 +87,7 @@ def test_a_ratio_off_one_by_little_and_only_later_is_the_rounding_of_a_sharp_pol
     (finding,) = findings_of(rows_of(3, ratio_at_start=lambda i: 1.0 if i < 3 else 1.0003))
     assert (finding.name, finding.severity) == ("wrong_start", "note")
     assert "sharp" in finding.cause
+    assert "already 1.0003: " in finding.what
     (finding,) = findings_of(rows_of(3, ratio_at_start=1.0003))
     assert finding.severity == "serious", "at the start every policy is wide"
 

@@ -379,7 +379,7 @@ def check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: b
     if exact and abs(furthest - 1) > tolerance:
         raise SurefootError(
             f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± {tolerance:g}); the policy "
-            "scores actions differently in training than in the rollout (dropout, batch-dependent layers, or a changed normaliser)"
+            "scores actions differently in training than in the rollout (dropout, batch-dependent layers, a changed normaliser)"
         )
     return furthest
 

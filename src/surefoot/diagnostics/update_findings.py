@@ -233,7 +233,7 @@ ELSEWHERE = (
     "sampling.old_log_probs = 'trainer', if the sampler computes differently",
 )
 BFLOAT16 = (
-    "bfloat16 rounds the two passes differently; ratios, clip fractions and KL have that much noise",
+    "bfloat16 rounds numbers to three digits; ratios, clip fractions and KL have that much noise",
     "precision = 'float32', which has no such noise",
 )
 SHARP = (
@@ -257,11 +257,12 @@ def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         cause, *advice = SHARP if off[0] <= START_TOLERANCE and off.max() <= SHARP_TOLERANCE else ELSEWHERE
     else:
         cause, *advice = BFLOAT16 if off.max() < 0.1 else ELSEWHERE
+    serious = cause == ELSEWHERE[0]
+    reason = "training scores actions differently from the rollout" if serious else "the two passes round differently"
     return Finding(
         "wrong_start",
-        "serious" if cause == ELSEWHERE[0] else "note",
-        f"before any step was taken a ratio was already {in_words(float(ratio.values[furthest]))}: training scores actions "
-        "differently from the rollout",
+        "serious" if serious else "note",
+        f"before any step was taken a ratio was already {ratio.values[furthest]:.6g}: {reason}",
         cause,
         (here.evidence("furthest from 1"),),
         tuple(advice),
