@@ -102,7 +102,7 @@ E8 = Experiment(
             "Schulman et al. 2017 (arXiv 1707.06347), section 3",
             "with 30 epochs the average return with ε = 0.2 is above that with ε = 1",
             clip_needed,
-            {"confirmed": "With thirty epochs and ε = 1 each batch moves the policy too far, and what it has learned is lost again."},
+            {"confirmed": "With thirty epochs and ε = 1 each batch moves the policy too far; what was learned is lost."},
             needs=within(*(grid_name("CartPole", clip, 30) for clip in (0.2, 1.0))),
         ),
         Claim(
