@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from surefoot.errors import SurefootError
-from surefoot.language.data import cache, datasets, processes, sources
+from surefoot.language.data import cache, datasets, preparation, processes, sources
 from surefoot.language.data.datasets import demonstrations, pairs, prompts
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens
@@ -40,8 +40,8 @@ ROWS: list[dict[str, Any]] = [
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that counts as large, and a cache of its own."""
     monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets, "LARGE", 0)
-    monkeypatch.setattr(datasets, "usable_processes", lambda: 1)
+    monkeypatch.setattr(preparation, "LARGE", 0)
+    monkeypatch.setattr(preparation, "usable_processes", lambda: 1)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
@@ -166,9 +166,9 @@ def test_what_is_computed_from_all_rows_is_computed_once(kind: str, large: Path,
     rows = [{**row, "prompt": f"{row['prompt']}{index}", "label": bool(index % 2)} for index, row in enumerate(rows)]
     make, names = RUNS[kind]
     large.write_text("".join(json.dumps({name: row[name] for name in names}) + "\n" for row in rows))
-    monkeypatch.setattr(datasets, "LARGE", 10**9)
+    monkeypatch.setattr(preparation, "LARGE", 10**9)
     memory = make(str(large), TOKENS, 50)
-    monkeypatch.setattr(datasets, "LARGE", 0)
+    monkeypatch.setattr(preparation, "LARGE", 0)
     for _ in range(2):
         made = make(str(large), TOKENS, 50)
         assert (made.hash, made.lengths, made.trained) == (memory.hash, memory.lengths, memory.trained)
@@ -256,7 +256,7 @@ def test_folders_that_were_not_used_for_a_month_are_deleted(large: Path) -> None
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes, and several requests to each."""
-    monkeypatch.setattr(datasets, "usable_processes", lambda: 2)
+    monkeypatch.setattr(preparation, "usable_processes", lambda: 2)
     monkeypatch.setattr(processes, "CHUNK", 3)
 
 
@@ -277,7 +277,7 @@ def test_several_processes_make_the_rows_notes_and_bytes_of_one(
     (folder,) = folders(large)
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     shutil.rmtree(folder)
-    monkeypatch.setattr(datasets, "usable_processes", lambda: 1)
+    monkeypatch.setattr(preparation, "usable_processes", lambda: 1)
     assert plain(make(open_rows(large), TOKENS, 50)) == plain(made)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
 

@@ -14,14 +14,14 @@ import pytest
 from fake_hub import NEW, OLD, Hub
 
 from surefoot.errors import SurefootError
-from surefoot.language.data.hub import parse_data
 from surefoot.language.data.sources import open_rows
+from surefoot.language.data.sources.hub import parse_data
 from surefoot.runs.hub import HubName, is_hub_name
 
 READ = """
 import json, sys
 from surefoot.errors import SurefootError
-from surefoot.language.data.hub import pinned
+from surefoot.language.data.sources.hub import pinned
 from surefoot.language.data.sources import open_rows
 
 results = []

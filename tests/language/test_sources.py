@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
-from surefoot.language.data import formats
-from surefoot.language.data.sources import open_rows, read_rows
+from surefoot.language.data.sources import formats, open_rows, read_rows
 
 ROWS = [{"prompt": "a, b", "completion": 'c"d'}, {"prompt": "é\nf", "completion": ""}, {"prompt": "[1]", "completion": "g"}]
 

@@ -446,7 +446,7 @@ def with_pinned_data(recipe: Recipe) -> Recipe:
     def with_commit(field: str, name: Any) -> Any:
         if not hub.is_hub_name(str(name)):
             return name
-        from surefoot.language.data.hub import pinned
+        from surefoot.language.data.sources.hub import pinned
 
         return pinned(name)
 

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.datasets import (
-    ControlPolicy,
     Mapped,
     Pairs,
     Tokenised,
@@ -23,6 +22,7 @@ from surefoot.language.data.datasets import (
     prompts,
     stepped,
 )
+from surefoot.language.data.preparation import ControlPolicy
 from surefoot.language.data.shapes import is_labelled, paired, shape_of
 from surefoot.language.data.sources import Source, open_rows
 from surefoot.language.data.tokens import Tokens

@@ -12,8 +12,8 @@ from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import write_text
 from surefoot.language import require_package
 from surefoot.language.data.cache import cache_folder
-from surefoot.language.data.formats import BATCH, without_schema_nulls
 from surefoot.language.data.rows import Row
+from surefoot.language.data.sources.formats import BATCH, without_schema_nulls
 from surefoot.runs.hub import COMMIT, HubName, parse_name, why_unreachable
 
 FORM = "write hf://org/name:split, or hf://org/name/config@revision:split"

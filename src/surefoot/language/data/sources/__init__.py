@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.language.data.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of, without_schema_nulls
-from surefoot.language.data.hub import hub_rows, hub_size, pinned
 from surefoot.language.data.rows import Row, json_type
+from surefoot.language.data.sources.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of, without_schema_nulls
+from surefoot.language.data.sources.hub import hub_rows, hub_size, pinned
 from surefoot.runs.hub import is_hub_name
 
 EXPANSION = 5
