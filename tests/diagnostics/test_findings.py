@@ -92,6 +92,14 @@ def test_a_ratio_off_one_by_little_and_only_later_is_the_rounding_of_a_sharp_pol
     assert finding.severity == "serious", "at the start every policy is wide"
 
 
+def test_a_return_that_rises_falls_and_rises_again_has_risen() -> None:
+    """The means of a CartPole run in ten parts: its slopes are steep, and no noise."""
+    earned = [23.0, 27.0, 33.0, 62.0, 105.0, 141.0, 75.0, 57.0, 104.0, 160.0]
+    assert "return_flat" not in names(rows_of(100, episode_return=lambda i: earned[(i - 1) // 10]))
+    noisy = [23.0, 80.0, 33.0, 120.0, 25.0, 141.0, 15.0, 97.0, 24.0, 110.0]
+    assert "return_flat" in names(rows_of(100, episode_return=lambda i: noisy[(i - 1) // 10]))
+
+
 def test_a_kl_below_zero_for_long_is_no_chance() -> None:
     (findings,) = findings_of(rows_of(40, kl_reference=-0.02))
     assert (findings.name, findings.severity) == ("negative_kl", "warning")

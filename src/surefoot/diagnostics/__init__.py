@@ -200,15 +200,18 @@ class Curve:
         edges = [round(i * len(self) / count) for i in range(count + 1)] if count else []
         return [self.part(start, stop) for start, stop in itertools.pairwise(edges)]
 
-    def noise(self) -> float:
-        """The standard deviation of a block's mean about the trend, from the median difference of neighbouring blocks (so a
-        jump does not count as noise); 0 for fewer than three blocks.
+    def noise(self, slopes: bool = True) -> float:
+        """The standard deviation of a block's mean, from the median difference of neighbouring blocks (so a jump does not count
+        as noise); 0 for fewer than three blocks.
+
+        slopes   whether a steady rise or fall counts; without it, from the differences of the differences
         """
         means = [float(block.values.mean()) for block in self.blocks()]
         if len(means) < 3:
             return 0.0
+        differences = np.abs(np.diff(means, 1 if slopes else 2)).tolist()
         # np.median would import numpy.ma, 1 MB, in the middle of a run.
-        return statistics.median(abs(b - a) for a, b in itertools.pairwise(means)) * 1.4826 / math.sqrt(2)
+        return statistics.median(differences) * 1.4826 / math.sqrt(2 if slopes else 6)
 
 
 class RunCurves:

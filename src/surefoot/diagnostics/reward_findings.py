@@ -327,11 +327,11 @@ def raise_kl_penalty(recipe: Recipe | None) -> str:
 
 
 def rise(curve: Curve) -> tuple[float, float, float]:
-    """The first block, the best mean of three neighbouring blocks after it, and the noise."""
+    """The first block, the best mean of three neighbouring blocks after it, and the noise, which slopes are no part of."""
     means = [float(block.values.mean()) for block in curve.blocks()]
     later = means[1:] or means
     near = [sum(later[i : i + 3]) / len(later[i : i + 3]) for i in range(max(1, len(later) - 2))]
-    return means[0], max(near), curve.noise()
+    return means[0], max(near), min(curve.noise(), curve.noise(slopes=False))
 
 
 def fall(curve: Curve) -> tuple[float, float, float]:
