@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,10 @@ import surefoot
 from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, TRPO, NotFiniteError, SurefootError
 from surefoot.control.collect.episodes import RECENT_EPISODES
 from surefoot.control.world import ControlWorld
+from surefoot.core.credit import assign_credit
+from surefoot.core.learner import START_TOLERANCE
 from surefoot.core.rollout import Rollout, tensors_in
+from surefoot.runs.session import make_learner
 
 from .tiny import ENDS, Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, small, world_of
 
@@ -179,6 +184,27 @@ def test_every_rung_learns_from_what_was_collected(algorithm: Any) -> None:
     surefoot.train(maker, algorithm, steps=100, evaluation={"episodes": 0}, callback=seen.append, **fields)
     assert seen[-1]["updates"] >= 2
     assert seen[-1]["ratio_at_start"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.005])
+def test_the_ratio_at_the_start_is_one_up_to_the_rounding_of_float32(scale: float) -> None:
+    """A policy with σ = 0.005 multiplies the rounding of its means by 200; that once ended a run of 800,000 steps."""
+    world = collecting(clockworks(action_space=spaces.Box(-1, 1, (24,), np.float32)), steps=32)
+    assert world.policy.log_std is not None
+    with torch.no_grad():
+        world.policy.log_std.fill_(math.log(scale))
+        world.policy.actor_head.weight.mul_(100)
+    rollout = world.collector.collect(fresh_state())
+    old, mean = rollout.old_log_probs, rollout.old_distribution.mean
+    assert old is not None
+    ulp = torch.finfo(torch.float32).eps * (1 + mean.abs())
+    by_rounding = replace(rollout.old_distribution, mean=mean + 2 * ulp).log_prob(rollout.actions)  # another order of sums
+    assert ((by_rounding - old).abs().max() > START_TOLERANCE) == (scale < 1)
+    learner = make_learner(world.recipe, world.policy)
+    for scored, allowed in ((by_rounding, True), (old + 0.1, False)):
+        seen = replace(rollout, old_log_probs=scored)
+        with nullcontext() if allowed else pytest.raises(SurefootError, match="ratio_at_start"):
+            learner.update(seen, assign_credit(seen, learner.objective), fresh_state())
 
 
 # ---- whole episodes ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import distributions as torch_distributions
 
 from surefoot.control.policy import Categorical, DiagonalGaussian, MultiCategorical, pad_choices
+from surefoot.core.learner import ROUNDING
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "golden.json"
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(GOLDEN.read_text("utf-8"))}
@@ -146,6 +147,26 @@ def test_diagonal_gaussian_agrees_with_torch(seed: int, size: int, states: int) 
     kl = torch_distributions.kl_divergence(theirs, independent(mean_q, log_std_q))
     torch.testing.assert_close(ours.kl(DiagonalGaussian(mean_q, log_std_q)), kl)
     assert torch.equal(ours.mode(), mean_p)
+
+
+@pytest.mark.parametrize("choices", [1, 500])
+def test_the_magnitude_of_a_log_probability_bounds_its_rounding(choices: int) -> None:
+    """Sums of float32 differ from those of float64 by less than the magnitude times epsilon times what the learner allows."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(64, choices, 5, generator=generator)
+    mean, actions = (3 * torch.randn(2, 64, choices, generator=generator)).unbind()
+    pairs = [
+        (MultiCategorical(logits), MultiCategorical(logits.double()), logits.argmin(-1)),
+        (
+            DiagonalGaussian(mean, torch.full_like(mean, -3.0)),
+            DiagonalGaussian(mean.double(), torch.full_like(mean, -3.0).double()),
+            actions,
+        ),
+    ]
+    for single, double, taken in pairs:
+        exact = double.log_prob(taken if taken.dtype == torch.long else taken.double())
+        off = (single.log_prob(taken).double() - exact).abs()
+        assert (off <= ROUNDING * torch.finfo(torch.float32).eps * single.magnitude(taken)).all()
 
 
 def test_kl_to_itself_is_zero() -> None:

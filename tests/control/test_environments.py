@@ -594,6 +594,24 @@ def test_a_maker_that_makes_something_else_is_rejected() -> None:
         make_environments(dict, {}, 1, SEED)
 
 
+def two_actions_then_three(made: Path) -> Endless:
+    """An environment with two actions for the first caller of any process, and with three for others."""
+    environment = Endless()
+    try:
+        made.touch(exist_ok=False)
+    except FileExistsError:
+        environment.action_space = spaces.Discrete(3)
+    return environment
+
+
+@pytest.mark.parametrize("backend", ["loop", "workers"])
+def test_environments_of_one_run_with_other_actions_are_rejected(backend: str, tmp_path: Path) -> None:
+    """One policy acts in all: with bounds of ±5 it would send 5 to an environment that takes up to 1."""
+    rollout = {"environments": 2, "steps": 4, "backend": backend} | ({"workers": 2} if backend == "workers" else {})
+    with pytest.raises(SurefootError, match=r"environment 1 has Discrete\(\d\), the first has Discrete\(\d\); make all with"):
+        surefoot.train(partial(two_actions_then_three, tmp_path / "made"), "A2C", steps=8, rollout=rollout)
+
+
 def test_keyword_arguments_reach_the_maker() -> None:
     made = make_environments("CartPole-v1", {"max_episode_steps": 3}, 2, SEED)
     made.reset()

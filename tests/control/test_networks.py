@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -305,3 +306,17 @@ def test_parameters_that_are_frozen_stay_as_they_are(mine: ModuleType) -> None:
     for before, after in ((first.actor_trunk, agent.policy.actor_trunk), (first.critic_trunk, agent.policy.critic_trunk)):
         assert torch.equal(before.module.table.weight, after.module.table.weight)
         assert not torch.equal(before.module.layer.weight, after.module.layer.weight)
+
+
+@pytest.mark.parametrize("network", [{}, {"lstm": 4}])
+def test_weights_are_float32_whatever_default_an_environment_has_set(network: dict[str, Any]) -> None:
+    def make() -> gymnasium.Env[Any, Any]:
+        torch.set_default_dtype(torch.float64)
+        return gymnasium.make("Pendulum-v1")
+
+    small = {"rollout": {"environments": 2, "steps": 8}, "objective": {"reuse": {"epochs": 1, "minibatches": 1}}}
+    try:
+        agent = surefoot.train(make, steps=32, preset="none", evaluation={"episodes": 0}, network=network, **small)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in agent.policy.parameters()} == {torch.float32}

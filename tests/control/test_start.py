@@ -41,6 +41,14 @@ def test_training_starts_from_the_weights_of_a_run_or_an_agent(run: Path) -> Non
     assert not all(torch.equal(first_policy()[name], tensor) for name, tensor in weights.items())
 
 
+def test_another_log_std_is_rejected_because_the_learned_one_comes_along(tmp_path: Path) -> None:
+    trained(network={"log_std": -3.0}, run_dir=tmp_path / "sharp")
+    learned = surefoot.load(tmp_path / "sharp").policy.state_dict()["log_std"]
+    assert torch.equal(first_policy(start=str(tmp_path / "sharp"), network={"log_std": -3.0})["log_std"], learned)
+    with pytest.raises(SurefootError, match=r"network\.log_std=0\.0: start=.* was trained with -3\.0; set that"):
+        first_policy(start=str(tmp_path / "sharp"))
+
+
 def test_normaliser_statistics_come_along(run: Path) -> None:
     before = surefoot.load(run)
     after = trained(start=str(run), seed=2)

@@ -83,13 +83,20 @@ def test_a_ratio_off_one_in_float32_is_serious() -> None:
     assert (findings.evidence[0].first_step, findings.evidence[0].value) == (300, 1.02)
 
 
-def test_a_ratio_off_one_by_little_and_only_later_is_the_rounding_of_a_sharp_policy() -> None:
+def test_a_ratio_off_one_by_little_is_rounding() -> None:
     (finding,) = findings_of(rows_of(3, ratio_at_start=lambda i: 1.0 if i < 3 else 1.0003))
     assert (finding.name, finding.severity) == ("wrong_start", "note")
-    assert "sharp" in finding.cause
+    assert "rounding" in finding.cause
     assert "already 1.0003: " in finding.what
-    (finding,) = findings_of(rows_of(3, ratio_at_start=1.0003))
-    assert finding.severity == "serious", "at the start every policy is wide"
+
+
+def test_a_policy_that_its_entropy_bonus_widens_gets_no_advice_to_explore_more() -> None:
+    rows = rows_of(100, episode_return=lambda i: 20 + i % 2, kl=0.01, actions_clipped=0.95, entropy=lambda i: 3 + i / 10)
+    recipe = find_recipe("Pendulum-v1", {"steps": 10_000, "objective": {"entropy_coefficient": 0.1}})
+    flat = {finding.name: finding for finding in findings_of(rows, recipe)}["return_flat"]
+    assert "entropy bonus" in flat.cause
+    assert flat.advice[0] == "a smaller objective.entropy_coefficient (it is 0.1)"
+    assert not any("explore" in each for each in flat.advice)
 
 
 def test_a_return_that_rises_falls_and_rises_again_has_risen() -> None:

@@ -124,3 +124,11 @@ def test_a_recipe_saved_before_control_tokens_were_split_keeps_them():
     table = to_table(recipe)
     del table["data"]["control_tokens"]
     assert make_recipe(table).data.control_tokens == "keep"
+
+
+def test_minibatches_of_one_step_can_t_be_normalised() -> None:
+    """(Â − mean)/std of one number is 0: the policy would never move."""
+    alone = {"rollout": {"environments": 4, "steps": 8}, "objective": {"reuse": {"epochs": 1, "minibatches": 32}}}
+    with pytest.raises(SurefootError, match=r"objective\.reuse\.minibatches=32: minibatches of one step have advantages of 0"):
+        find_recipe("CartPole-v1", {**alone, "objective": {**alone["objective"], "normalise_advantages": "minibatch"}})
+    find_recipe("CartPole-v1", {**alone, "objective": {**alone["objective"], "normalise_advantages": "batch"}})

@@ -1,12 +1,19 @@
 """The working folder may be a stranger's: what only reads imports nothing from it. What runs a task of one's own finds it."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import gymnasium
+import numpy as np
 import pytest
 
+import surefoot
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
+from surefoot.runs.folder import RunFolder
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 SCRIPT = [sys.executable, "-P", "-c", "from surefoot.cli.main import main; main()"]
 """as the installed command: the working folder is not on its path"""
@@ -35,7 +42,7 @@ def strange(tmp_path_factory):
     return path
 
 
-def surefoot(start, *words, folder):
+def command(start, *words, folder):
     return subprocess.run([*start, *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -51,7 +58,7 @@ EVALUATE = ["evaluate", ".", "--episodes", "1"]
     ],
 )
 def test_a_command_imports_nothing_from_the_folder_that_it_reads_in(strange, start, words):
-    done = surefoot(start, *words, folder=strange)
+    done = command(start, *words, folder=strange)
     assert done.returncode in (0, 1), done.stderr
     assert [path.name for path in strange.iterdir() if path.name.startswith("sprung")] == []
 
@@ -64,7 +71,7 @@ def test_a_task_in_the_working_folder_is_found_with_the_modules_beside_it(tmp_pa
     (tmp_path / "json.py").write_text("raise SystemExit('not of the library')")
     words = ["--steps", "16", "--rollout.environments", "2", "--rollout.steps", "8", "--objective.reuse.minibatches", "4"]
     words += ["--rollout.backend", backend, "--evaluation.episodes", "0", "--run-dir", "run", "--quiet"]
-    done = surefoot(start, "train", "robot:make", *words, folder=tmp_path)
+    done = command(start, "train", "robot:make", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -76,3 +83,47 @@ def test_cells_in_processes_of_their_own_find_a_task_in_the_working_folder(tmp_p
     words = ["--steps", "256", "--seeds", "2", "--jobs", "2", "--episodes", "1", "--run-dir", "cells", "--algorithms", "A2C"]
     done = surefoot(SCRIPT, "compare-algorithms", "robot:make", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+class Wandering(gymnasium.Env):
+    """Goes to a folder of its own when it is made and in every step, as simulators with scratch files do."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, scratch):
+        self.scratch = scratch
+        os.chdir(scratch)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        os.chdir(self.scratch)
+        return np.zeros(1, np.float32), 1.0, False, True, {}
+
+
+def test_a_run_stays_in_its_folder_when_an_environment_changes_the_working_folder(tmp_path, monkeypatch):
+    home, scratch = tmp_path / "home", tmp_path / "scratch"
+    home.mkdir()
+    scratch.mkdir()
+    monkeypatch.chdir(home)
+    small = {
+        "preset": "none",
+        "rollout": {"environments": 2, "steps": 16},
+        "objective": {"reuse": {"epochs": 1, "minibatches": 2}},
+    }
+    begin = {**small, "display": False, "steps": 64, "evaluation": {"episodes": 0}, "checkpoint": {"every": 32}}
+    surefoot.train(lambda: Wandering(scratch), run_dir="run", **begin)
+    assert Path.cwd() == home
+    assert surefoot.resume("run", task=lambda: Wandering(scratch), steps=128, display=False).recipe.steps == 128
+    assert Path.cwd() == home
+    assert list(scratch.iterdir()) == []
+    assert [row["steps"] for row in read_metrics(home / "run" / "metrics.jsonl")] == [32, 64, 96, 128]
+
+
+def test_lines_name_a_run_as_it_was_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.reserve(tmp_path / "runs" / "a", shown=Path("runs/a"))
+    assert folder.as_shown(f"the model is in {folder.path / 'model'}") == "the model is in runs/a/model"
+    folder.close()

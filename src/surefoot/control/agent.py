@@ -293,7 +293,7 @@ class Agent(nn.Module):
         if ours != theirs:
             raise SurefootError(f"start={name!r}: has spaces {theirs}, the task has {ours}; choose an agent of the same spaces")
         before, now = (
-            {f"network.{key}": value for key, value in a.recipe.network if key != "log_std"}
+            {f"network.{key}": value for key, value in a.recipe.network}
             | {f"normalise.{key}": getattr(a.recipe.normalise, key) for key in ("observations", "actions")}
             for a in (other, self)
         )

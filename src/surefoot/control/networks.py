@@ -179,14 +179,14 @@ class NatureCNN(nn.Module):
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
     """A layer with orthogonal weights from the generator, and zero bias."""
     with torch.random.fork_rng(devices=[]):  # its default weights, which are overwritten, use the global generator
-        layer = nn.Linear(inputs, outputs)
+        layer = nn.Linear(inputs, outputs, dtype=torch.float32)  # whatever default an environment's package has set
     _initialise(layer, gain, generator)
     return layer
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int, generator: torch.Generator) -> nn.Conv2d:
     with torch.random.fork_rng(devices=[]):
-        layer = nn.Conv2d(inputs, outputs, size, stride)
+        layer = nn.Conv2d(inputs, outputs, size, stride, dtype=torch.float32)
     _initialise(layer, math.sqrt(2), generator)
     return layer
 
@@ -304,7 +304,7 @@ class EpisodicLSTM(nn.Module):
 
     def __init__(self, inputs: int, width: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(inputs, width, batch_first=True, device="meta").to_empty(device="cpu")
+        self.lstm = nn.LSTM(inputs, width, batch_first=True, device="meta", dtype=torch.float32).to_empty(device="cpu")
         for name, parameter in self.lstm.named_parameters():
             if name.startswith("weight"):
                 nn.init.orthogonal_(parameter, generator=generator)

@@ -33,6 +33,9 @@ from surefoot.functional import categorical_kl, gaussian_kl, token_entropy, toke
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.control import Network
 
+EXPONENTIALS = 4.0
+"""a softmax as a term of ``magnitude``: compiled exponentials are exact to 20 units in the last place only"""
+
 
 class ReparameterisedSampling(ABC):
     """Sampling in two steps: draw noise, then transform it by a deterministic function."""
@@ -48,6 +51,12 @@ class ReparameterisedSampling(ABC):
     def sample(self, generator: torch.Generator) -> Tensor:
         """One action per state."""
         return self.transform(self.noise(generator))
+
+    @abstractmethod
+    def magnitude(self, actions: Tensor) -> Tensor:
+        """The absolute values of the terms that make log π(a), summed: times the epsilon of their type, about how far rounding
+        moves it.   [...]
+        """
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,10 @@ class Logits(ReparameterisedSampling):
         """The likeliest choices.   [...] integer"""
         return self.logits.argmax(-1)
 
+    def largest(self) -> Tensor:
+        """The largest absolute logit of each choice, excluded options apart, and the term of its softmax.   [...]"""
+        return self.logits.masked_fill(self.logits.isinf(), 0.0).abs().amax(-1) + EXPONENTIALS
+
 
 @dataclass(frozen=True)
 class Categorical(Logits):
@@ -78,6 +91,10 @@ class Categorical(Logits):
     def log_prob(self, actions: Tensor) -> Tensor:
         """log π(a).   [...] integer -> [...]"""
         return token_log_probs(self.logits, actions)
+
+    def magnitude(self, actions: Tensor) -> Tensor:
+        """|log π(a)|, the largest logit and the softmax.   [...]"""
+        return self.log_prob(actions).abs() + self.largest()
 
     def entropy(self) -> Tensor:
         """In nats.   [...]"""
@@ -95,6 +112,10 @@ class MultiCategorical(Logits):
     def log_prob(self, actions: Tensor) -> Tensor:
         """log π(a), summed over the choices.   [..., d] integer -> [...]"""
         return token_log_probs(self.logits, actions).sum(-1)
+
+    def magnitude(self, actions: Tensor) -> Tensor:
+        """The same for every choice, summed.   [...]"""
+        return self.log_prob(actions).abs() + self.largest().sum(-1)
 
     def entropy(self) -> Tensor:
         """In nats, summed over the choices.   [...]"""
@@ -125,6 +146,13 @@ class DiagonalGaussian(ReparameterisedSampling):
         """Log-density of the action as sampled, before clipping.   [..., d] -> [...]"""
         scaled = (actions - self.mean) * torch.exp(-self.log_std)
         return -(0.5 * scaled.square() + self.log_std).sum(-1) - 0.5 * math.log(2 * math.pi) * self.mean.shape[-1]
+
+    def magnitude(self, actions: Tensor) -> Tensor:
+        """Its terms, and the rounding of mean and action, which 1/σ multiplies.   [..., d] -> [...]"""
+        inverse = torch.exp(-self.log_std)
+        scaled = ((actions - self.mean) * inverse).abs()
+        moved = scaled * inverse * (1 + self.mean.abs() + actions.abs())
+        return (scaled.square() + self.log_std.abs() + 1 + moved).sum(-1)
 
     def entropy(self) -> Tensor:
         """Differential entropy in nats.   [...]"""
@@ -168,7 +196,7 @@ class ActorCritic(Policy):
         self.choices, self.single = choices(action_space), isinstance(action_space, spaces.Discrete)
         outputs = sum(self.choices) if self.choices else math.prod(action_space.shape or ())
         self.actor_trunk = make_trunk(observation_space, network, generator, functions, network.actor_parts)
-        self.log_std = None if self.choices else nn.Parameter(torch.full((outputs,), network.log_std))
+        self.log_std = None if self.choices else nn.Parameter(torch.full((outputs,), network.log_std, dtype=torch.float32))
         width = self.actor_trunk.width
         self.actor_memory = None if network.lstm is None else EpisodicLSTM(width, network.lstm, generator)
         self.actor_head = linear(network.lstm or width, outputs, 0.01, generator)
@@ -236,7 +264,7 @@ class ActorCritic(Policy):
         if self.actor_memory is None:
             return None
         lstms, width = 1 if self.critic_trunk is None else 2, self.actor_memory.lstm.hidden_size
-        return torch.zeros(count, lstms, 2, width, device=self.actor_head.weight.device)
+        return torch.zeros(count, lstms, 2, width, dtype=torch.float32, device=self.actor_head.weight.device)
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """Trunk and head of a separate critic; empty if the trunk is shared."""

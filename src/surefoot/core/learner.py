@@ -26,6 +26,7 @@ from surefoot.core.steps.trpo import EagerPasses, NaturalStepper
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError, cause_of
 from surefoot.functional import adapt_kl_penalty, adapt_learning_rate, masked_moments
+from surefoot.functional.masking import keep_only
 
 ScheduleFunction = Callable[[float], float]
 """from the remaining share of the budget, 1 at the start, to a factor"""
@@ -41,10 +42,11 @@ RATE_SCALE = "learning_rate_factor"
 """the name in ``LearnerState.coefficients`` of the scale that a callback has set"""
 
 START_TOLERANCE = 1e-4
-"""largest distance of the ratio from 1 before the first step, for a policy that computes in float32"""
+"""largest distance of the ratio from 1 before the first step, for a policy that computes in float32, unless rounding explains
+more"""
 
-SHARP_TOLERANCE = 1e-2
-"""the same after the first iteration: a policy that has become sharp multiplies the rounding of its means by 1/σ"""
+ROUNDING = 8.0
+"""by how many units in the last place of all that makes a log-probability two passes may differ"""
 
 
 class Learner:
@@ -240,8 +242,7 @@ class Learner:
             for minibatch in stepper.minibatches(batch, count, context):
                 step = stepper.prepare(minibatch, context)
                 if not steps.terms:
-                    tolerance = SHARP_TOLERANCE if context.state.iteration else START_TOLERANCE
-                    steps.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact, tolerance)
+                    steps.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact)
                 if largest_kl is not None and self._kl(step) > largest_kl:
                     steps.add(step)
                     return epoch, True
@@ -364,24 +365,36 @@ def credit_metrics(rollout: Rollout, credit: Credit, critic: bool) -> Metrics:
     return metrics | {"advantage_mean": finite_or_none(moments.mean), "advantage_std": finite_or_none(moments.var.sqrt())}
 
 
-def check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: bool, tolerance: float) -> float:
+def check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: bool) -> float:
     """The ratio furthest from 1 before the first step on a batch, which must be 1.
 
     exact   whether the policy computes in float32 or better
 
-    Raises SurefootError if an exact ratio is further than ``tolerance`` from 1.
+    Raises SurefootError if an exact ratio is not 1 up to rounding.
     """
     smallest, largest = range_over_ranks(*ratios)
     furthest = largest if largest - 1 > 1 - smallest else smallest
     if rollout.old_log_probs is None:
         return 1.0
     exact = exact and rollout.old_log_probs.dtype in (torch.float32, torch.float64)
-    if exact and abs(furthest - 1) > tolerance:
+    off = abs(furthest - 1)
+    if exact and off > START_TOLERANCE and off > (tolerance := max(START_TOLERANCE, rounding(rollout))):
         raise SurefootError(
             f"ratio_at_start={furthest:.6f}: before the first step π_θ must equal π_old (ratio 1 ± {tolerance:g}); the policy "
             "scores actions differently in training than in the rollout (dropout, batch-dependent layers, a changed normaliser)"
         )
     return furthest
+
+
+def rounding(rollout: Rollout) -> float:
+    """How far from 1 rounding may take a ratio before the first step, on any rank: sharp policies and those with hundreds of
+    actions at a time have log-probabilities of large terms.
+    """
+    assert rollout.old_log_probs is not None
+    magnitude = getattr(rollout.old_distribution, "magnitude", None)
+    terms = rollout.old_log_probs.abs() if magnitude is None else magnitude(rollout.actions)
+    largest = float(all_max(keep_only(terms, rollout.mask).amax()))
+    return ROUNDING * torch.finfo(rollout.old_log_probs.dtype).eps * largest
 
 
 def _explained_variance(rollout: Rollout, credit: Credit) -> float | None:

@@ -46,7 +46,7 @@ def run_loop(
             if state.faults == FAULTS_IN_A_ROW:
                 raise SurefootError(
                     f"{fault}; {FAULTS_IN_A_ROW} consecutive updates were skipped; fix the environment or "
-                    "network.custom, or lower the learning rate, then resume from the last checkpoint"
+                    "network.custom, or lower the learning rate or the entropy bonus, then resume from the last checkpoint"
                 ) from fault
             continue
         state.steps += steps

@@ -209,7 +209,7 @@ class Curve:
         means = [float(block.values.mean()) for block in self.blocks()]
         if len(means) < 3:
             return 0.0
-        differences = np.abs(np.diff(means, 1 if slopes else 2)).tolist()
+        differences: list[float] = np.abs(np.diff(means, 1 if slopes else 2)).tolist()
         # np.median would import numpy.ma, 1 MB, in the middle of a run.
         return statistics.median(differences) * 1.4826 / math.sqrt(2 if slopes else 6)
 

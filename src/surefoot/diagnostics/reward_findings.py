@@ -115,6 +115,7 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     evidence = ((kl,) if kl_measured else ()) + (entropy,)
     if bounds is not None:
         cause, more, evidence = bounds[0], (bounds[1],), (curves["actions_clipped"], *evidence)
+        tries = tuple(each for each in tries if not each.startswith("explore"))
     return Finding(
         "return_flat",
         "warning",
@@ -134,6 +135,10 @@ def bounds_missed(curves: RunCurves, recipe: Recipe | None) -> tuple[str, str] |
     share = float(clipped.values.mean())
     stretch = "set normalise.actions = true: −1 … 1 of the policy is then stretched over bounds that are finite"
     if share > 0.9:
+        widened = ends(curves["entropy"])
+        if recipe is not None and recipe.objective.entropy_coefficient and widened is not None and widened[1] > widened[0] + 1:
+            bonus = f"a smaller objective.entropy_coefficient (it is {recipe.objective.entropy_coefficient:g})"
+            return "the entropy bonus widens the policy without end, because noise beyond the bounds costs nothing", bonus
         cause = f"{share:.0%} of the sampled actions are outside the bounds, and are clipped to the same few values"
         here = "a smaller network.log_std; or, if a bound is infinite, an environment wrapper for actions of about ±1"
         return cause, here if stretched else stretch

@@ -1,6 +1,6 @@
 """Checks of updates: steps that are too large or too small, a wrong start, collapsed entropy, and a poor critic."""
 
-from surefoot.core.learner import SHARP_TOLERANCE, START_TOLERANCE
+from surefoot.core.learner import START_TOLERANCE
 from surefoot.diagnostics import Curve, Finding, RunCurves, in_words
 from surefoot.diagnostics.reward_findings import CLEAR, earnings, ends, raise_kl_penalty, rise
 from surefoot.recipes.base import Recipe
@@ -236,10 +236,10 @@ BFLOAT16 = (
     "bfloat16 rounds numbers to three digits; ratios, clip fractions and KL have that much noise",
     "precision = 'float32', which has no such noise",
 )
-SHARP = (
-    "the policy has become so sharp that the rounding of float32 shows; it does no harm, but such a policy hardly explores",
-    "a higher objective.entropy_coefficient",
-    "a lower optimizer.learning_rate, or fewer objective.reuse.epochs",
+FLOAT32 = (
+    "log-probabilities are sums of large terms, whose rounding shows: a narrow policy (small σ), or hundreds of actions at a "
+    "time; it does no harm",
+    "nothing, as long as it stays far below the clip",
 )
 """a cause of ratios that are not 1 before the first step, and what helps"""
 
@@ -254,7 +254,7 @@ def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     here = ratio.part(furthest, furthest + 1)
     in_float32 = getattr(recipe, "precision", "float32") == "float32"
     if in_float32:
-        cause, *advice = SHARP if off[0] <= START_TOLERANCE and off.max() <= SHARP_TOLERANCE else ELSEWHERE
+        cause, *advice = FLOAT32 if off.max() <= 1e-2 else ELSEWHERE  # the learner rejects what rounding does not explain
     else:
         cause, *advice = BFLOAT16 if off.max() < 0.1 else ELSEWHERE
     serious = cause == ELSEWHERE[0]

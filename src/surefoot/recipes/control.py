@@ -243,6 +243,12 @@ class ControlRecipe(Recipe):
                 f"(rollout.environments={environments} x rollout.steps={steps}); "
                 f"choose a divisor, such as {nearest_divisor(self.batch_size, reuse.minibatches)}"
             )
+        alone = reuse and not self.network.lstm and self.batch_size == reuse.minibatches
+        if reuse and alone and self.objective.normalise_advantages == "minibatch":
+            raise SurefootError(
+                f"objective.reuse.minibatches={reuse.minibatches}: minibatches of one step have advantages of 0 once they are "
+                "normalised; set fewer, or objective.normalise_advantages = 'batch'"
+            )
         if self.optimizer.micro_batch_tokens is not None:
             raise SurefootError(
                 f"optimizer.micro_batch_tokens={self.optimizer.micro_batch_tokens}: counts tokens of text, and control has "

@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -152,6 +153,20 @@ def _with_fields(signature: inspect.Signature) -> inspect.Signature:
 train.__signature__ = _with_fields(inspect.signature(train))  # type: ignore[attr-defined]
 
 
+@contextmanager
+def same_working_folder() -> Iterator[None]:
+    """Return to the working folder in the end: an environment may change it."""
+    home = None
+    with suppress(OSError):  # it was removed
+        home = os.getcwd()
+    try:
+        yield
+    finally:
+        if home is not None:
+            os.chdir(home)
+
+
+@same_working_folder()
 def start(
     recipe: Recipe,
     run_dir: Path | None,
@@ -186,6 +201,7 @@ def start(
     with together():
         check_trackers(recipe, run_dir)
     run_dir = from_first(run_dir)
+    place = None if run_dir is None else run_dir.absolute()  # an environment may change the working folder
     if run_dir is not None and on_first(lambda: note(f"began {run_dir}")):  # and then a rank died
         if on_first(lambda: _is_finished(run_dir, recipe)):
             return load(run_dir)
@@ -200,8 +216,8 @@ def start(
     recipe, choice = with_engine(make_recipe(on_first(lambda: to_table(with_pinned_data(recipe)))))
     try:
         with together():
-            if main and run_dir is not None and rows:
-                folder = RunFolder.reserve(run_dir, rows)  # the world reads them there
+            if main and place is not None and rows:
+                folder = RunFolder.reserve(place, rows, run_dir)  # the world reads them there
         with together():
             world = _make_world(recipe, task, functions)
             _start_from(world, agent)
@@ -210,11 +226,11 @@ def start(
             if asked == "auto" and isinstance(world, ControlWorld):
                 session.use_eager = world.use_eager
         with together():
-            if main and run_dir is not None:  # last, so that a rejected recipe leaves no folder
-                session.folder = folder = folder or RunFolder.reserve(run_dir)
+            if main and place is not None:  # last, so that a rejected recipe leaves no folder
+                session.folder = folder = folder or RunFolder.reserve(place, shown=run_dir)
                 folder.begin(recipe, None if origin is None else asdict(origin))
                 if agent is not None:
-                    agent.save(run_dir / START)
+                    agent.save(place / START)
                 note(f"began {run_dir}", "yes")
         session.run()
         return world.result
@@ -264,6 +280,7 @@ def resume(
     return _continue(run_dir, again, shown, callback, several, task, steps=steps, allow_changes=allow_changes)
 
 
+@same_working_folder()
 def _continue(
     run_dir: Path,
     functions_of: Callable[[Recipe], Functions],

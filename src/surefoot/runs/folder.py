@@ -104,16 +104,24 @@ def check_free(path: Path) -> None:
 
 
 class RunFolder:
-    """One run's folder, opened for writing by this process alone until ``close``."""
+    """One run's folder, opened for writing by this process alone until ``close``.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints, self.best = path / "checkpoints", path / "best"
-        self._lock = filelock.FileLock(path / LOCK)
+    shown   its name in messages; default: the path as given. The path itself is absolute, because environments may change the
+            working folder
+    """
+
+    def __init__(self, path: Path, shown: Path | None = None) -> None:
+        self.path, self.shown = path.absolute(), shown or path
+        self.checkpoints, self.best = self.path / "checkpoints", self.path / "best"
+        self._lock = filelock.FileLock(self.path / LOCK)
         self._rows: list[Path] = []
 
+    def as_shown(self, line: str) -> str:
+        """A line with the folder's name instead of its absolute path."""
+        return line.replace(str(self.path), str(self.shown))
+
     @classmethod
-    def reserve(cls, path: Path, rows: Iterable[Path] = ()) -> "RunFolder":
+    def reserve(cls, path: Path, rows: Iterable[Path] = (), shown: Path | None = None) -> "RunFolder":
         """The folder of a new run, locked, with files of rows; SurefootError when it already holds something, or can't be made.
 
         It is not a run before ``begin``; ``discard`` removes it.
@@ -121,7 +129,7 @@ class RunFolder:
         check_free(path)
         with writing(path, OTHER_FOLDER):
             path.mkdir(parents=True, exist_ok=True)
-            run = cls(path)
+            run = cls(path, shown)
             run._acquire()
             try:
                 for file in rows:

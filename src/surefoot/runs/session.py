@@ -296,7 +296,8 @@ class Session:
             raise
         finally:
             with ExitStack() as closing:  # in reverse order; each, also after an error or a second signal in another
-                closing.callback(self.publish, RunEnd(self.state, run_folder, failed))
+                shown = None if self.folder is None else self.folder.shown
+                closing.callback(self.publish, RunEnd(self.state, shown, failed))
                 closing.callback(self._close_writer)
                 if self.profile is not None:
                     closing.callback(self.profile.close)
@@ -597,7 +598,7 @@ class Session:
         remedy = "nothing was kept: a run with a folder (run_dir) can be resumed"
         if self.folder is not None:
             ranks = f" --ranks {world_size()}" if world_size() > 1 else ""
-            remedy = f"continue with: surefoot resume {self.folder.path}{ranks}"
+            remedy = f"continue with: surefoot resume {self.folder.shown}{ranks}"
         raise Interrupted(f"stopped at step {self.state.steps}; {remedy}")
 
     def _export(self) -> None:
@@ -609,7 +610,7 @@ class Session:
 
     def _finish(self, folder: RunFolder) -> None:
         for line in self.world.finish(folder.path):
-            self.message(line)
+            self.message(folder.as_shown(line))
         if self.world.exports_model:
             folder.finish(self.state.steps)
 

@@ -202,7 +202,7 @@ def concatenated(parts: list[Any]) -> Any:
 def _values(agent: Agent, values: Tensor | None, acted: Acted) -> tuple[Tensor, Tensor]:
     """V of every observation, and of every successor: the final observation where an episode was truncated."""
     if values is None:
-        zeros = torch.zeros(acted.truncated.shape, device=agent.device)
+        zeros = torch.zeros(acted.truncated.shape, dtype=torch.float32, device=agent.device)
         return zeros, zeros
     last = agent.values_of(acted.last, None if acted.lstm_state is None else acted.lstm_state[1])
     following = successor_values(values, last, truncated=acted.truncated.to(values.device))

@@ -5,7 +5,7 @@ row's action was ignored, so all modes yield the same transitions. Observations 
 the mask of the next action is one entry.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -107,6 +107,15 @@ def check_saved_count(saved: int, count: int) -> None:
         raise SurefootError(f"rollout.environments={count}: the checkpoint has {saved} environments; set that many")
 
 
+def check_same_actions(found: Sequence[gymnasium.Space[Any]], name: str, numbers: Iterable[int]) -> None:
+    """Raise SurefootError if environments, with these numbers, have other actions than the first: one policy acts in all."""
+    for number, space in zip(numbers, found, strict=False):
+        if space != found[0]:
+            raise SurefootError(
+                f"{name}: environment {number} has {space}, the first has {found[0]}; make all with the same actions"
+            )
+
+
 class LoopedEnvironments:
     """B environments stepped one after the other in this process, each reset as soon as its episode ends.
 
@@ -121,6 +130,7 @@ class LoopedEnvironments:
         self.environments = [make() for _ in range(count)]
         self.observation_space: gymnasium.Space[Any] = self.environments[0].observation_space
         self.action_space: gymnasium.Space[Any] = self.environments[0].action_space
+        check_same_actions([each.action_space for each in self.environments], name, range(first, first + count))
         self.reader = Reader(self.observation_space, self.action_space, count, name)
         self.observations = self.reader.empty()
         self.episodes = [-1] * count

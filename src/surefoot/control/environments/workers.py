@@ -33,7 +33,13 @@ import numpy as np
 
 from surefoot.control.environments import make_environments, maker, task_name
 from surefoot.control.environments.atari import ATARI
-from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, Step, check_saved_count
+from surefoot.control.environments.looped import (
+    LoopedEnvironments,
+    MakeEnvironment,
+    Step,
+    check_same_actions,
+    check_saved_count,
+)
 from surefoot.control.environments.observations import copied, environment_failure
 from surefoot.control.environments.shared import BY_ENVIRONMENT, arrays_of, layout_of, mapped, new_memory, step_of
 from surefoot.control.spaces import Array, Observations
@@ -116,6 +122,7 @@ class WorkerEnvironments:
                 with _signals_held():
                     self._workers.append(_start(pickled, config, needs_main, int(rows[0])))
             made = [self._receive(worker, max(deadline, START_TIMEOUT)) for worker in self._workers]
+            check_same_actions([space for _, space in made], self.name, [worker.first for worker in self._workers])
         except BaseException:
             self.close()
             raise
