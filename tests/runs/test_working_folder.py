@@ -81,7 +81,7 @@ def test_cells_in_processes_of_their_own_find_a_task_in_the_working_folder(tmp_p
     (tmp_path / "tools.py").write_text("def wrapped(env):\n    return env\n")
     (tmp_path / "pickle.py").write_text("raise SystemExit('not of the library')")
     words = ["--steps", "256", "--seeds", "2", "--jobs", "2", "--episodes", "1", "--run-dir", "cells", "--algorithms", "A2C"]
-    done = surefoot(SCRIPT, "compare-algorithms", "robot:make", *words, folder=tmp_path)
+    done = command(SCRIPT, "compare-algorithms", "robot:make", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
