@@ -206,7 +206,7 @@ class RunFolder:
         table = read_toml(self.path / "config.toml")
         if "trackers" not in table and any(self.path.glob("events.out.tfevents.*")):
             table = {**table, "trackers": ["tensorboard"]}
-        return make_recipe(with_own_rows(table, self.path))
+        return make_recipe(with_own_rows(table, self.shown))
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Replace config.toml (a run that was extended, or changed on purpose)."""
