@@ -1,5 +1,6 @@
 """The working folder may be a stranger's: what only reads imports nothing from it. What runs a task of one's own finds it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -119,6 +120,7 @@ def test_a_run_stays_in_its_folder_when_an_environment_changes_the_working_folde
     assert surefoot.resume("run", task=lambda: Wandering(scratch), steps=128, display=False).recipe.steps == 128
     assert Path.cwd() == home
     assert list(scratch.iterdir()) == []
+    assert json.loads((home / "run" / "environment.json").read_text())["working_folder"] == str(home)
     assert [row["steps"] for row in read_metrics(home / "run" / "metrics.jsonl")] == [32, 64, 96, 128]
 
 

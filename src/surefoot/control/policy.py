@@ -79,7 +79,7 @@ class Logits(ReparameterisedSampling):
         """The likeliest choices.   [...] integer"""
         return self.logits.argmax(-1)
 
-    def largest(self) -> Tensor:
+    def _terms(self) -> Tensor:
         """The largest absolute logit of each choice, excluded options apart, and the term of its softmax.   [...]"""
         return self.logits.masked_fill(self.logits.isinf(), 0.0).abs().amax(-1) + EXPONENTIALS
 
@@ -94,7 +94,7 @@ class Categorical(Logits):
 
     def magnitude(self, actions: Tensor) -> Tensor:
         """|log π(a)|, the largest logit and the softmax.   [...]"""
-        return self.log_prob(actions).abs() + self.largest()
+        return self.log_prob(actions).abs() + self._terms()
 
     def entropy(self) -> Tensor:
         """In nats.   [...]"""
@@ -115,7 +115,7 @@ class MultiCategorical(Logits):
 
     def magnitude(self, actions: Tensor) -> Tensor:
         """The same for every choice, summed.   [...]"""
-        return self.log_prob(actions).abs() + self.largest().sum(-1)
+        return self.log_prob(actions).abs() + self._terms().sum(-1)
 
     def entropy(self) -> Tensor:
         """In nats, summed over the choices.   [...]"""

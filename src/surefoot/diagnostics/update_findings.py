@@ -238,8 +238,7 @@ BFLOAT16 = (
 )
 FLOAT32 = (
     "log-probabilities are sums of large terms, whose rounding shows: a narrow policy (small σ), or hundreds of actions at a "
-    "time; it does no harm",
-    "nothing, as long as it stays far below the clip",
+    "time; it does no harm as long as it stays far below the clip",
 )
 """a cause of ratios that are not 1 before the first step, and what helps"""
 

@@ -243,8 +243,13 @@ class ControlRecipe(Recipe):
                 f"(rollout.environments={environments} x rollout.steps={steps}); "
                 f"choose a divisor, such as {nearest_divisor(self.batch_size, reuse.minibatches)}"
             )
-        alone = reuse and not self.network.lstm and self.batch_size == reuse.minibatches
-        if reuse and alone and self.objective.normalise_advantages == "minibatch":
+        steps_alone = not self.network.lstm and not self.objective.needs_whole_episodes
+        if (
+            reuse
+            and steps_alone
+            and self.batch_size == reuse.minibatches
+            and self.objective.normalise_advantages == "minibatch"
+        ):
             raise SurefootError(
                 f"objective.reuse.minibatches={reuse.minibatches}: minibatches of one step have advantages of 0 once they are "
                 "normalised; set fewer, or objective.normalise_advantages = 'batch'"

@@ -42,7 +42,16 @@ from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, 
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, require
 from surefoot.runs.display import display_here
 from surefoot.runs.events import Listener
-from surefoot.runs.folder import ROWS, RunFolder, check_free, checkpoint_to_load, is_model, kind_of, table_differences
+from surefoot.runs.folder import (
+    ROWS,
+    RunFolder,
+    check_free,
+    checkpoint_to_load,
+    environment,
+    is_model,
+    kind_of,
+    table_differences,
+)
 from surefoot.runs.reading import FINISHED
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
@@ -214,6 +223,7 @@ def start(
             check_free(run_dir)  # before models are read
     asked = recipe.engine
     recipe, choice = with_engine(make_recipe(on_first(lambda: to_table(with_pinned_data(recipe)))))
+    facts = environment(recipe) if main and place is not None else {}
     try:
         with together():
             if main and place is not None and rows:
@@ -228,7 +238,7 @@ def start(
         with together():
             if main and place is not None:  # last, so that a rejected recipe leaves no folder
                 session.folder = folder = folder or RunFolder.reserve(place, shown=run_dir)
-                folder.begin(recipe, None if origin is None else asdict(origin))
+                folder.begin(recipe, facts, None if origin is None else asdict(origin))
                 if agent is not None:
                     agent.save(place / START)
                 note(f"began {run_dir}", "yes")

@@ -217,8 +217,8 @@ METRICS: dict[str, Metric] = {
         "the ρ furthest from 1 in the first minibatch, before anything moved; 1 up to rounding",
         low=0.9999,
         high=1.0001,
-        why_low="training scores actions differently from the rollout",
-        why_high="training scores actions differently from the rollout",
+        why_low="training scores actions differently from the rollout; slightly, and with a small σ, it is rounding",
+        why_high="training scores actions differently from the rollout; slightly, and with a small σ, it is rounding",
     ),
     "preference_loss": Metric(
         "ONLINE_DPO: mean DPO loss of the pairs of the iteration, before its update; below 0.69 if the implicit rewards "
