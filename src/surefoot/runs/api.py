@@ -238,7 +238,7 @@ def start(
         with together():
             if main and place is not None:  # last, so that a rejected recipe leaves no folder
                 session.folder = folder = folder or RunFolder.reserve(place, shown=run_dir)
-                folder.begin(recipe, facts, None if origin is None else asdict(origin))
+                folder.begin(recipe, None if origin is None else asdict(origin), facts)
                 if agent is not None:
                     agent.save(place / START)
                 note(f"began {run_dir}", "yes")

@@ -152,15 +152,17 @@ class RunFolder:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def begin(self, recipe: Recipe, facts: Mapping[str, Any], preset: Mapping[str, Any] | None = None) -> None:
+    def begin(self, recipe: Recipe, preset: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
         """Write the recipe: from now on this is a run.
 
-        facts   those of ``environment``, from before an environment was made, which may change the working folder
         preset  the name of the preset that the recipe has settings from, and which; environment.json keeps it
+        facts   those of ``environment`` from before the task was made, which may change the working folder; default: now
         """
         with writing(self.path, OTHER_FOLDER):
             write_text(self.path / "config.toml", to_toml(recipe))
-            write_text(self.path / "environment.json", json.dumps({**facts, "preset": preset}, indent=1))
+            write_text(
+                self.path / "environment.json", json.dumps({**(facts or environment(recipe)), "preset": preset}, indent=1)
+            )
         self._rows = []
 
     def change_engine(self, recipe: Recipe) -> None:
