@@ -57,12 +57,20 @@ CLAIMS = {claim.key: (experiment, claim) for experiment in EXPERIMENTS.values() 
 # ---- cells ------------------------------------------------------------------------------------------------------------
 
 
-def run_cell(experiment: Experiment, cell: Cell, runs: Path) -> None:
-    """Run a cell in its folder inside ``runs``, unless it is finished or another process works on it."""
+def run_cell(experiment: Experiment, cell: Cell, runs: Path, *, wait: bool = False) -> None:
+    """Run a cell in its folder inside ``runs``, after those that it reads, unless it is finished.
+
+    A cell that another process works on is left to it, or waited for.
+    """
+    if cell.file.exists():
+        return
+    for patient in (False, True):  # all that nobody works on, then the others
+        for each in cell.first:
+            run_cell(experiment, each, runs, wait=patient)
     folder = runs / cell.file.parent.name / cell.file.stem  # of the file, which experiments may share
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with filelock.FileLock(folder / ".cell.lock", timeout=0):
+        with filelock.FileLock(folder / ".cell.lock", timeout=-1 if wait else 0):
             if cell.file.exists():
                 return
             started, before = cpu_seconds(), folder / ".cpu_seconds"  # of earlier attempts, which stopped

@@ -160,7 +160,7 @@ def test_the_recipes_of_cells_that_train_control_runs_are_valid(
     ledger: Any, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only training is replaced; of seeds that differ in nothing else, the first one is enough."""
-    from claims import training
+    from claims import algorithms, training
 
     made = []
 
@@ -169,6 +169,7 @@ def test_the_recipes_of_cells_that_train_control_runs_are_valid(
         return {"label": cell.label, "curves": {}, "last_100_mean": 0.0}
 
     monkeypatch.setattr(training.cells, "train_cell", kept)
+    monkeypatch.setattr(algorithms, "best_rate", lambda tried: algorithms.A2C_RATES[1])
     own = [cell for cell in ledger.EXPERIMENTS[key].cells.values() if cell.file.parent.name == key and cell.name.endswith("-1")]
     for cell in own:
         if not any(word in cell.name for word in ("random", "sorting", "cost")):
@@ -283,6 +284,42 @@ def test_a_cell_that_another_process_works_on_is_left_to_it(ledger: Any, one: An
     with filelock.FileLock(folder / ".cell.lock"):
         assert ledger.run_cells(experiment, [], tmp_path) == 0
     assert not calls
+
+
+@pytest.mark.timeout(60)
+def test_a_cell_runs_after_those_that_it_reads_and_waits_for_one_that_another_process_works_on(
+    ledger: Any, one: Any, tmp_path: Path
+) -> None:
+    experiment, _ = one
+    order: list[str] = []
+    lock = filelock.FileLock(tmp_path / "runs" / "results" / "slow" / ".cell.lock", thread_local=False)
+
+    def named(name: str, first: tuple[Any, ...] = ()) -> Any:
+        def work(folder: Path) -> dict[str, Any]:
+            order.append(name)
+            if name == "quick":
+                lock.release()  # the other process stops when "quick" has run, so "quick" did not wait for it
+            return {}
+
+        return replace(experiment.cells["a"], name=name, work=work, file=tmp_path / "results" / f"{name}.json", first=first)
+
+    first = named("slow"), named("quick")
+    last = replace(experiment, cells={"last": named("last", first), "other": named("other", first)})
+    Path(lock.lock_file).parent.mkdir(parents=True)
+    lock.acquire()
+    assert ledger.run_cells(last, [], tmp_path / "runs") == 0
+    assert order == ["quick", "slow", "last", "other"]
+
+
+def test_the_rate_of_a2c_has_the_highest_mean_over_its_tuning_seeds(tmp_path: Path) -> None:
+    from claims import algorithms
+
+    tried = []
+    for cell, score in zip(algorithms.tuning_cells("Hopper-v5"), [5.0, 0.0, 3.0, 3.0, 4.0, 1.5], strict=True):
+        tried.append(replace(cell, file=tmp_path / cell.file.name))
+        tried[-1].file.write_text(json.dumps({"last_100_mean": score}))
+    assert [cell.name for cell in tried[:2]] == ["Hopper-v5-A2C_0.0003-11", "Hopper-v5-A2C_0.0003-12"]
+    assert algorithms.best_rate(tried) == algorithms.A2C_RATES[1]
 
 
 def test_a_cell_that_fails_leaves_no_result_and_stops_no_other(

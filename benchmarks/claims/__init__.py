@@ -38,6 +38,8 @@ class Cell:
     the experiments: ``folder.parents[1]``"""
     file: Path
     """of the result"""
+    first: tuple["Cell", ...] = ()
+    """those whose results its work reads; they run before it"""
 
 
 @dataclass(frozen=True)
