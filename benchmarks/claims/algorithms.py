@@ -20,7 +20,10 @@ from claims.training import MUJOCO, random_cell, recipe_of, run_cell, trained, w
 FOUR = ("Hopper-v5", "HalfCheetah-v5", "Walker2d-v5", "Swimmer-v5")
 OTHERS = {"TRPO": "TRPO", "PPO_PENALTY": "the fixed penalty", "PPO_PENALTY_ADAPTIVE": "the adaptive penalty", "A2C": "A2C"}
 A2C_RATES, A2C_TUNED_ON = (3e-4, 7e-4, 1.5e-3), (11, 12)
-A2C_LOSES = "On 2,048 samples PPO_CLIP takes 320 steps and A2C 16; on HalfCheetah and Swimmer the best rate of A2C was the highest tried."
+A2C_LOSES = (
+    "On 2,048 samples PPO_CLIP takes 320 steps and A2C 16; on HalfCheetah and Swimmer A2C's best rate was the highest "
+    "of those tried."
+)
 A2C_SETTINGS: dict[str, Any] = {**MUJOCO, "rollout": {"environments": 8, "steps": 16}}
 
 
