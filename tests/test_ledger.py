@@ -160,7 +160,7 @@ def test_the_recipes_of_cells_that_train_control_runs_are_valid(
     ledger: Any, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only training is replaced; of seeds that differ in nothing else, the first one is enough."""
-    from claims import algorithms, training
+    from claims import training, tuning
 
     made = []
 
@@ -169,7 +169,7 @@ def test_the_recipes_of_cells_that_train_control_runs_are_valid(
         return {"label": cell.label, "curves": {}, "last_100_mean": 0.0}
 
     monkeypatch.setattr(training.cells, "train_cell", kept)
-    monkeypatch.setattr(algorithms, "best_rate", lambda tried: algorithms.A2C_RATES[1])
+    monkeypatch.setattr(tuning, "best_rate", lambda tried, score: max(tried))
     own = [cell for cell in ledger.EXPERIMENTS[key].cells.values() if cell.file.parent.name == key and cell.name.endswith("-1")]
     for cell in own:
         if not any(word in cell.name for word in ("random", "sorting", "cost")):
@@ -311,15 +311,43 @@ def test_a_cell_runs_after_those_that_it_reads_and_waits_for_one_that_another_pr
     assert order == ["quick", "slow", "last", "other"]
 
 
-def test_the_rate_of_a2c_has_the_highest_mean_over_its_tuning_seeds(tmp_path: Path) -> None:
-    from claims import algorithms
+def test_the_rate_of_a_tuned_cell_has_the_highest_mean_over_the_cells_that_try_it(one: Any, tmp_path: Path) -> None:
+    from claims import Cell, tuning
 
-    tried = []
-    for cell, score in zip(algorithms.tuning_cells("Hopper-v5"), [5.0, 0.0, 3.0, 3.0, 4.0, 1.5], strict=True):
-        tried.append(replace(cell, file=tmp_path / cell.file.name))
-        tried[-1].file.write_text(json.dumps({"last_100_mean": score}))
-    assert [cell.name for cell in tried[:2]] == ["Hopper-v5-A2C_0.0003-11", "Hopper-v5-A2C_0.0003-12"]
-    assert algorithms.best_rate(tried) == algorithms.A2C_RATES[1]
+    experiment, _ = one
+
+    def trial(rate: float, seed: int, value: float) -> Cell:
+        file = tmp_path / f"{rate:g}-{seed}.json"
+        file.write_text(json.dumps({"value": value}))
+        return replace(experiment.cells["a"], name=file.stem, file=file)
+
+    scores = {1e-3: (5.0, 0.0), 2e-3: (3.0, 3.0), 4e-3: (4.0, 1.5)}
+    tried = {rate: [trial(rate, seed, value) for seed, value in enumerate(values)] for rate, values in scores.items()}
+
+    def run(rate: float) -> Cell:
+        return replace(experiment.cells["a"], work=lambda folder: {"trained_with": rate})
+
+    cell = tuning.tuned(run, tried, lambda result: float(result["value"]))
+    assert cell.work(tmp_path) == {"learning_rate": 2e-3, "trained_with": 2e-3}
+    assert [each.name for each in cell.first] == ["0.001-0", "0.001-1", "0.002-0", "0.002-1", "0.004-0", "0.004-1"]
+    assert (cell.name, cell.file) == ("a", experiment.cells["a"].file)
+
+
+def test_each_finished_cell_has_the_rate_that_its_tuning_gives() -> None:
+    from claims import algorithms, reviews, tuning
+
+    def rate_of(cell: Any) -> float:
+        return float(json.loads(cell.file.read_text("utf-8"))["learning_rate"])
+
+    edges = set()
+    for task in algorithms.FOUR:
+        best = tuning.best_rate(algorithms.tried_rates(task), algorithms.last_return)
+        assert {rate_of(algorithms.a2c_cell(task, seed)) for seed in algorithms.SEEDS} == {best}
+        edges |= {task} if best == max(algorithms.A2C_RATES) else set()
+    assert edges == {task for task in algorithms.FOUR if task.partition("-")[0] in algorithms.A2C_LOSES}
+    for method in reviews.METHODS:
+        best = tuning.best_rate(reviews.tried_rates(method), reviews.proxy)
+        assert {rate_of(reviews.method_cell(method, seed)) for seed in reviews.SEEDS} == {best}
 
 
 def test_a_cell_that_fails_leaves_no_result_and_stops_no_other(

@@ -1,10 +1,8 @@
 """E10 and E12: PPO beside TRPO, A2C and the penalties."""
 
-import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 from claims import LEDGER, Bound, Cell, Claim, Experiment, Result, Results, difference, single
 from claims.peers import SEEDS, last_returns, mujoco_cell, scaled_scores
 from claims.training import MUJOCO, random_cell, recipe_of, run_cell, trained, within
+from claims.tuning import Tried, cells_of, tuned
 
 # ---- E10 --------------------------------------------------------------------------------------------------------------
 
@@ -33,27 +32,19 @@ def a2c_with(rate: float, task: str, seed: int, name: str = "A2C") -> Cell:
     return run_cell("E10", f"{task}-{name}", task, "A2C", seed, changes, preset="mujoco")
 
 
-def tuning_cells(task: str) -> tuple[Cell, ...]:
+def tried_rates(task: str) -> Tried:
     """A2C with each of the rates on the seeds ``A2C_TUNED_ON``."""
-    return tuple(a2c_with(rate, task, seed, f"A2C_{rate:g}") for rate in A2C_RATES for seed in A2C_TUNED_ON)
+    return {rate: [a2c_with(rate, task, seed, f"A2C_{rate:g}") for seed in A2C_TUNED_ON] for rate in A2C_RATES}
 
 
-def best_rate(tried: Sequence[Cell]) -> float:
-    """The rate with the highest mean score among the results of ``tuning_cells``."""
-    scores = [json.loads(cell.file.read_text("utf-8"))["last_100_mean"] for cell in tried]
-    means = np.mean(np.reshape(scores, (len(A2C_RATES), len(A2C_TUNED_ON))), axis=1)
-    return A2C_RATES[int(np.argmax(means))]
+def last_return(result: Result) -> float:
+    """Mean return of the last 100 training episodes."""
+    return float(result["last_100_mean"])
 
 
 def a2c_cell(task: str, seed: int) -> Cell:
-    """A2C with the best rate of the task; a repeated claim keeps the ledger's rate."""
-    tried = tuning_cells(task)
-
-    def work(folder: Path) -> Result:
-        rate = best_rate(tried)
-        return {"learning_rate": rate, **a2c_with(rate, task, seed).work(folder)}
-
-    return replace(a2c_with(A2C_RATES[0], task, seed), work=work, first=tried)
+    """A2C with the best rate of the task."""
+    return tuned(lambda rate: a2c_with(rate, task, seed), tried_rates(task), last_return)
 
 
 def algorithm_cell(task: str, algorithm: str, seed: int) -> Cell:
@@ -177,7 +168,7 @@ E10 = Experiment(
         for cell in [
             *(random_cell("E14", task) for task in FOUR),
             *(cost_cell(number) for number in COST_ROUNDS),
-            *(cell for task in FOUR for cell in tuning_cells(task)),
+            *(cell for task in FOUR for cell in cells_of(tried_rates(task))),
             *(algorithm_cell(task, who, seed) for task in FOUR for who in ("PPO_CLIP", *OTHERS) for seed in SEEDS),
         ]
     },
