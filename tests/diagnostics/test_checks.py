@@ -157,6 +157,51 @@ def test_what_would_stop_a_training_at_its_fifth_step_is_reported(sick: Any, mes
     assert message in line
 
 
+class Forbidding(gymnasium.Env[Any, Any]):
+    """Raises at an action that its mask forbids: only one combination is allowed, another after each step."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, action_space: Any, sizes: tuple[int, ...], start: int) -> None:
+        self.action_space, self.sizes, self.start, self.t = action_space, sizes, start, 0
+
+    def _info(self) -> dict[str, Any]:
+        return {"action_mask": np.concatenate([np.arange(size) == self.t % size for size in self.sizes])}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), self._info()
+
+    def step(self, action: Any) -> Any:
+        assert (np.reshape(action, -1) - self.start).tolist() == [self.t % size for size in self.sizes], action
+        assert self.action_space.contains(action)
+        self.t += 1
+        return np.zeros(2, np.float32), float(self.np_random.normal()), self.t >= 10, False, self._info()
+
+
+@pytest.mark.parametrize(
+    ("action_space", "sizes", "start"),
+    [
+        (spaces.Discrete(3), (3,), 0),
+        (spaces.Discrete(3, start=-1), (3,), -1),
+        (spaces.MultiDiscrete([3, 2]), (3, 2), 0),
+        (spaces.MultiDiscrete([[3, 2], [2, 4]], start=[[5, 5], [5, 5]]), (3, 2, 2, 4), 5),
+        (spaces.MultiBinary(3), (2, 2, 2), 0),
+    ],
+    ids=str,
+)
+def test_an_environment_that_raises_at_forbidden_actions_passes(action_space: Any, sizes: tuple[int, ...], start: int) -> None:
+    checks = states(lambda: Forbidding(action_space, sizes, start))
+    assert {name: check[:2] for name, check in checks.items() if check[0] != "ok"} == {}
+
+
+def test_a_mask_of_the_wrong_length_is_reported_once_by_its_length() -> None:
+    checks = states(lambda: Forbidding(spaces.Discrete(3), (3, 2), 0))
+    wrong = "an action mask of length 5 where its action space needs length 3"
+    assert [name for name, check in checks.items() if wrong in check[1]] == ["observation"]
+
+
 @pytest.mark.parametrize("broken", [{"sees": 2.0}, {"random": True}], ids=["outside its space", "not replayed by a seed"])
 def test_an_environment_that_breaks_the_rules_fails(broken: dict[str, Any]) -> None:
     assert states(lambda: Task(**broken))["environment"][0] == "failed"

@@ -3,6 +3,7 @@
 import math
 import time
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
@@ -15,8 +16,8 @@ from surefoot.control.environments import is_tensor_environment, maker, task_nam
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite
 from surefoot.control.environments.tensor import TensorEnvironments
-from surefoot.control.normalise import ActionBounds
-from surefoot.control.spaces import NOT_FINITE, Array, ObservationPart, SpaceError, as_float32
+from surefoot.control.normalise import ActionBounds, action_converter
+from surefoot.control.spaces import MASK, NOT_FINITE, Array, ObservationPart, SpaceError, as_float32, choices, read_mask
 from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.diagnostics import Finding, check_result, failure
@@ -121,16 +122,40 @@ def check_environment(
         environment.close()
 
 
-class _ReadObservations(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Observations as training reads them: lists and arrays of other number types are arrays of the space's type."""
+class _AsTrained(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Observations and actions as in training, for Gymnasium's checker.
+
+    Lists and arrays of other number types are arrays of the space's type. Where the task masks actions, an allowed action
+    replaces the checker's, which ignores masks; it depends on the mask alone, so that steps repeat.
+    """
+
+    mask: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         observation, info = self.env.reset(seed=seed, options=options)
+        self.mask = _mask(info)
         return _as_read(self.observation_space, observation), info
 
     def step(self, action: Any) -> Any:
+        if self.mask is not None:
+            with suppress(SpaceError):  # training rejects the mask
+                action = _allowed_action(self.action_space, self.mask, np.random.default_rng(0))
         observation, *rest = self.env.step(action)
+        self.mask = _mask(rest[-1]) if rest else None
         return _as_read(self.observation_space, observation), *rest
+
+
+def _mask(info: Any) -> Any:
+    """The action mask in a step's info; None if there is none."""
+    return info.get(MASK) if isinstance(info, dict) else None
+
+
+def _allowed_action(space: gymnasium.Space[Any], mask: Any, draw: np.random.Generator) -> Any:
+    """A random action, as an environment takes it, that a mask allows; SpaceError if the mask doesn't fit the space."""
+    allowed = np.split(read_mask(mask, sizes := choices(space)), np.cumsum(sizes or ())[:-1])
+    picks = torch.tensor([draw.choice(np.flatnonzero(options)) for options in allowed])
+    batch = picks if isinstance(space, spaces.Discrete) else picks[None]
+    return action_converter(space, False)(batch)[0]
 
 
 def _as_read(space: Any, observation: Any) -> Any:
@@ -151,7 +176,7 @@ def _as_read(space: Any, observation: Any) -> Any:
 def _checked(name: str, environment: "gymnasium.Env[Any, Any]") -> Finding:
     own = environment.unwrapped if name in gymnasium.registry else environment
     verdict = _gymnasium_verdict(name, own)
-    return verdict if verdict.severity == "ok" else _gymnasium_verdict(name, _ReadObservations(own))
+    return verdict if verdict.severity == "ok" else _gymnasium_verdict(name, _AsTrained(own))
 
 
 def _gymnasium_verdict(name: str, own: "gymnasium.Env[Any, Any]") -> Finding:
@@ -211,17 +236,16 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Finding]
         reader = Reader(environment.observation_space, environment.action_space, 1, "")
     except SurefootError as error:
         return [check_result("observation", "serious", str(error))]
-    environment.action_space.seed(seed)
+    space = environment.action_space
+    space.seed(seed)
+    draw = np.random.default_rng(seed)
     started = time.perf_counter()
     try:
         observation, info = check_tuple(environment.reset(seed=seed), RESET)
         _read(reader, observation, info)
         for _ in range(STEPS):
-            mask = info.get("action_mask") if isinstance(info, dict) else None
-            discrete = isinstance(environment.action_space, gymnasium.spaces.Discrete) and mask is not None
-            action = (
-                environment.action_space.sample(np.asarray(mask, np.int8)) if discrete else environment.action_space.sample()
-            )
+            mask = _mask(info)
+            action = space.sample() if mask is None else _allowed_action(space, mask, draw)
             observation, reward, terminated, truncated, info = check_tuple(environment.step(action), STEP)
             rewards.append(float(as_float32(as_number(reward))))  # as training reads it
             _read(reader, observation, None if terminated or truncated else info)

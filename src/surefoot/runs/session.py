@@ -240,7 +240,7 @@ class Session:
         pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
         if done >= self.recipe.steps and exported and pending is None:
             raise SurefootError(
-                f"{run_folder}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps N"
+                f"{run_folder}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps above {done}"
             )
 
     def _load_learner(self, saved: dict[str, Any], checkpoint: Path) -> None:
