@@ -123,6 +123,17 @@ def test_the_result_of_a_long_name_is_broken_into_lines(surefoot, tmp_path):
     assert " ".join(out.split()).endswith(f"steps -> runs/{'n' * 80}")
 
 
+def test_several_seeds_are_all_checked_before_the_first_trains(command, tmp_path):
+    taken = tmp_path / "runs" / "many-seed2"
+    taken.mkdir(parents=True)
+    (taken / "notes.txt").touch()
+    code, _, err = command("train", "CartPole-v1", "--steps", "256", "--seeds", "2", "--name", "many", "--quiet")
+    assert (code, "many-seed2: contains a run or other files" in err) == (2, True), err
+    assert not (tmp_path / "runs" / "many-seed1").exists()
+    code, _, err = command("train", "CartPole-v1", "--steps", "256", "--seeds", "2", "--seed", str(2**53), "--quiet")
+    assert (code, "--seeds=2: the last seed would be above" in err) == (2, True), err
+
+
 def test_several_seeds_make_several_runs_and_a_spread(surefoot, tmp_path):
     out = surefoot("train", "CartPole-v1", "--steps", "256", "--seeds", "2", "--name", "many", "--quiet")
     assert "2 seeds: mean" in out

@@ -1,6 +1,7 @@
 """Tables become recipes: names, ranges, and what errors suggest."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 
@@ -128,7 +129,30 @@ def test_a_recipe_saved_before_control_tokens_were_split_keeps_them():
 
 def test_minibatches_of_one_step_can_t_be_normalised() -> None:
     """(Â − mean)/std of one number is 0: the policy would never move."""
-    alone = {"rollout": {"environments": 4, "steps": 8}, "objective": {"reuse": {"epochs": 1, "minibatches": 32}}}
-    with pytest.raises(SurefootError, match=r"objective\.reuse\.minibatches=32: minibatches of one step have advantages of 0"):
-        find_recipe("CartPole-v1", {**alone, "objective": {**alone["objective"], "normalise_advantages": "minibatch"}})
-    find_recipe("CartPole-v1", {**alone, "objective": {**alone["objective"], "normalise_advantages": "batch"}})
+    for shape, minibatches, over, changes, alone in (
+        ((4, 8), 32, "minibatch", {}, True),
+        ((4, 8), 16, "minibatch", {}, False),
+        ((4, 8), 32, "batch", {}, False),
+        ((4, 8), 32, "none", {}, False),
+        ((1, 1), 1, "batch", {}, True),
+        ((1, 1), 1, "none", {}, False),
+        ((2, 1), 2, "minibatch", {"network": {"lstm": 4}}, True),
+        ((2, 2), 2, "minibatch", {"network": {"lstm": 4}}, False),
+        ((4, 8), 32, "minibatch", {"algorithm": "TRPO"}, False),  # the minibatches are the critic's
+        ((1, 1), 1, "minibatch", {"algorithm": "TRPO"}, True),
+        ((1, 2), 2, "minibatch", {"rollout": {"symmetry": "mirror.py:mirrored"}}, False),
+        ((1, 1), None, "minibatch", {"algorithm": "A2C"}, True),
+    ):
+        reuse = "none" if minibatches is None else {"epochs": 1, "minibatches": minibatches}
+        rollout = {"environments": shape[0], "steps": shape[1], **changes.get("rollout", {})}
+        table = {**changes, "rollout": rollout, "objective": {"reuse": reuse, "normalise_advantages": over}}
+        rejected = pytest.raises(SurefootError, match=rf"objective\.normalise_advantages='{over}': normalises .* of one step, ")
+        with rejected if alone else nullcontext():
+            find_recipe("Pendulum-v1", table)
+
+
+def test_a_saved_recipe_is_rejected_if_its_algorithm_has_another_kind_of_trust_region() -> None:
+    """It would train the old algorithm under the new name."""
+    table = to_table(find_recipe("CartPole-v1"))
+    with pytest.raises(SurefootError, match=r"keys of a clip .* algorithm='TRPO' has a constraint; name PPO_CLIP"):
+        make_recipe({**table, "algorithm": "TRPO"})

@@ -1,5 +1,6 @@
 """What Python's users meet first: names by completion, typed arguments, results, the display, evaluation of anything."""
 
+import importlib
 import inspect
 import io
 import re
@@ -154,3 +155,55 @@ def test_what_can_not_be_evaluated_is_one_line(what: Any, arguments: dict[str, A
     with pytest.raises(SurefootError) as caught:
         surefoot.evaluate(thing, **arguments)
     assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"episodes": 0}, "episodes=0: must be a whole number of at least 1"),
+        ({"episodes": 1.5}, "episodes=1.5: must be a whole number"),
+        ({"seed": -1}, "seed=-1: must be a whole number of at least 0"),
+    ],
+    ids=str,
+)
+def test_arguments_of_an_evaluation_are_checked(arguments: dict[str, Any], message: str) -> None:
+    agent = surefoot.train("CartPole-v1", steps=256, display=False)
+    with pytest.raises(SurefootError, match=message):
+        surefoot.evaluate(agent, **arguments)
+
+
+def test_a_callback_that_is_no_function_is_rejected_before_training(tmp_path: Path) -> None:
+    not_a_function: Any = 3
+    with pytest.raises(SurefootError, match="callback=3: is not a function"):
+        surefoot.train("CartPole-v1", steps=256, display=False, run_dir=tmp_path / "run", callback=not_a_function)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_agent_is_evaluated_with_its_environment_s_arguments_however_its_task_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lamps.py").write_text(
+        "import gymnasium, numpy as np\n"
+        "class Lamp(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)\n"
+        "    action_space = gymnasium.spaces.Discrete(2)\n"
+        "    def __init__(self, pay=1.0):\n"
+        "        self.pay = pay\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n"
+        "        return np.zeros(1, np.float32), {}\n"
+        "    def step(self, action):\n"
+        "        return np.zeros(1, np.float32), self.pay, True, False, {}\n"
+        "class Other(Lamp):\n"
+        "    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    lamps = importlib.import_module("lamps")
+    small: dict[str, Any] = {"steps": 8, "rollout": {"environments": 2, "steps": 4}, "display": False}
+    for task in ("lamps.py:Lamp", "lamps:Lamp", lamps.Lamp):
+        agent = surefoot.train(task, algorithm="REINFORCE_BASELINE", environment={"pay": 5.0}, **small)
+        for same in (None, "lamps.py:Lamp", "lamps:Lamp", lamps.Lamp):
+            assert surefoot.evaluate(agent, same, episodes=1).mean_return == 5
+        for other in ("lamps.py:Other", "lamps:Other", lamps.Other):
+            assert surefoot.evaluate(agent, other, episodes=1).mean_return == 1

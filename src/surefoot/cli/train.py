@@ -1,5 +1,6 @@
 """Train by a recipe, resume a run, refresh reward models in rounds, and list what can be trained."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from surefoot.cli.options import (
 from surefoot.cli.output import display_for, echo, echo_json, echo_result, result_line
 from surefoot.cli.ranks import folder_on_ranks, launch_ranks, rank_options
 from surefoot.core.algorithms import MAX_COUNT
+from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
 from surefoot.files import check_name
 from surefoot.recipes.base import Recipe
@@ -87,13 +89,16 @@ def train(
     if launch_ranks(ranks, max_restarts, rank_timeout):
         return
     with lasting_imports():
-        from surefoot.core.distributed import rank
+        from surefoot.core.distributed import on_first, rank
         from surefoot.runs.api import start
 
+    if recipe.seed + seeds - 1 > MAX_SEED:
+        raise SurefootError(f"--seeds={seeds}: the last seed would be above {MAX_SEED}; lower --seed")
+    several = [recipe.model_copy(update={"seed": seed}) for seed in range(recipe.seed, recipe.seed + seeds)]
+    folders = [folder_on_ranks(each.seed, partial(run_folder, each, run_dir, name, several=seeds > 1)) for each in several]
+    on_first(lambda: check_all_free(folders))  # before the first of them trains
     scores = []
-    for seed in range(recipe.seed, recipe.seed + seeds):
-        seeded = recipe.model_copy(update={"seed": seed})
-        folder = folder_on_ranks(seed, partial(run_folder, seeded, run_dir, name, several=seeds > 1))
+    for seeded, folder in zip(several, folders, strict=True):
         start(seeded, folder, display=display_for(seeded, folder, quiet, origin), origin=origin, profile=profile)
         if rank() == 0:
             line, score = result_line(seeded, folder)
@@ -129,6 +134,16 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
     while folder.exists():
         folder, number = base.with_name(f"{base.name}-{number}"), number + 1
     return folder
+
+
+def check_all_free(folders: Sequence[Path]) -> None:
+    """Raise SurefootError if a folder is in use, unless a run began there before its ranks were restarted."""
+    from surefoot.core.ranks import note
+    from surefoot.runs.folder import check_free
+
+    for folder in folders:
+        if not note(f"began {folder}"):
+            check_free(folder)
 
 
 def spread(scores: list[float | None]) -> str:

@@ -68,8 +68,9 @@ def evaluate_agent(
 
     Raises SurefootError when the task's spaces are not the agent's.
     """
-    if episodes < 1:
-        raise SurefootError(f"episodes={episodes}: must be at least 1")
+    for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or value < least:
+            raise SurefootError(f"{name}={value!r}: must be a whole number of at least {least}")
     width = min(episodes, EVALUATION_ENVIRONMENTS)
     environments = make_environments(task, arguments, width, seed, "evaluation")
     try:
@@ -120,7 +121,7 @@ def _finished_episodes(
     generator = stream(seed, "evaluation")
     observations = environments.reset()
     lstm_state, starts = policy.initial_lstm_state(width), np.ones(width, bool)
-    _check(environments.name, non_finite(observations, None, {}), length)
+    _check(environments.name, non_finite(observations), length)
     while (active := quota > 0).any():
         inputs = with_lstm_state(normalise(agent.tensors(observations)), lstm_state, starts)
         distribution, lstm_state = policy.step(inputs)
@@ -128,7 +129,8 @@ def _finished_episodes(
         step = environments.step(convert(actions.cpu()), active)
         running += step.rewards if step.scores is None else step.scores
         length += active
-        _check(environments.name, non_finite(step.observations, step.rewards, step.final_observations), length)
+        bad = non_finite(step.observations, step.final_observations, step.rewards, step.scores)
+        _check(environments.name, bad, length)
         starts = step.done
         for index in np.flatnonzero(starts):
             ended[index].append((float(running[index]), int(length[index]), step.final_infos[int(index)]))

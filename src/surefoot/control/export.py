@@ -10,7 +10,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from surefoot import __version__
 from surefoot.control.agent import Agent
 from surefoot.control.environments import maker
+from surefoot.control.environments.looped import closing
 from surefoot.control.evaluate import EpisodeStep, check_same_spaces, greedy_episode
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.spaces import MASK, Array, choices, read_mask

@@ -16,7 +16,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from surefoot.control.agent import Agent
 from surefoot.control.environments import maker, making_error, task_name
-from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment
+from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, close_all, closing
 from surefoot.control.evaluate import EpisodeStep, check_same_spaces, greedy_episode
 from surefoot.control.normalise import action_converter
 from surefoot.control.replay import NOT_REPLAYABLE, ReplayMismatchError, replay
@@ -172,7 +172,7 @@ def make_renderable(
         raise SurefootError(f"task={name!r}: made a {type(environment).__name__}; only a single gymnasium.Env can be recorded")
     if environment.render_mode != "rgb_array":
         modes = environment.metadata.get("render_modes") or ()
-        environment.close()
+        close_all([environment])
         if "rgb_array" in modes:
             remedy = "add an argument render_mode to the function that makes it, and pass it on"
         else:

@@ -11,9 +11,9 @@ from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
 from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.collect.tensors import TensorCollector
-from surefoot.control.environments import close_all, is_id, make_environments, making_error, spec_of, task_name
+from surefoot.control.environments import is_id, make_environments, making_error, spec_of, task_name
 from surefoot.control.environments.atari import ATARI, make_atari_vector
-from surefoot.control.environments.looped import Environments, MakeEnvironment
+from surefoot.control.environments.looped import Environments, MakeEnvironment, close_all
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.environments.vector import EnvPool, VectorEnvironments, check_attributes
 from surefoot.control.environments.workers import WorkerEnvironments
@@ -254,7 +254,7 @@ def _vector(
             setattr(made, f"single_{kind}", space)
         return VectorEnvironments(made, recipe.seed, name, numbers.start)
     except BaseException:
-        made.close()
+        close_all([made])
         raise
 
 

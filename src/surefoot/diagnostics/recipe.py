@@ -115,11 +115,14 @@ def check_environment(
     if not isinstance(environment, gymnasium.Env):
         environment.close()
         return [check_result("environment", "ok", f"{name} is a vector environment; Gymnasium's checker can't check it")]
+    actions = check_bounds(environment.action_space, stretched, math.exp(log_std))
+    findings = [_checked(name, environment), *actions, *_stepped(environment, seed)]
     try:
-        actions = check_bounds(environment.action_space, stretched, math.exp(log_std))
-        return [_checked(name, environment), *actions, *_stepped(environment, seed)]
-    finally:
         environment.close()
+    except Exception as error:
+        what = f"close() raised {cause_of(error)}; training ignores it"
+        findings.append(check_result("environment", "warning", what, "fix the environment"))
+    return findings
 
 
 class _AsTrained(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -301,7 +304,7 @@ def _read(reader: Reader, observation: Any, info: Any) -> None:
     """Read an observation as training does, with its mask if an action follows; raises SpaceError if training would stop."""
     arrays = reader.empty()
     reader.store(arrays, 0, observation, info, info is not None)
-    for what in non_finite(arrays, None, {}).values():
+    for what in non_finite(arrays).values():
         raise SpaceError(f"an {what} that is {NOT_FINITE}")
 
 

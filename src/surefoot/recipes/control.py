@@ -243,21 +243,24 @@ class ControlRecipe(Recipe):
                 f"(rollout.environments={environments} x rollout.steps={steps}); "
                 f"choose a divisor, such as {nearest_divisor(self.batch_size, reuse.minibatches)}"
             )
-        steps_alone = not self.network.lstm and not self.objective.needs_whole_episodes
-        if (
-            reuse
-            and steps_alone
-            and self.batch_size == reuse.minibatches
-            and self.objective.normalise_advantages == "minibatch"
-        ):
-            raise SurefootError(
-                f"objective.reuse.minibatches={reuse.minibatches}: minibatches of one step have advantages of 0 once they are "
-                "normalised; set fewer, or objective.normalise_advantages = 'batch'"
-            )
+        self._check_normalised()
         if self.optimizer.micro_batch_tokens is not None:
             raise SurefootError(
                 f"optimizer.micro_batch_tokens={self.optimizer.micro_batch_tokens}: counts tokens of text, and control has "
                 "none; set optimizer.micro_batch"
+            )
+
+    def _check_normalised(self) -> None:
+        """A single advantage is 0 once it is normalised, so that the policy would never change."""
+        objective, reuse = self.objective, self.objective.reuse
+        over = objective.normalise_advantages
+        in_parts = over == "minibatch" and reuse and objective.constraint is None  # under a constraint, parts are the critic's
+        steps = self.learned_steps // (reuse.minibatches if reuse and in_parts else 1)
+        if over is not None and steps == 1 and not objective.needs_whole_episodes:
+            fewer = "set fewer objective.reuse.minibatches, or " if self.learned_steps > 1 else "collect more steps, or "
+            raise SurefootError(
+                f"objective.normalise_advantages={over!r}: normalises {'minibatches' if in_parts else 'batches'} of one step, "
+                f"whose advantage is then always 0; {fewer}set it to 'none'"
             )
 
     def check_ranks(self, ranks: int) -> None:

@@ -112,6 +112,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     base = Objective() if name == "custom" else ALGORITHMS[name]
     table["algorithm"] = name
     table["objective"] = merge_tables(merge_tables(asdict(base), KINDS[kind].objective_overrides(base)), changes)
+    _check_trust_region(name, {"objective": changes})
     region = _trust_region_of(table["objective"].get("trust_region"))
     _check_booleans(table)
     table = KINDS[kind].with_defaults(table)

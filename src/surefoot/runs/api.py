@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -612,7 +613,7 @@ def evaluate(
         what = load(what)
     if isinstance(what, Agent):
         _reject(data=file, rows=rows)
-        same = task is None or _name(task) == what.recipe.task
+        same = task is None or _place(task) == _place(what.recipe.task)
         arguments = what.recipe.environment if same else {}
         return evaluate_agent(what, task or what.recipe.task, arguments, episodes, seed or 0, deterministic)
     if not hasattr(what, "recipe"):
@@ -641,6 +642,19 @@ def _name(task: Task) -> str:
             f"task={task!r}: is not a task; give a Gymnasium id, 'module:function', or a function that makes an environment"
         )
     return f"{task.__module__}:{getattr(task, '__qualname__', type(task).__qualname__)}"
+
+
+def _place(task: Task) -> tuple[str, str]:
+    """The file and name behind a task, equal for a class, ``file.py:Class`` and ``file:Class``; an id has itself as name.
+
+    Nothing is imported: the recipe of an agent from elsewhere may name code that was not asked for.
+    """
+    module, _, name = _name(task).rpartition(":")
+    if isinstance(task, str):
+        file = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
+    else:
+        file = getattr(sys.modules.get(module), "__file__", None) or module
+    return str(Path(file).resolve()) if module else "", name
 
 
 def _tables(fields: Mapping[str, Any]) -> dict[str, Any]:

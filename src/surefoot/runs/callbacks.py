@@ -145,7 +145,9 @@ def check_callbacks(callbacks: object) -> list[Callback]:
 
 
 def metrics_listener(callback: MetricsCallback) -> Listener:
-    """The listener that passes the metrics of each iteration to a function."""
+    """The listener that passes the metrics of each iteration to a function. Raises SurefootError if it is none."""
+    if not callable(callback):
+        raise SurefootError(f"callback={callback!r}: is not a function; give one that takes the metrics of an iteration")
 
     def listener(event: Event) -> bool | None:
         return callback(event.metrics) if isinstance(event, IterationEnd) else None

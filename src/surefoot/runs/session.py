@@ -476,8 +476,8 @@ class Session:
         """Metrics of an evaluation. If it fails, save the update first; resuming repeats the evaluation."""
         try:
             return self._evaluate()
-        except SurefootError as error:
-            if error.on_all_ranks or world_size() == 1:
+        except Exception as error:
+            if world_size() == 1 or (isinstance(error, SurefootError) and error.on_all_ranks):
                 self.pending = {"previous": self.previous_steps, "metrics": metrics}
                 self._save()
                 self._begin_writing()

@@ -171,12 +171,12 @@ class ControlCollector:
         return len(outcomes) < (self.steps or 0) or all(step.ignored.all() for step in outcomes)
 
     def _check_start(self) -> None:
-        bad = non_finite(self.observations, None, {})
+        bad = non_finite(self.observations)
         if bad:
             self._discard(bad, self.running_length.copy())
 
     def _check(self, step: Step) -> None:
-        bad = non_finite(step.observations, step.rewards, step.final_observations)
+        bad = non_finite(step.observations, step.final_observations, step.rewards, step.scores)
         if bad:
             at = self.running_length + 1
             self._count_episodes(step, exclude=set(bad))

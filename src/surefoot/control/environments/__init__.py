@@ -3,13 +3,12 @@
 MuJoCo's warnings go to Python's logging, each once; by default MuJoCo prints every one and writes MUJOCO_LOG.TXT.
 """
 
-import contextlib
 import importlib
 import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -17,7 +16,7 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version
 from gymnasium.vector import VectorEnv
 
 from surefoot.control.environments.atari import ATARI, make_atari
-from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment
+from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment, close_all
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.errors import SurefootError, cause_of, place_of, to_install
 from surefoot.recipes.callables import append_working_folder, import_object
@@ -79,13 +78,6 @@ def make_environments(
     except BaseException:
         close_all(made)
         raise
-
-
-def close_all(environments: Iterable[Any]) -> None:
-    """Close environments after another error; errors while closing are ignored."""
-    for environment in environments:
-        with contextlib.suppress(Exception):
-            environment.close()
 
 
 def maker(

@@ -5,7 +5,8 @@ row's action was ignored, so all modes yield the same transitions. Observations 
 the mask of the next action is one entry.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from surefoot.control.environments.observations import (
     RESET,
     STEP,
     Reader,
+    as_end,
     as_number,
     check_tuple,
     copied,
@@ -197,17 +199,17 @@ class LoopedEnvironments:
         try:
             observation, reward, terminated, truncated, info = check_tuple(self.environments[index].step(action), STEP)
             reward = as_number(reward)  # an array would turn None into NaN
+            terminated, truncated = as_end(terminated, "terminated"), as_end(truncated, "truncated")
             score, life_lost = score_and_life(info, reward)
         except (Exception, SystemExit) as error:
             raise self._failure(index, error) from error
-        terminated, truncated = bool(terminated), bool(truncated)
         self._store(index, observation, info, not (terminated or truncated))
         return reward, terminated, truncated, score, life_lost, info
 
     def _store(self, index: int, observation: Any, info: Any, acting: bool) -> None:
         try:
             self.reader.store(self.observations, index, observation, info, acting)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             raise self._failure(index, error) from error
 
     def _failure(self, index: int, error: BaseException) -> SurefootError:
@@ -247,5 +249,20 @@ class LoopedEnvironments:
         return all(np.array_equal(now, before, equal_nan=True) for now, before in pairs)
 
     def close(self) -> None:
-        for environment in self.environments:
+        close_all(self.environments)
+
+
+@contextlib.contextmanager
+def closing(environment: Any) -> Iterator[Any]:
+    """Close an environment at the end, as ``close_all`` does."""
+    try:
+        yield environment
+    finally:
+        close_all([environment])
+
+
+def close_all(environments: Iterable[Any]) -> None:
+    """Close environments; errors while closing are ignored, because their steps are done and must not be lost."""
+    for environment in environments:
+        with contextlib.suppress(Exception):
             environment.close()

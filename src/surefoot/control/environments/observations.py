@@ -125,6 +125,27 @@ def as_number(reward: Any) -> float:
         raise SpaceError(f"a reward of {_kind(reward)} instead of a number") from None
 
 
+def as_end(flag: Any, name: str) -> bool:
+    """``terminated`` or ``truncated`` of one environment; SpaceError unless it is a boolean, or 0 or 1."""
+    if isinstance(flag, (bool, np.bool_)):
+        return bool(flag)
+    if np.ndim(flag):
+        raise SpaceError(f"{name} of shape {np.shape(flag)} instead of True or False")
+    if flag not in (0, 1):
+        raise SpaceError(f"{name}={flag!r} instead of True or False")
+    return bool(flag)
+
+
+def as_rows(values: Any, name: str, count: int) -> Array:
+    """The rewards or ends of B environments, copied; SpaceError unless they are B numbers or booleans."""
+    array = np.array(values)
+    if array.shape != (count,):
+        raise SpaceError(f"{name} of shape {array.shape} where {(count,)} is needed")
+    if array.dtype.kind not in "biuf":
+        raise SpaceError(f"{name} of type {array.dtype} instead of {'numbers' if name == 'rewards' else 'booleans'}")
+    return array if name == "rewards" else array.astype(bool)
+
+
 def _kind(value: Any) -> str:
     return f"shape {np.shape(value)}" if isinstance(value, np.ndarray) else f"type {type(value).__name__}"
 
@@ -176,8 +197,14 @@ def _number(value: Any) -> float | None:
     return float(array) if array.dtype.kind in "biuf" else None
 
 
-def non_finite(observations: Observations, rewards: Array | None, finals: dict[int, Observations]) -> dict[int, str]:
-    """environment -> the first part of its observations (final ones included), or its reward, that is not finite."""
+def non_finite(
+    observations: Observations,
+    finals: dict[int, Observations] | None = None,
+    rewards: Array | None = None,
+    scores: Array | None = None,
+) -> dict[int, str]:
+    """environment -> the first part of its observations (final ones included), its reward or its score, if not finite."""
+    finals = finals or {}
     bad: dict[int, str] = {}
     floats = [path for path, values in observations.items() if values.dtype.kind == "f"]
     if finals or not all(np.isfinite(observations[path]).all() for path in floats):
@@ -187,9 +214,10 @@ def non_finite(observations: Observations, rewards: Array | None, finals: dict[i
                 both = (values, *([finals[index][path]] if index in finals else []))
                 if not all(np.isfinite(part).all() for part in both):
                     bad.setdefault(index, name)
-    if rewards is not None and not np.isfinite(rewards).all():
-        for index in np.flatnonzero(~np.isfinite(rewards)).tolist():
-            bad.setdefault(index, "reward")
+    for name, numbers in (("reward", rewards), ("score", scores)):
+        if numbers is not None and not np.isfinite(numbers).all():
+            for index in np.flatnonzero(~np.isfinite(numbers)).tolist():
+                bad.setdefault(index, name)
     return dict(sorted(bad.items()))
 
 

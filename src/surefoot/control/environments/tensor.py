@@ -15,6 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
+from surefoot.control.environments.looped import close_all
 from surefoot.control.spaces import (
     MASK,
     ObservationPart,
@@ -245,8 +246,7 @@ class TensorEnvironments:
 
     def close(self) -> None:
         """Close the environment."""
-        if callable(close := getattr(self.environment, "close", None)):
-            close()
+        close_all([self.environment])
 
 
 class SingleEnvironment(gymnasium.Env[Any, Any]):

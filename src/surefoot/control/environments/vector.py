@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gymnasium
@@ -13,8 +13,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from surefoot.control.environments.atari import ATARI, AtariSettings, atari_settings
-from surefoot.control.environments.looped import Step, episode_seed
-from surefoot.control.environments.observations import INFO_KEY, Reader, final_numbers
+from surefoot.control.environments.looped import Step, close_all, episode_seed
+from surefoot.control.environments.observations import INFO_KEY, STEP, Reader, as_rows, check_tuple, final_numbers
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
 from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
 
@@ -61,8 +61,10 @@ class VectorEnvironments:
             )
         self.steps += 1
         with self._errors():
-            observations, rewards, terminated, truncated, infos = self.environments.step(actions)
-        terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)  # it may reuse its arrays
+            observations, rewards, *ends, infos = check_tuple(self.environments.step(actions), STEP)
+            rewards = as_rows(rewards, "rewards", self.count)  # copied: it may reuse its arrays
+            terminated, truncated = (as_rows(end, name, self.count) for end, name in zip(ends, STEP[2:], strict=False))
+            _check_mappings(infos)
         step_infos, ended, ignored, finals = infos, terminated | truncated, np.zeros(self.count, bool), {}
         check_infos(self.mode, ended, self.done, infos, self.name)
         cut = np.flatnonzero(truncated & ~terminated).tolist()
@@ -119,7 +121,7 @@ class VectorEnvironments:
         return self.reset(), list(range(self.count))
 
     def close(self) -> None:
-        self.environments.close()
+        close_all([self.environments])
 
 
 def check_attributes(environments: VectorEnv[Any, Any, Any], name: str) -> None:
@@ -132,6 +134,9 @@ def check_attributes(environments: VectorEnv[Any, Any, Any], name: str) -> None:
             f"task={name!r}: made a vector environment ({kind}) without {' and '.join(lacking)}, which Gymnasium's interface "
             "requires; set them, or make single environments (gymnasium.Env)"
         )
+    count = environments.num_envs
+    if not isinstance(count, (int, np.integer)) or count < 1:
+        raise SurefootError(f"task={name!r}: num_envs={count!r} of its vector environment is not a whole number of at least 1")
 
 
 def autoreset_mode_of(environments: VectorEnv[Any, Any, Any], name: str) -> AutoresetMode:
@@ -185,6 +190,14 @@ def check_infos(mode: AutoresetMode, ended: Array, resetting: Array, infos: dict
             f"task={name!r}: mixed autoreset modes: the vector environment has {mode.name}, but its environments "
             f"{np.flatnonzero(wrong).tolist()} {what}; set metadata['autoreset_mode'] to what all of them do"
         )
+
+
+def _check_mappings(infos: Any) -> None:
+    """Raise SpaceError unless the infos are one mapping for all environments, and so are those of final steps."""
+    if not isinstance(infos, Mapping):
+        raise SpaceError(f"infos of type {type(infos).__name__} instead of one dict for all environments")
+    if not isinstance(finals := infos.get("final_info", {}), Mapping):
+        raise SpaceError(f"infos['final_info'] of type {type(finals).__name__} instead of one dict for all environments")
 
 
 def info_values(infos: dict[str, Any], key: str, default: Array) -> Array:
