@@ -168,7 +168,7 @@ def newest(run):
 
 
 def test_a_finished_run_is_rejected(command, run):
-    rejected(command("resume", str(run)), "finished", "--steps N")
+    rejected(command("resume", str(run)), "finished", "--steps above 512")
 
 
 def test_an_empty_folder_is_rejected(command, tmp_path):

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from surefoot import SurefootError
+from surefoot import Penalty, SurefootError
 from surefoot.recipes import reading
 from surefoot.recipes.base import nearest_divisor
 from surefoot.recipes.presets import find_recipe
@@ -151,8 +151,17 @@ def test_minibatches_of_one_step_can_t_be_normalised() -> None:
             find_recipe("Pendulum-v1", table)
 
 
-def test_a_saved_recipe_is_rejected_if_its_algorithm_has_another_kind_of_trust_region() -> None:
-    """It would train the old algorithm under the new name."""
-    table = to_table(find_recipe("CartPole-v1"))
-    with pytest.raises(SurefootError, match=r"keys of a clip .* algorithm='TRPO' has a constraint; name PPO_CLIP"):
-        make_recipe({**table, "algorithm": "TRPO"})
+def test_a_recipe_without_an_algorithm_is_named_after_its_trust_region() -> None:
+    """A recipe that names one keeps it: saved runs stay readable whatever they are called."""
+    penalty = {"objective": {"trust_region": {"beta": 1.0}}}
+    language = {"kind": "language", "model": "m", "reward": {"terms": ["r.py:score"]}, "data": {"train": "x.jsonl"}}
+    for table in ({"task": "CartPole-v1"}, language):
+        for name, expected in (
+            ({}, "PPO_PENALTY"),
+            ({"algorithm": "PPO_CLIP"}, "PPO_CLIP"),
+            ({"algorithm": "PPO_UNCLIPPED"}, "PPO_UNCLIPPED"),
+        ):
+            recipe = make_recipe({**table, **name, **penalty})
+            assert recipe.algorithm == expected
+            assert recipe.objective.trust_region == Penalty(beta=1.0)
+            assert make_recipe(to_table(recipe)) == recipe

@@ -286,6 +286,22 @@ def test_a_changed_recipe_is_rejected_with_the_difference(tmp_path):
     assert outcome_without_best(path)["recipe"]["objective"]["gae_lambda"] == 0.9
 
 
+def test_changes_to_an_algorithm_with_another_kind_of_trust_region_are_never_allowed(tmp_path):
+    """It would train the old algorithm under the new name."""
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
+    config = path / "config.toml"
+    before, text = outcome_without_best(path), config.read_text()
+    config.write_text(text.replace('algorithm = "PPO_CLIP"', 'algorithm = "TRPO"'))
+    with pytest.raises(
+        SurefootError,
+        match=r"objective.trust_region: has keys of a clip .*'TRPO' has a constraint; name PPO_CLIP",
+    ):
+        api.resume(path, allow_changes=True)
+    config.write_text(text)
+    assert_same(before, outcome_without_best(path))
+
+
 def test_a_field_that_an_older_version_did_not_know_has_its_default(tmp_path):
     """In its recipe and in its checkpoint; another value of it is a change like any."""
     path = tmp_path / "run"

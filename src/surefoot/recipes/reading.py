@@ -91,7 +91,8 @@ OTHER_LIBRARIES = {
 def make_recipe(table: Mapping[str, Any]) -> Recipe:
     """A recipe from nested tables.
 
-    ``kind`` is its kind (default: control). ``algorithm`` names the objective that the ``objective`` table changes.
+    ``kind`` is its kind (default: control). ``algorithm`` names the objective that the ``objective`` table changes; without it,
+    the kind's default, or the algorithm like it that has the table's kind of trust region.
 
     Raises SurefootError, one line, for an unknown key, a wrong type or range, or a combination that can't work.
     """
@@ -102,7 +103,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
         raise SurefootError(f"kind={kind!r}: unknown{did_you_mean(str(kind), KINDS)} (known: {', '.join(KINDS)})")
     if kind != "control" and "start" in table:
         raise SurefootError(f"start={table['start']!r}: a language model starts from model; set model to that folder or run")
-    name = table.get("algorithm", KINDS[kind].default_algorithm)
+    name = table.get("algorithm", _fitting_name(KINDS[kind].default_algorithm, table))
     name = algorithm_named(name) if isinstance(name, str) else name
     if not isinstance(name, str) or (name != "custom" and name not in ALGORITHMS):
         raise unknown_algorithm("algorithm", name)
@@ -112,7 +113,6 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     base = Objective() if name == "custom" else ALGORITHMS[name]
     table["algorithm"] = name
     table["objective"] = merge_tables(merge_tables(asdict(base), KINDS[kind].objective_overrides(base)), changes)
-    _check_trust_region(name, {"objective": changes})
     region = _trust_region_of(table["objective"].get("trust_region"))
     _check_booleans(table)
     table = KINDS[kind].with_defaults(table)
@@ -415,7 +415,7 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     if wanted is not None and wanted != current:
         table = for_algorithm(table, current, wanted)
     if wanted is not None:
-        _check_trust_region(str(wanted), changes)
+        check_trust_region(str(wanted), changes)
     result = merge_tables(table, changes)
     if isinstance(result.get("algorithm"), str):
         result["algorithm"] = _fitting_name(current if wanted is None else wanted, result)
@@ -488,7 +488,7 @@ def _kind(region: Any) -> tuple[list[str], bool, bool]:
     return trust_regions_of(region), table.get("target") is not None, table.get("fraction", 1) != 1
 
 
-def _check_trust_region(wanted: str, changes: Mapping[str, Any]) -> None:
+def check_trust_region(wanted: str, changes: Mapping[str, Any]) -> None:
     """Raise SurefootError if changes that name an algorithm have keys of another kind of trust region."""
     objective = changes.get("objective")
     region = objective.get("trust_region") if isinstance(objective, Mapping) else None

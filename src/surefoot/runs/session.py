@@ -40,7 +40,7 @@ from surefoot.files import made_from, steps_named
 from surefoot.recipes.base import SCHEDULES, Recipe
 from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_function
 from surefoot.recipes.control import COMPILED
-from surefoot.recipes.reading import to_table
+from surefoot.recipes.reading import check_trust_region, to_table
 from surefoot.runs.callbacks import Callback, CallbackListener, Run
 from surefoot.runs.checkpoint import (
     Snapshot,
@@ -232,6 +232,8 @@ class Session:
                 f"{run_folder / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); "
                 "undo it, or pass --allow-changes"
             )
+        if any(line.startswith("algorithm: ") for line in changed):  # the old algorithm would train under the new name
+            check_trust_region(self.recipe.algorithm, to_table(self.recipe))
         if done != steps_named(checkpoint.name):
             raise SurefootError(
                 f"{checkpoint}: has the state after other steps than those in its name; use an older checkpoint"
