@@ -239,6 +239,22 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", "has no metrics yet; wait for its first iteration, or continue it if it was stopped: surefoot resume "),
+        (b"x\n", "metrics.jsonl: has 1 line, of which line 1 can't be read; no row is left"),
+    ],
+)
+def test_a_run_without_rows_has_one_error_for_every_command(surefoot, finished, run, content, error):
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").write_bytes(content)
+    for words in (("check", run), ("report", run), ("compare", finished, run)):
+        code, output = surefoot(*words)
+        assert (code, output.count("\n")) == (2, 1)
+        assert error in output
+
+
 def test_one_bad_byte_costs_one_row_which_is_kept_and_every_command_reports_it(surefoot, run, tmp_path):
     file = run / "metrics.jsonl"
     lines = file.read_bytes().split(b"\n")

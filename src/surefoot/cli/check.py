@@ -59,16 +59,14 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
 def check_run(folder: Path, as_json: bool) -> int:
     """Print the findings of a run; the exit code."""
+    from surefoot.compare.runs import read_run
     from surefoot.diagnostics import any_failed
     from surefoot.diagnostics import findings as diagnostics
     from surefoot.terminal import visible
 
     check = diagnostics.check_run(folder)
     if not check.iterations:
-        damage = [finding.what for finding in check.findings if finding.name == "metrics_damaged"]
-        if damage:
-            raise SurefootError(f"{folder}/{damage[0].replace(' ', ': ', 1)}; no row is left")
-        raise SurefootError(f"{folder}: has no metrics yet; wait for its first iteration")
+        read_run(folder)  # raises the error: no row is written yet, or none is left
     if as_json:
         table: dict[str, Any] = {"run": str(folder), "steps": check.steps}
         if check.changed:

@@ -112,7 +112,7 @@ def read_run(path: Path) -> Run:
     recipe = make_recipe(read_toml(path / "config.toml"))
     history = read_history(path)
     if not history.rows:
-        why = "has no metrics yet; wait for its first iteration"
+        why = f"has no metrics yet; wait for its first iteration, or continue it if it was stopped: surefoot resume {path}"
         raise SurefootError(f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; no row is left")
     try:
         environment = read_table(path / "environment.json")

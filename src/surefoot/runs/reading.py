@@ -198,7 +198,7 @@ class History:
 def unreadable(lines: int, damaged: int, first: int) -> str:
     """How many lines of a file are damaged, and which one is the first, in words that follow the file's name."""
     which = f"line {first}" if damaged == 1 else f"{damaged:,} lines, the first of them line {first},"
-    return f"has {lines:,} lines, of which {which} can't be read"
+    return f"has {lines:,} line{'' if lines == 1 else 's'}, of which {which} can't be read"
 
 
 def row_of(line: bytes) -> Row | None:
