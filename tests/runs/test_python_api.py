@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jedi
+import numpy as np
 import pytest
 
 import surefoot
@@ -139,7 +140,7 @@ def test_a_run_an_agent_and_a_saved_agent_have_the_same_result(tmp_path: Path) -
     agent = small(run_dir=tmp_path / "run", evaluation={"episodes": 0})
     of_agent = surefoot.evaluate(agent, episodes=3)
     assert surefoot.evaluate(tmp_path / "run", episodes=3) == of_agent
-    assert surefoot.evaluate(str(tmp_path / "run"), episodes=3, seed=0) == of_agent
+    assert surefoot.evaluate(str(tmp_path / "run"), episodes=np.int64(3), seed=np.int64(0)) == of_agent
 
 
 @pytest.mark.parametrize(

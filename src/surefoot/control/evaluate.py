@@ -69,7 +69,7 @@ def evaluate_agent(
     Raises SurefootError when the task's spaces are not the agent's.
     """
     for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, (int, np.integer)) or value < least:
             raise SurefootError(f"{name}={value!r}: must be a whole number of at least {least}")
     width = min(episodes, EVALUATION_ENVIRONMENTS)
     environments = make_environments(task, arguments, width, seed, "evaluation")
