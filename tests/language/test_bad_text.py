@@ -278,3 +278,16 @@ def test_single_responses_without_a_number_are_masked_and_counted_up_to_the_set_
     assert [row["without_score"] for row in rows] == [0.25] * 4
     shutil.rmtree(tmp_path / "run")
     rejected(command(*words, "0.2"), "returned no number for 1 of 4 responses (None 1), more than reward.tolerated=0.2 allows")
+
+
+@pytest.mark.parametrize(("kind", "column"), [("language", "prompt"), ("language", "note"), ("sft", "completion")])
+def test_half_a_character_is_rejected_with_its_row(
+    kind: str, column: str, command: Command, models: Path, tmp_path: Path
+) -> None:
+    """JSON can hold half of a surrogate pair, as slicing text leaves it, and no tokenizer encodes it."""
+    rows = [{"prompt": "a: ", "completion": "b", "note": {"tags": ["c"]}} for _ in range(4)]
+    rows[2][column] = {"tags": ["cut \ud83d"]} if column == "note" else "cut \ud83d"
+    (tmp_path / "cut.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = [kind, "--model", f"{models}/whole", "--data.train", "cut.jsonl", "--steps", "4", "--name", "x"]
+    part = f"cut.jsonl, line 3: column {column!r} has half of a character ('\\ud83d'); remove it"
+    rejected(command("train", *words, *(["--reward.terms", "rewards.py:fine"] if kind == "language" else [])), part)

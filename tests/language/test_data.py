@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,19 @@ def test_an_answer_may_repeat_its_prompt_and_nothing_is_rendered_twice(
         assert (data.chosen[0], data.chosen_trained[0]) == (shown.ids[0], shown.trained[0]) == whole
         assert data.rejected[0] == TOKENS.demonstration({"prompt": question, "completion": worse})[0]
         assert data.chosen[0][: data.prompt_lengths[0]] == TOKENS.encode_prompt(question)
+
+
+def test_a_template_without_marks_needs_a_prompt_before_the_assistants_first_message() -> None:
+    tokenizer = pocket()[1]
+    tokenizer.chat_template = re.sub(r"{% (end)?generation %}", "", tokenizer.chat_template)
+    tokens = Tokens(tokenizer)
+    for messages in ([ANSWER], [ANSWER, ASK, ANSWER]):
+        assert sum(TOKENS.conversation(messages)[1]) == 2 * messages.count(ANSWER)
+        with pytest.raises(SurefootError, match=r"^the first message is the assistant's, .*; remove it, or give it weight 0$"):
+            tokens.conversation(messages)
+    ids, trained = tokens.conversation([{**ANSWER, "weight": 0}, ASK, ANSWER])
+    assert texts([ids]) == ["⟨assistant⟩4⟨eos⟩⟨user⟩2+2⟨assistant⟩4⟨eos⟩"]
+    assert trained == [*[False] * (len(ids) - 2), True, True]
 
 
 def test_prompts_bring_the_other_columns_of_their_rows(tmp_path: Path) -> None:

@@ -59,6 +59,71 @@ def test_an_online_model_is_evaluated_by_the_reward_of_its_run(folders: dict[str
     assert surefoot.evaluate(model)["held_out_reward"] == of_run["reward"]
 
 
+@pytest.mark.parametrize("adapter", ["none", {"rank": 2}])
+def test_saving_the_reward_model_of_an_unfinished_run_reports_that_its_scores_are_not_standardised(
+    adapter: Any, folders: dict[str, Path], tmp_path: Path, command: Any
+) -> None:
+    """A run standardises them at its end, and a reward's weight depends on their scale."""
+    settings = {"steps": 16, "checkpoint": {"every": 8}, "adapter": adapter}
+    rows = pairs(tmp_path / "rows.jsonl")
+    fields = {"model": str(folders["llama"]), "data": {"train": rows, "max_length": 64, "batch": 8}, **settings}
+
+    def stop(metrics: dict[str, Any]) -> None:
+        if metrics["steps"] == 16:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        surefoot.train("reward", run_dir=tmp_path / "run", callback=stop, **fields)
+    line = "its scores are not standardised, because its run has not finished"
+    for expected in (True, False):
+        code, out, _ = command("merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged"))
+        assert code == 0
+        assert (line in " ".join(out.split())) == expected
+        assert any(line in text for text in surefoot.load(tmp_path / "run").save(tmp_path / "saved")) == expected
+        if expected:
+            surefoot.resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error"),
+    [
+        ("one prompt", "prompts='one prompt': is one prompt; pass a list of prompts"),
+        ([{"role": "user", "content": "hi"}], "is one prompt; pass a list of prompts, such as [prompt]"),
+        (["fine", 5], "prompts[1]=5: is neither text nor messages; a message has a role and a content"),
+        ([["hi"]], "prompts[0]=['hi']: is neither text nor messages"),
+        (7, "prompts=7: is a int; pass a list of prompts"),
+        (["fine", "cut \ud83d"], "prompts[1]: has half of a character ('\\ud83d'); remove it"),
+        ([], "prompts"),
+    ],
+)
+def test_generate_takes_a_list_of_texts_and_conversations(prompts: Any, error: str, folders: dict[str, Path]) -> None:
+    model = surefoot.load(folders["llama"])
+    with pytest.raises(SurefootError) as raised:
+        model.generate(prompts, max_tokens=3)
+    assert error in str(raised.value)
+    conversation = [{"role": "user", "content": "hi"}]
+    free = model.generate(["hi", conversation], max_tokens=12)
+    assert model.generate(("hi", tuple(conversation)), max_tokens=12) == free
+    assert model.generate(["hi", conversation], max_tokens=12, stop=free[0][3:5])[0] == free[0].partition(free[0][3:5])[0]
+
+
+def test_evaluation_needs_a_row(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = supervised("sft", folders["llama"], tmp_path)
+    for what in (model, tmp_path / "run"):
+        with pytest.raises(SurefootError, match="rows=0: must be at least 1"):
+            surefoot.evaluate(what, rows=0)
+
+
+def test_a_model_may_be_a_path_and_a_reward_one_text(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(VOWELS)
+    rows = [{"prompt": f"{i} says "} for i in range(4)]
+    sampling = {"prompts": 4, "max_tokens": 3}
+    reward = f"{tmp_path / 'rewards.py'}:vowels"
+    model = surefoot.train("language", model=folders["llama"], data=rows, reward=reward, sampling=sampling, steps=4)
+    assert model.recipe.model == str(folders["llama"])
+    assert model.recipe.reward.terms[0].function == reward
+
+
 def test_a_model_from_elsewhere_has_no_recipe_to_be_evaluated_by(folders: dict[str, Path], tmp_path: Path) -> None:
     model = supervised("sft", folders["llama"], tmp_path)
     with pytest.raises(SurefootError, match=r"^model: has no recipe to evaluate it by; give the run's folder"):

@@ -65,6 +65,14 @@ def test_the_question_has_prompt_and_response_and_the_last_number_is_the_score(s
         ({"pattern": r"score: (\d)/10"}, "2 faults. Score: 7/10, so 3 off", 7),
         ({"key": "quality"}, 'Here: {"quality": 0.25, "why": "4 words"} as asked', 0.25),
         ({}, "-1.5", -1.5),
+        ({}, "Fluent, 1 fault. Score: 8/10", 8),
+        ({}, "Score: **7.5** / 10.", 7.5),
+        ({}, "I give it 3 out of 10.", 3),
+        ({}, "4 (out of 10)", 4),
+        ({}, "Score: .5", 0.5),
+        ({}, "Score: 5e-1", 0.5),
+        ({}, "Score: 1,250", 1250),
+        ({}, "Score: −2", -2),
     ],
 )
 def test_a_score_is_read_by_pattern_or_key(server: Server, settings: dict[str, Any], answer: str, score: float) -> None:
@@ -131,7 +139,7 @@ def test_prose_is_counted_as_missing_and_too_much_of_it_is_one_line(server: Serv
     with pytest.raises(SurefootError) as raised:
         judge(server)(PROMPTS, RESPONSES, {})
     assert "\n" not in str(raised.value)
-    assert str(raised.value).startswith(f"reward.terms[0].url={server.url!r}: the judge's answers have no score (match of ")
+    assert str(raised.value).startswith(f"reward.terms[0].url={server.url!r}: the judge's answers have no score (a number) ")
     assert "for 1 of 3 responses, the first: 'What a lovely answer! I enjoyed it.'; make judge.prompt ask" in str(raised.value)
 
 

@@ -246,6 +246,55 @@ def test_a_column_of_numbers_is_as_good_as_a_list(array: Any) -> None:
     assert "instead" in error(lambda responses: array.T) or "returned 1 numbers for 3" in error(lambda responses: array.T)
 
 
+# ---- copies -----------------------------------------------------------------------------------------------------------------
+
+
+def spoil(*values: Any) -> None:
+    """Take an entry from every list in lists or dicts, and leave a mark."""
+    for value in values:
+        if isinstance(value, dict):
+            spoil(*value.values())
+            value["spoiled"] = True
+        elif isinstance(value, list):
+            spoil(*value)
+            value.pop()
+            value.append("spoiled")
+
+
+def surefoot_style(prompts, responses, deck):  # type: ignore[no-untyped-def]
+    before = repr((prompts, responses, deck))
+    spoil(prompts, responses, deck)
+    return [float(len(set(before)))] * 3
+
+
+def trl_style(prompts, completions, deck):  # type: ignore[no-untyped-def]
+    return surefoot_style(prompts, completions, deck)
+
+
+def verifiers_style(prompt, completion, info, state, deck):  # type: ignore[no-untyped-def]
+    before = repr((prompt, completion, info, deck))
+    spoil(prompt, completion, info, state, deck)
+    return float(len(set(before)))
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, CHAT], ids=["text", "messages"])
+@pytest.mark.parametrize("function", [surefoot_style, trl_style, verifiers_style])
+def test_a_function_may_change_what_it_gets_without_effect_on_other_samples_terms_or_iterations(
+    function: Any, prompts: Any
+) -> None:
+    deck = {"cards": [1, 2, 3]}  # the samples of one prompt have one object
+    columns = {"deck": [deck] * 3}
+    before = repr((prompts, columns))
+    reward = WeightedSum([FunctionReward(function), FunctionReward(function)])
+    first, second = (reward(prompts, RESPONSES, columns) for _ in range(2))
+    assert repr((prompts, columns)) == before
+    for scores in (first, second):
+        assert len({tuple(part.tolist()) for part in scores.parts.values()}) == 1
+    assert first.total.tolist() == second.total.tolist()
+    if function is verifiers_style:  # its rows differ in nothing but prompts and responses
+        assert score(function, ["one: "] * 3, columns)[0] > 0
+
+
 # ---- Python objects ---------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +322,8 @@ def test_functions_are_taken_out_of_every_form_of_a_reward() -> None:
     assert mixed == {"terms": [{"model": "runs/reward"}, {"function": path, "weight": 2.0}]}
     assert functions == {"reward.terms[1].function": lengths}
     assert take_functions({"gold": lengths})[1] == {"reward.gold": lengths}
-    assert take_functions("file.py:f") == ("file.py:f", {})
+    assert take_functions("file.py:f") == ({"terms": "file.py:f"}, {})
+    assert take_functions("none") == ("none", {})
 
 
 def fields(folder: Path, tmp_path: Path, **changes: Any) -> dict[str, Any]:

@@ -103,7 +103,9 @@ def test_it_learns_steps_and_transformers_and_runs_read_the_same_scores(folders:
     ids = tokenizer("1: " + "\n".join(steps) + tokenizer.eos_token, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         logits, ours = theirs(input_ids=ids).logits[0], model.prefix_scores(ids, torch.ones_like(ids))[0]
+        last = model(ids, torch.ones_like(ids))[0]
     torch.testing.assert_close(logits[:, 1] - logits[:, 0], ours, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(last, ours[-1])
 
     for where in (tmp_path / "run", folder, sorted((tmp_path / "run" / "best").iterdir())[-1]):
         again = surefoot.load(where)

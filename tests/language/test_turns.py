@@ -147,6 +147,23 @@ class Seeded(Talk):
         super().reset(row)
         return [{"role": "user", "content": str(row["seed"])}]
 
+class Deals(Talk):
+    """Plays with what it gets, and needs all of it."""
+    def reset(self, row):
+        assert row["deck"] == [1, 2, 3], row
+        row["deck"].clear()
+        return super().reset(row)
+
+class Cut(Talk):
+    def reset(self, row):
+        start = super().reset(row)
+        return [{"role": "user", "content": "cut \\ud83d"}] if self.left == 2 else start
+
+class CutReply(Talk):
+    def step(self, response):
+        reply, reward, done = super().step(response)
+        return [{"role": "user", "content": "cut \\ud83d"}] if self.left == 2 else reply, reward, done
+
 class Headless:
     def reset(self, row):
         return "hi"
@@ -162,7 +179,7 @@ def last(prompts, responses, turns):
 '''
 STOP = list("aeiou nrstl.,!?AEIOUNRSTL0123456789")
 """so many that most turns of a random model end before their limit"""
-BAD = ("Mute", "Raises", "NotANumber", "Pair", "Silent", "Unsure", "Wordy")
+BAD = ("Cut", "CutReply", "Mute", "Raises", "NotANumber", "Pair", "Silent", "Unsure", "Wordy")
 
 
 @pytest.fixture
@@ -526,6 +543,29 @@ def test_nothing_is_learned_from_a_conversation_whose_environment_fails_and_the_
     assert [sample["reward"] is None for sample in made.collector.last_samples] == failed.tolist()
 
 
+def test_an_environment_may_change_its_row_without_effect_on_other_conversations(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    """Those of other samples, of later iterations and of evaluations have the same rows."""
+    write_rows(files["rows"], ({"prompt": f"say {i}", "turns": 2, "deck": [1, 2, 3]} for i in range(6)))
+    data = {"train": files["rows"], "held_out": files["rows"], "max_length": 24}
+    sampling = {"prompts": 6, "samples": 2, "max_tokens": 6, "stop": STOP}
+    made = world(
+        files, folders["llama"], "Deals", data=data, sampling=sampling, reward={"tolerated": 0.0, "missing_eos": "none"}
+    )
+    for _ in range(2):
+        collected(made)
+        assert made.evaluate() is not None
+    assert made.prompts.columns["deck"] == [[1, 2, 3]] * 6
+
+
+def test_a_column_with_the_name_of_the_seed_is_rejected(files: dict[str, str], folders: dict[str, Path]) -> None:
+    write_rows(files["rows"], ({"prompt": "say", "turns": 1, "seed": 7} for _ in range(12)))
+    with pytest.raises(SurefootError, match=r"the rows have a column 'seed', .*data.columns = \{ seed = \"row_seed\" \}"):
+        world(files, folders["llama"])
+    world(files, folders["llama"], data={"train": files["rows"], "columns": {"seed": "row_seed"}})
+
+
 def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
     """A function that pays for an empty answer, and would be glad of a conversation that never began."""
     (tmp_path / "golden.py").write_text(
@@ -553,6 +593,8 @@ def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], fo
         ("Pair", "step returned a tuple instead of reply, reward and done"),
         ("Silent", "returned nothing instead of text or a list of messages"),
         ("Unsure", "step returned a str for done"),
+        ("Cut", "reset returned half of a character ('\\ud83d')"),
+        ("CutReply", "step returned half of a character ('\\ud83d')"),
         ("Wordy", "a prompt of 302 tokens and there is room for 24"),
         ("Hangs", "took longer than reward.deadline=0.3 s"),
         ("Headless", "has no method step"),

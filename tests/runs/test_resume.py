@@ -200,7 +200,7 @@ def wait_for(path, seconds=200):
 def test_a_finished_run_is_rejected_and_can_be_extended(tmp_path):
     path = tmp_path / "run"
     begin_or_continue(path, "CartPole-v1")
-    with pytest.raises(SurefootError, match=r"finished, 2048 of 2048 steps are done; extend it with --steps above 2048"):
+    with pytest.raises(SurefootError, match=r"finished, 2048 steps are done; extend it with --steps above 2048"):
         api.resume(path)
     surefoot.resume(path, steps=2560)
     assert outcome(path)["at"][0] == "2560"

@@ -252,8 +252,8 @@ def merge(run: Path, out: Path, trust_remote_code: bool) -> None:
     loaded = load(run, trust_remote_code=trust_remote_code)
     if not isinstance(loaded, LanguageModel | RewardModel):
         raise SurefootError(f"{run}: has an agent, and agents have no adapter; see surefoot export")
-    loaded.save(out)
-    echo_result(f"the model is in {out}")
+    for line in (*loaded.save(out), f"the model is in {out}"):
+        echo_result(line)
 
 
 @click.group(cls=Group)

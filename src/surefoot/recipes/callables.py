@@ -55,10 +55,11 @@ def is_importable(path: str) -> bool:
 
 def passed_again(field: str, path: str) -> SurefootError:
     """The error for a function that was passed from Python and is not at hand."""
+    again = f"surefoot.{'load' if field == NETWORK else 'resume'}(run, {_keyword(field)})"
+    evaluated = "evaluate what train returned, " if field.startswith("reward") else ""
     return SurefootError(
-        f"{field}={path!r}: was passed as a Python object, which no file contains; pass it again, as in "
-        f"surefoot.{'load' if field == NETWORK else 'resume'}(run, {_keyword(field)}), or put it into a file and name it "
-        "file.py:function"
+        f"{field}={path!r}: was passed as a Python object, which no file contains; pass it again, as in {again}, "
+        f"{evaluated}or put it into a file and name it file.py:function"
     )
 
 
@@ -122,17 +123,15 @@ def _taken(table: Mapping[str, Any], keys: list[str], field: str, functions: dic
 def take_functions(reward: Any) -> tuple[Any, dict[str, Callable[..., Any]]]:
     """The reward of a recipe with names in place of functions, and the functions by field.
 
-    reward  a function; a list of functions and terms; or a table, whose ``terms``, their ``function`` and ``gold`` may be
-            functions. None and texts are returned unchanged
+    reward  a function; a text that is a term; a list of functions and terms; or a table, whose ``terms``, their ``function``
+            and ``gold`` may be functions. None and "none" are returned unchanged
 
     Raises SurefootError for anything else.
     """
-    if callable(reward):
-        reward = [reward]
-    if isinstance(reward, Sequence) and not isinstance(reward, str):
-        reward = {"terms": reward}
-    if reward is None or isinstance(reward, str):
+    if reward in (None, "none"):
         return reward, {}
+    if callable(reward) or isinstance(reward, (str, Sequence)):
+        reward = {"terms": reward}
     if not isinstance(reward, Mapping):
         raise SurefootError(
             f"reward={reward!r:.60}: is not a function, a list of terms or a table; "

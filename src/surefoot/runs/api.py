@@ -381,8 +381,6 @@ def _start_from(world: World, agent: Agent | None = None) -> None:
 def _take_agent(fields: dict[str, Any], run_dir: str | Path | None) -> tuple[dict[str, Any], Agent | None]:
     """The fields with the place where an agent that is passed as ``start`` will be saved, and that agent."""
     agent = fields.get("start")
-    if isinstance(agent, os.PathLike):
-        return {**fields, "start": os.fspath(agent)}, None
     if not isinstance(agent, Agent):
         return fields, None
     return {**fields, "start": None if run_dir is None else str(Path(run_dir) / START)}, agent
@@ -501,7 +499,7 @@ def _take_rows(fields: dict[str, Any], run_dir: str | Path | None) -> tuple[dict
         return str(files[-1] if run_dir is None else Path(run_dir) / ROWS / files[-1].name)
 
     data = fields.get("data")
-    if _are_rows(data) or isinstance(data, (str, os.PathLike)):
+    if _are_rows(data) or isinstance(data, str):
         fields = {**fields, "data": {"train": data}}
     return with_row_fields(fields, named), files
 
@@ -665,4 +663,6 @@ def _tables(fields: Mapping[str, Any]) -> dict[str, Any]:
             plain[key] = value.model_dump(exclude_unset=True)
         elif isinstance(value, Objective):
             plain[key] = asdict(value)
+        elif isinstance(value, os.PathLike):
+            plain[key] = os.fspath(value)
     return plain

@@ -241,9 +241,7 @@ class Session:
         exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
         pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
         if done >= self.recipe.steps and exported and pending is None:
-            raise SurefootError(
-                f"{run_folder}: finished, {done} of {self.recipe.steps} steps are done; extend it with --steps above {done}"
-            )
+            raise SurefootError(f"{run_folder}: finished, {done} steps are done; extend it with --steps above {done}")
 
     def _load_learner(self, saved: dict[str, Any], checkpoint: Path) -> None:
         if set(saved) != set(self.learner.optimizers):

@@ -16,13 +16,14 @@ _FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.M | re.S)
 _DIGITS, _EXPONENT = 400, 400
 """maximum digits and exponent of a number: 1e999999999 would fill the memory"""
 _PLAIN = str.maketrans({"−": "-", **dict.fromkeys(",$€£ ")})
-_NUMBER = re.compile(
+NUMERAL = (
     r"(?:(?<![\w.)\]])[-+−])?"  # a sign, unless it subtracts from what stands before it
     r"[$€£]?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]+)?"
-    r"(?: ?/ ?[0-9]+(?:\.[0-9]+)?)?"
 )
+"""the pattern of a number that is no fraction"""
+_NUMBER = re.compile(NUMERAL + r"(?: ?/ ?[0-9]+(?:\.[0-9]+)?)?")
 
 
 def exact(
@@ -79,8 +80,13 @@ def last_number(text: str) -> Fraction | None:
     return _fraction(numbers[-1]) if numbers else None
 
 
+def plain_number(text: str) -> str:
+    """A number without currency and separators of thousands, as Python reads it."""
+    return text.translate(_PLAIN)
+
+
 def _fraction(text: str) -> Fraction | None:
-    above, _, below = text.translate(_PLAIN).partition("/")
+    above, _, below = plain_number(text).partition("/")
     mantissa, _, exponent = above.lower().partition("e")
     if max(len(mantissa), len(below)) > _DIGITS or len(exponent) > len("-400") or abs(int(exponent or 0)) > _EXPONENT:
         return None

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def json_type(value: Any) -> str:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")
+
+
+def half_character(value: Any) -> str | None:
+    """A surrogate in a JSON value, as text that was cut within a pair has; no tokenizer encodes it. None without one."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return value[error.start]
+        return None
+    parts = chain(value, value.values()) if isinstance(value, Mapping) else value if isinstance(value, Sequence) else ()
+    return next((bad for part in parts if (bad := half_character(part)) is not None), None)
 
 
 def require_columns(row: Row, names: Sequence[str], shape: str) -> None:

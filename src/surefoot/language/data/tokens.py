@@ -275,6 +275,10 @@ class Tokens(ChatTemplate):
                 if turn not in turns:
                     self._set(trained, messages, turn, ids, False)
         else:
+            if turns[0] == 0:
+                raise SurefootError(
+                    "the first message is the assistant's, so no prompt precedes it; remove it, or give it weight 0"
+                )
             ids = self.render(messages)
             trained = [False] * len(ids)
             try:

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from surefoot.core.distributed import rank
 from surefoot.core.sharding.files import StoredTensor
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
+from surefoot.language.data.rows import half_character
 from surefoot.language.data.tokens import Messages, Tokens
 from surefoot.language.models.adapter_files import (
     is_of_steps,
@@ -71,13 +72,18 @@ class LanguageModel:
         max_tokens: int = 64,
         temperature: float = 1.0,
         seed: int = 1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         greedy: bool = False,
     ) -> list[str]:
         """Responses to text or conversations, prompt-major; the same seed gives the same responses.
 
-        Raises SurefootError for an empty list, or a prompt longer than the model's context.
+        stop   strings that end a response, and are not part of it
+
+        Raises SurefootError for an empty list, for what is neither text nor a conversation, and for a prompt longer than the
+        model's context.
         """
+        check_prompts(prompts)
+        stop = [stop] if isinstance(stop, str) else stop
         options: dict[str, Any] = {"temperature": temperature, "seed": seed, "stop": stop, "greedy": greedy}
         return self.generate_ended(prompts, samples=samples, max_tokens=max_tokens, **options)[0]
 
@@ -85,9 +91,32 @@ class LanguageModel:
         """The result of ``generate``, and for each response whether it ended before ``max_tokens``."""
         return generate(self.model, self.tokens, prompts, **options)
 
-    def save(self, folder: str | Path) -> None:
-        """Write a folder that ``transformers`` and ``surefoot.load`` read."""
+    def save(self, folder: str | Path) -> list[str]:
+        """Write a folder that ``transformers`` and ``surefoot.load`` read. Return lines for the user: none."""
         save_model(self.model, self.tokens.tokenizer, folder)
+        return []
+
+
+def check_prompts(prompts: object) -> None:
+    """Raise SurefootError unless these are a list of texts and conversations."""
+    if isinstance(prompts, str) or (is_conversation(prompts) and prompts):
+        raise SurefootError(f"prompts={prompts!r:.60}: is one prompt; pass a list of prompts, such as [prompt]")
+    if not isinstance(prompts, Sequence):
+        raise SurefootError(f"prompts={prompts!r:.60}: is a {type(prompts).__name__}; pass a list of prompts")
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not is_conversation(prompt):
+            raise SurefootError(
+                f"prompts[{number}]={prompt!r:.60}: is neither text nor messages; a message has a role and a content"
+            )
+        if (part := half_character(prompt)) is not None:
+            raise SurefootError(f"prompts[{number}]: has half of a character ({part!r}); remove it")
+
+
+def is_conversation(value: object) -> bool:
+    """Whether a value is a list of messages."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value)
 
 
 def model_folder(name: str) -> str:
@@ -308,10 +337,7 @@ def save_result(
     if recipe.adapter is None or recipe.adapter.merge:
         if in_place and base is not None:
             merge(base.trunk)
-        if isinstance(result, RewardModel):
-            lines += result.save(folder / "model")
-        else:
-            result.save(folder / "model")
+        lines += result.save(folder / "model")
         lines.append(f"the model is in {folder / 'model'}")
     return lines
 

@@ -100,6 +100,8 @@ class RewardModel(nn.Module):
         """
         if standardised:
             return (self.raw(ids, mask) - self.mean) / self.std
+        if self.of_steps:
+            return self.raw(ids, mask)
         weight = self.scaled_weight
         scores: Tensor = linear(self._last_hidden(ids, mask).to(weight.dtype), weight).squeeze(-1)
         return scores
@@ -149,7 +151,8 @@ class RewardModel(nn.Module):
         self.std.copy_(std)
 
     def save(self, folder: str | Path) -> list[str]:
-        """Write model and tokenizer atomically; an older model there is replaced. Return lines for the user.
+        """Write model and tokenizer atomically; an older model there is replaced. Return lines for the user, such as that it is
+        the model of an unfinished run, whose scores are not standardised.
 
         Raises SurefootError if the folder contains something else, or if writing fails.
         """
@@ -159,22 +162,31 @@ class RewardModel(nn.Module):
             classifier = make_token_classifier(self.backbone, self.head, pad_id)
         else:
             classifier = make_classifier(self.backbone, self.scaled_weight, pad_id)
+        lines = []
+        if self.recipe is not None and self.mean == 0 and self.std == 1:
+            lines.append(
+                f"{folder}: its scores are not standardised, because its run has not finished; as a reward, give it a weight "
+                "that fits their scale, or resume the run"
+            )
         with new_model_folder(Path(folder)) as temporary:
             if classifier is None:
                 write_weights(self.backbone, temporary)
                 self.tokenizer.save_pretrained(temporary)
                 write_head(self, temporary)
-                return [f"{folder}: transformers has no classifier of this family, so only Surefoot reads its head ({HEAD})"]
+                return [
+                    *lines,
+                    f"{folder}: transformers has no classifier of this family, so only Surefoot reads its head ({HEAD})",
+                ]
             scale = {"offset": self.offset, "mean": float(self.mean), "std": float(self.std)}
             setattr(classifier.config, SCALE, {**scale, "head": head_record(self.head)})
             write_weights(classifier, temporary)
             tokenizer.save_pretrained(temporary)
-        if pads or self.of_steps:
-            return []
-        return [
-            f"{folder}: the tokenizer has no special token besides EOS to pad with; outside Surefoot, score one text at a "
-            "time, since padding with EOS moves the scored token"
-        ]
+        if not (pads or self.of_steps):
+            lines.append(
+                f"{folder}: the tokenizer has no special token besides EOS to pad with; outside Surefoot, score one text at a "
+                "time, since padding with EOS moves the scored token"
+            )
+        return lines
 
     @classmethod
     def load(

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
+from surefoot.language.data.rows import half_character
 from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
 from surefoot.language.rewards.scores import Prompt, Scores
 from surefoot.language.sampling import DecodedBy, Samples, cut_at_stop
@@ -28,6 +30,8 @@ Draw = Callable[[Sequence[Sequence[int]], Sequence[int]], Samples]
 """samples one response to each prompt of token ids, each with its seed"""
 
 FIELD = "turns.environment"
+SEED = "seed"
+"""what an environment gets besides the columns of its row"""
 NO_RESPONSE = "got no response from the sampling engine"
 PART = "environment"
 """name of the turns' rewards among the parts of a reward"""
@@ -222,6 +226,14 @@ class Environments:
             raise self._error(f"has no method {missing[0]}; add reset(row) and step(response)")
         self._checked(lambda: _close(first), "close before any reset raised {}; make close safe without reset")
 
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise SurefootError if a column has the name of the environment's seed."""
+        if SEED in columns:
+            raise self._error(
+                f"the rows have a column {SEED!r}, which is the name of the random seed of a conversation; rename it, for "
+                f'example data.columns = {{ {SEED} = "row_seed" }}'
+            )
+
     def converse(
         self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], draw: Draw, tokens: Tokens, stop: Sequence[str] = ()
     ) -> list[Conversation]:
@@ -275,11 +287,11 @@ class Environments:
 
     def _reset(self, conversation: Conversation) -> None:
         conversation.environment = self._make()
-        start = _text_or_messages(
-            conversation.environment.reset({"seed": derived_seed(conversation.seed, PART), **conversation.row}), "reset"
-        )
+        row = deepcopy(dict(conversation.row))  # environments may change it, and others have the same
+        start = _text_or_messages(conversation.environment.reset({**row, SEED: derived_seed(conversation.seed, PART)}), "reset")
         if not start or (not isinstance(start, str) and start[-1]["role"] == "assistant"):
             raise InvalidReply("reset returned no prompt that an answer can follow")
+        _check_encodable(start, "reset")
         conversation.start = start
 
     def _encode_start(self, conversation: Conversation, tokens: Tokens) -> None:
@@ -377,6 +389,7 @@ def _step(conversation: Conversation) -> None:
         raise InvalidReply("step returned no message and is not done")
     if reply and isinstance(reply, str) != isinstance(conversation.start, str):
         raise InvalidReply("one of reset and step returned text, the other messages; return the same kind")
+    _check_encodable(reply, "step")
     conversation.replies.append(reply)
     conversation.rewards.append(number)
     conversation.ended = bool(done)
@@ -392,6 +405,12 @@ def _text_or_messages(value: Any, method: str) -> str | list[dict[str, Any]]:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise InvalidReply(f"{method} returned a message without a role and a content of text")
     return [dict(message) for message in value]
+
+
+def _check_encodable(value: str | list[dict[str, Any]], method: str) -> None:
+    """Raise InvalidReply for text that no tokenizer encodes."""
+    if (part := half_character(value)) is not None:
+        raise InvalidReply(f"{method} returned half of a character ({part!r})")
 
 
 def _kind(value: Any) -> str:

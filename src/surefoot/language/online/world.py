@@ -201,6 +201,9 @@ class LanguageWorld:
             for prompts, _ in calls:
                 function.check_columns(prompts.columns)
             self.warnings += function.deadline_notes(*((count, prompts.columns) for prompts, count in calls))
+        if self.environments is not None:
+            for prompts, _ in calls:
+                self.environments.check_columns(prompts.columns)
         if self.environments is None:
             lengths = [*lengths_of(self.prompts.ids), *([] if held_out is None else lengths_of(held_out.ids))]
             self.longest = max(lengths) + recipe.sampling.max_tokens

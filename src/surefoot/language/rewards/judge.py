@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from surefoot.errors import SurefootError
 from surefoot.language.rewards.endpoint import Endpoint
 from surefoot.recipes.rewards import JUDGE_FIELDS, JudgeSettings, placeholders
+from surefoot.verifiers.answers import NUMERAL, plain_number
 
 if TYPE_CHECKING:
     import httpx2
 
 REMEMBERED = 100_000
 """answers that are kept, so that the same question is asked once"""
-NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?"
-"""the default pattern of a score"""
+NUMBER = rf"(?<![\w.,/])({NUMERAL})(?!,?[0-9])(?:[\s*_(]*(?:/|out of)[\s*_]*[0-9]+(?:\.[0-9]+)?)?"
+"""the default pattern of a score: of "8/10" and "8 out of 10", the 8"""
 PLACE = r"\b(?:1|2|tie)\b"
 """the default pattern of a comparison"""
 WINS = {"1": 1.0, "first": 1.0, "a": 1.0, "2": 0.0, "second": 0.0, "b": 0.0, "tie": 0.5}
@@ -70,9 +71,9 @@ class Judge(Endpoint):
         unread = [row for row, score in enumerate(scores) if score is None]
         if len(unread) > self.tolerated * len(scores) + 1e-9:
             first = next(self.answers[body] for body in bodies[unread[0]] if self._verdict(self.answers[body]) is None)
-            where = f"key {self.settings.key!r}" if self.settings.key else f"match of {self.pattern.pattern!r}"
+            count = f"{len(unread)} of {len(scores)} responses"
             raise SurefootError(
-                f"the judge's answers have no score ({where}) for {len(unread)} of {len(scores)} responses, the first: "
+                f"the judge's answers have no score ({self._place_of_score()}) for {count}, the first: "
                 f"{self.client.shown(first)}; make judge.prompt ask for the score alone, or change judge.pattern, {self.then}"
             )
         for body in list(self.answers)[: max(0, len(self.answers) - REMEMBERED)]:  # the oldest
@@ -129,6 +130,13 @@ class Judge(Endpoint):
         first, second = (WINS[str(verdict).lower()] for verdict in verdicts)
         return (first + 1 - second) / 2
 
+    def _place_of_score(self) -> str:
+        """Where the score stands in an answer, in words."""
+        settings = self.settings
+        if settings.key or settings.pattern:
+            return f"key {settings.key!r}" if settings.key else f"match of {settings.pattern!r}"
+        return "a number" if settings.against is None else "1, 2 or tie"
+
     def _verdict(self, answer: str) -> str | None:
         """The last match of the pattern, or the value of the key; None if there is none that can be read."""
         if self.settings.key is not None:
@@ -136,6 +144,8 @@ class Judge(Endpoint):
         else:
             matches = list(self.pattern.finditer(answer))  # reasoning comes first
             verdict = (matches[-1][1] if matches[-1].groups() else matches[-1][0]) if matches else None
+            if verdict is not None and not self.settings.pattern:
+                verdict = plain_number(verdict)
         if verdict is None:
             return None
         known = as_number(verdict) is not None if self.settings.against is None else verdict.lower() in WINS

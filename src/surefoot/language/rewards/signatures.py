@@ -7,13 +7,14 @@
 | ``completion``, or ``state`` | verifiers | for each response | a number |
 
 Where prompts are messages, ``completions`` and ``completion`` are lists of one message of the assistant. A function of any
-style may be asynchronous.
+style may be asynchronous. Functions may change what they get: every call has its own copies.
 """
 
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
@@ -57,17 +58,17 @@ class Signature:
 
     def arguments(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> dict[str, list[Any]]:
         """Every argument that the function may take, as lists with an entry for each response."""
-        lists = {name: list(column) for name, column in columns.items()}
+        lists = {name: _copies(column) for name, column in columns.items()}
+        plain = _copies(prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts)
         if self.style == "surefoot":
-            return {**lists, "prompts": list(prompts), "responses": list(responses)}
-        plain = [prompt if isinstance(prompt, str) else [dict(message) for message in prompt] for prompt in prompts]
+            return {**lists, "prompts": plain, "responses": list(responses)}
         completions: list[Any] = [
             response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
             for prompt, response in zip(plain, responses, strict=True)
         ]
         if self.style == "trl":
             return {**lists, "prompts": plain, "completions": completions}
-        lists = {name: [default] * len(plain) for name, default in DEFAULTS.items()} | lists
+        lists = {name: _copies([default] * len(plain)) for name, default in DEFAULTS.items()} | lists
         rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
         state = [
             {"answer": "", **row, "prompt": prompt, "completion": completion, "input": {**row, "prompt": prompt}}
@@ -95,6 +96,11 @@ class Signature:
 
     def _takes(self, name: str) -> bool:
         return self.parameters is None or name in self.parameters
+
+
+def _copies(values: Iterable[Any]) -> list[Any]:
+    """A copy of each value by itself: those of the samples of one prompt are the same object."""
+    return [deepcopy(value) for value in values]
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:

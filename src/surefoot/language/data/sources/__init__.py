@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.language.data.rows import Row, json_type
+from surefoot.language.data.rows import Row, half_character, json_type
 from surefoot.language.data.sources.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of, without_schema_nulls
 from surefoot.language.data.sources.hub import hub_rows, hub_size, pinned
 from surefoot.runs.hub import is_hub_name
@@ -79,6 +79,9 @@ class Source:
                     f"{row.where}: has a column {name!r}, and only text is trained; remove the column, or give it another "
                     f'name for rewards that read it: data.columns = {{ {name} = "picture" }}'
                 )
+        for name, value in row.columns.items():
+            if (part := half_character(value) or half_character(name)) is not None:
+                raise SurefootError(f"{row.where}: column {name!r} has half of a character ({part!r}); remove it")
 
     def _check_columns(self, head: list[Row]) -> None:
         known = dict.fromkeys(name for row in head for name in row.columns)
