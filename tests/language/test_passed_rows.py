@@ -112,6 +112,7 @@ def test_a_model_is_evaluated_on_rows_from_python() -> None:
             r"^data\.train: row 2 has what JSON can't hold \(.*a set.*\); use text",
         ),
         ([{"prompt": float("nan")}], r"^data\.train: row 1 has what JSON can't hold"),
+        ([{"prompt": "a", "note": ["\ud83d"]}], r"^data\.train: row 1: column 'note' has half of a character \('\\ud83d'\)"),
         ([{"prompt": 3, "completion": "x"}], r"rows/train-[0-9a-f]{16}\.jsonl, line 1: .*column 'prompt' is a number"),
     ],
 )
@@ -143,12 +144,12 @@ def test_a_kill_before_the_run_began_is_no_obstacle(tmp_path: Path, monkeypatch:
 
 def test_files_are_named_by_their_content_and_have_what_was_passed(tmp_path: Path) -> None:
     def rows() -> Iterator[dict[str, Any]]:
-        yield {"prompt": "é\ud800\n", "numbers": np.arange(2), "score": np.float32(0.5), "nested": [{"a": None}]}
+        yield {"prompt": "é\n", "numbers": np.arange(2), "score": np.float32(0.5), "nested": [{"a": None}]}
 
     one, two = save_rows(rows(), tmp_path, "data.train"), save_rows(list(rows()), tmp_path, "data.train")
     assert one == two
     assert [path.name for path in tmp_path.iterdir()] == [one.name]
     (row,) = read_rows(one)
-    assert row.columns == {"prompt": "é\ud800\n", "numbers": [0, 1], "score": 0.5, "nested": [{"a": None}]}
+    assert row.columns == {"prompt": "é\n", "numbers": [0, 1], "score": 0.5, "nested": [{"a": None}]}
     assert save_rows([{"prompt": "b"}], tmp_path, "data.train") != one
     assert json.loads(one.read_text())["score"] == 0.5

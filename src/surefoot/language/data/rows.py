@@ -54,6 +54,13 @@ def half_character(value: Any) -> str | None:
     return next((bad for part in parts if (bad := half_character(part)) is not None), None)
 
 
+def check_whole_characters(columns: Mapping[str, Any], where: str) -> None:
+    """Raise SurefootError for a column with text that no tokenizer encodes."""
+    for name, value in columns.items():
+        if (part := half_character(name) or half_character(value)) is not None:
+            raise SurefootError(f"{where}: column {name!r} has half of a character ({part!r}); remove it")
+
+
 def require_columns(row: Row, names: Sequence[str], shape: str) -> None:
     for name in names:
         if name not in row.columns:

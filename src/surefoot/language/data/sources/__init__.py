@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.language.data.rows import Row, half_character, json_type
+from surefoot.language.data.rows import Row, check_whole_characters, json_type
 from surefoot.language.data.sources.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of, without_schema_nulls
 from surefoot.language.data.sources.hub import hub_rows, hub_size, pinned
 from surefoot.runs.hub import is_hub_name
@@ -79,9 +79,7 @@ class Source:
                     f"{row.where}: has a column {name!r}, and only text is trained; remove the column, or give it another "
                     f'name for rewards that read it: data.columns = {{ {name} = "picture" }}'
                 )
-        for name, value in row.columns.items():
-            if (part := half_character(value) or half_character(name)) is not None:
-                raise SurefootError(f"{row.where}: column {name!r} has half of a character ({part!r}); remove it")
+        check_whole_characters(row.columns, row.where)
 
     def _check_columns(self, head: list[Row]) -> None:
         known = dict.fromkeys(name for row in head for name in row.columns)
@@ -133,6 +131,7 @@ def _line(row: Any, where: str, nulls: bool) -> bytes:
     if not isinstance(row, Mapping):
         raise SurefootError(f"{where} is {json_type(row)}; pass rows as dicts, such as {{'prompt': …}}")
     columns = without_schema_nulls(dict(row)) if nulls else dict(row)
+    check_whole_characters(columns, where)
     try:
         return json.dumps(columns, default=_plain, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
