@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 REMEMBERED = 100_000
 """answers that are kept, so that the same question is asked once"""
-NUMBER = rf"(?<![\w.,/])({NUMERAL})(?!,?[0-9])(?:[\s*_(]*(?:/|out of)[\s*_]*[0-9]+(?:\.[0-9]+)?)?"
-"""the default pattern of a score: of "8/10" and "8 out of 10", the 8"""
+SCALE = r"(?:/|out of)[\s*_]*[0-9]+(?:\.[0-9]+)?|on a scale (?:of|from) [0-9]+(?:\s*(?:to|[-–])\s*[0-9]+)?"
+"""what may follow a score and is no part of it: /10, out of 10, on a scale from 0 to 10"""
+NUMBER = rf"(?<![\w.,/])({NUMERAL})(?!,?[0-9])(?:[\s*_(,]*(?:{SCALE}))?"
+"""the default pattern of a score"""
 PLACE = r"\b(?:1|2|tie)\b"
 """the default pattern of a comparison"""
 WINS = {"1": 1.0, "first": 1.0, "a": 1.0, "2": 0.0, "second": 0.0, "b": 0.0, "tie": 0.5}
