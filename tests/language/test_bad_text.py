@@ -280,6 +280,19 @@ def test_single_responses_without_a_number_are_masked_and_counted_up_to_the_set_
     rejected(command(*words, "0.2"), "returned no number for 1 of 4 responses (None 1), more than reward.tolerated=0.2 allows")
 
 
+@pytest.mark.parametrize("depth", [100, 700])
+def test_a_column_is_read_up_to_the_depth_that_python_copies(
+    depth: int, command: Command, models: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "deep.jsonl").write_text('{"prompt": "a: ", "note": ' + "[" * depth + "]" * depth + "}\n")
+    words = ["language", "--model", f"{models}/whole", "--data.train", "deep.jsonl", "--steps", "4", "--name", "deep"]
+    result = command("train", *words, "--reward.terms", "rewards.py:fine", "--sampling.max-tokens", "2", "--quiet")
+    if depth == 700:
+        rejected(result, "deep.jsonl, line 1: column 'note' has lists or objects nested more than 200 deep; remove it")
+    else:
+        assert result[0] == 0, result
+
+
 @pytest.mark.parametrize(("kind", "column"), [("language", "prompt"), ("language", "note"), ("sft", "completion")])
 def test_half_a_character_is_rejected_with_its_row(
     kind: str, column: str, command: Command, models: Path, tmp_path: Path

@@ -102,6 +102,10 @@ def test_a_model_is_evaluated_on_rows_from_python() -> None:
     assert surefoot.evaluate(model, data=ROWS["sft"][:1]) != surefoot.evaluate(model)
 
 
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -112,6 +116,7 @@ def test_a_model_is_evaluated_on_rows_from_python() -> None:
             r"^data\.train: row 2 has what JSON can't hold \(.*a set.*\); use text",
         ),
         ([{"prompt": float("nan")}], r"^data\.train: row 1 has what JSON can't hold"),
+        ([{"prompt": "a", "note": CIRCLE}], r"^data\.train: row 1 has what JSON can't hold \(.*Circular"),
         ([{"prompt": "a", "note": ["\ud83d"]}], r"^data\.train: row 1: column 'note' has half of a character \('\\ud83d'\)"),
         ([{"prompt": 3, "completion": "x"}], r"rows/train-[0-9a-f]{16}\.jsonl, line 1: .*column 'prompt' is a number"),
     ],

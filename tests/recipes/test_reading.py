@@ -162,6 +162,7 @@ def test_a_recipe_without_an_algorithm_is_named_after_its_trust_region() -> None
             ({"algorithm": "PPO_UNCLIPPED"}, "PPO_UNCLIPPED"),
         ):
             recipe = make_recipe({**table, **name, **penalty})
+            assert recipe == make_recipe({**table, **name, "objective": {"trust_region": Penalty(beta=1.0)}})
             assert recipe.algorithm == expected
             assert recipe.objective.trust_region == Penalty(beta=1.0)
             assert make_recipe(to_table(recipe)) == recipe

@@ -96,7 +96,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
 
     Raises SurefootError, one line, for an unknown key, a wrong type or range, or a combination that can't work.
     """
-    table = dict(text_to_none(table))
+    table = as_tables(dict(text_to_none(table)))
     _check_integers(table)
     kind = table.get("kind", "control")
     if not isinstance(kind, str) or kind not in KINDS:

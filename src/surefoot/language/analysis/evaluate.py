@@ -166,8 +166,8 @@ def _metrics_and_samples(world: LanguageWorld, responses: Responses) -> tuple[di
 
 def with_evaluation_rows(recipe: Recipe, data: str | None, rows: int | None, seed: int | None) -> Recipe:
     """A run's recipe with other rows to evaluate on."""
-    if rows is not None and rows < 1:
-        raise SurefootError(f"rows={rows}: must be at least 1")
+    if rows == 0:  # in a recipe, 0 turns evaluation off; make_recipe rejects all else that is no count
+        raise SurefootError("rows=0: must be at least 1")
     table = to_table(recipe)
     held_out = data or table.get("data", {}).get("held_out", "none")
     if held_out == "none":

@@ -15,6 +15,8 @@ TOOLS, SETTINGS = "tools", "chat_template_kwargs"
 """columns for the chat template of a row's messages"""
 CALLS, WEIGHT = "tool_calls", "weight"
 """keys of a message: tool calls, which may replace its content; and 1 or 0, whether it is trained"""
+DEEPEST = 200
+"""levels of lists and objects in a column"""
 RENDERED = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 """columns passed to a chat template"""
 
@@ -42,23 +44,34 @@ def json_type(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def half_character(value: Any) -> str | None:
-    """A surrogate in a JSON value, as text that was cut within a pair has; no tokenizer encodes it. None without one."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            return value[error.start]
-        return None
-    parts = chain(value, value.values()) if isinstance(value, Mapping) else value if isinstance(value, Sequence) else ()
-    return next((bad for part in parts if (bad := half_character(part)) is not None), None)
+def fault_in(value: Any) -> str | None:
+    """What is wrong with a JSON value, in words: half of a surrogate pair, as text that was cut within one has and no tokenizer
+    encodes; or lists nested deeper than Python copies. None if nothing is.
+    """
+    level = [value]
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, str):
+                try:
+                    part.encode()
+                except UnicodeEncodeError as error:
+                    return f"half of a character ({part[error.start]!r})"
+            elif isinstance(part, dict):
+                below += chain(part, part.values())
+            elif isinstance(part, (list, tuple)):
+                below += part
+        if not below:
+            return None
+        level = below
+    return f"lists or objects nested more than {DEEPEST} deep"
 
 
-def check_whole_characters(columns: Mapping[str, Any], where: str) -> None:
-    """Raise SurefootError for a column with text that no tokenizer encodes."""
+def check_values(columns: Mapping[str, Any], where: str) -> None:
+    """Raise SurefootError for a column with a fault."""
     for name, value in columns.items():
-        if (part := half_character(name) or half_character(value)) is not None:
-            raise SurefootError(f"{where}: column {name!r} has half of a character ({part!r}); remove it")
+        if fault := fault_in(name) or fault_in(value):
+            raise SurefootError(f"{where}: column {name!r} has {fault}; remove it")
 
 
 def require_columns(row: Row, names: Sequence[str], shape: str) -> None:

@@ -14,7 +14,7 @@ from surefoot.core.distributed import rank
 from surefoot.core.sharding.files import StoredTensor
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
-from surefoot.language.data.rows import half_character
+from surefoot.language.data.rows import fault_in
 from surefoot.language.data.tokens import Messages, Tokens
 from surefoot.language.models.adapter_files import (
     is_of_steps,
@@ -108,8 +108,8 @@ def check_prompts(prompts: object) -> None:
             raise SurefootError(
                 f"prompts[{number}]={prompt!r:.60}: is neither text nor messages; a message has a role and a content"
             )
-        if (part := half_character(prompt)) is not None:
-            raise SurefootError(f"prompts[{number}]: has half of a character ({part!r}); remove it")
+        if fault := fault_in(prompt):
+            raise SurefootError(f"prompts[{number}]: has {fault}; remove it")
 
 
 def is_conversation(value: object) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
-from surefoot.language.data.rows import half_character
+from surefoot.language.data.rows import fault_in
 from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
 from surefoot.language.rewards.scores import Prompt, Scores
 from surefoot.language.sampling import DecodedBy, Samples, cut_at_stop
@@ -409,8 +409,8 @@ def _text_or_messages(value: Any, method: str) -> str | list[dict[str, Any]]:
 
 def _check_encodable(value: str | list[dict[str, Any]], method: str) -> None:
     """Raise InvalidReply for text that no tokenizer encodes."""
-    if (part := half_character(value)) is not None:
-        raise InvalidReply(f"{method} returned half of a character ({part!r})")
+    if fault := fault_in(value):
+        raise InvalidReply(f"{method} returned {fault}")
 
 
 def _kind(value: Any) -> str:

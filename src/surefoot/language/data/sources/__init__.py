@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.language.data.rows import Row, check_whole_characters, json_type
+from surefoot.language.data.rows import Row, check_values, json_type
 from surefoot.language.data.sources.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of, without_schema_nulls
 from surefoot.language.data.sources.hub import hub_rows, hub_size, pinned
 from surefoot.runs.hub import is_hub_name
@@ -79,7 +79,7 @@ class Source:
                     f"{row.where}: has a column {name!r}, and only text is trained; remove the column, or give it another "
                     f'name for rewards that read it: data.columns = {{ {name} = "picture" }}'
                 )
-        check_whole_characters(row.columns, row.where)
+        check_values(row.columns, row.where)
 
     def _check_columns(self, head: list[Row]) -> None:
         known = dict.fromkeys(name for row in head for name in row.columns)
@@ -131,13 +131,14 @@ def _line(row: Any, where: str, nulls: bool) -> bytes:
     if not isinstance(row, Mapping):
         raise SurefootError(f"{where} is {json_type(row)}; pass rows as dicts, such as {{'prompt': …}}")
     columns = without_schema_nulls(dict(row)) if nulls else dict(row)
-    check_whole_characters(columns, where)
     try:
-        return json.dumps(columns, default=_plain, allow_nan=False).encode() + b"\n"
+        line = json.dumps(columns, default=_plain, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise SurefootError(
             f"{where} has what JSON can't hold ({cause_of(error)}); use text, numbers, lists and dicts"
         ) from None
+    check_values(columns, where)  # after JSON has rejected lists that contain themselves
+    return line
 
 
 def _plain(value: Any) -> Any:
