@@ -1,6 +1,7 @@
 """Train by a recipe, resume a run, refresh reward models in rounds, and list what can be trained."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,12 +111,12 @@ def train(
 
 def dry_run_text(resolved: ResolvedRecipe) -> str:
     """The output of ``--dry-run``: the resolved recipe, its preset, parameter counts, and the batch arithmetic."""
-    from surefoot.runs.api import make_world
+    from surefoot.runs.api import make_world, start_from
     from surefoot.runs.session import schedules_of
 
     schedules_of(resolved.recipe)
-    world = make_world(resolved.recipe, environments=1)  # one is enough for the output; the recipe may have thousands
-    world.close()
+    with closing(make_world(resolved.recipe, environments=1)) as world:  # one is enough; the recipe may have thousands
+        start_from(world)
     origin = [resolved.origin.line] if resolved.origin else []
     return "\n".join([to_toml(resolved.recipe), *(f"# {line}" for line in (*origin, *world.arithmetic()))])
 

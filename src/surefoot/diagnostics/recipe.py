@@ -28,7 +28,7 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
-from surefoot.runs.api import make_world
+from surefoot.runs.api import make_world, start_from
 from surefoot.runs.session import schedules_of
 
 STEPS = 500
@@ -53,6 +53,7 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
         return findings
     try:
         schedules_of(recipe)
+        start_from(world)
         findings = [
             check_result("begins", "ok", f"{recipe.title}, seed {recipe.seed}"),
             *_arithmetic(recipe, world.arithmetic()),

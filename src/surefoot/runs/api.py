@@ -231,7 +231,7 @@ def start(
                 folder = RunFolder.reserve(place, rows, run_dir)  # the world reads them there
         with together():
             world = _make_world(recipe, task, functions)
-            _start_from(world, agent)
+            start_from(world, agent)
             session = Session(recipe, world, None, _listeners(display, callback), several, functions, profile)
             session.opening = choice
             if asked == "auto" and isinstance(world, ControlWorld):
@@ -323,7 +323,7 @@ def _continue(
             raise SurefootError(f"{error}; {where}") from None
         with together():
             if checkpoint is None:
-                _start_from(world, agent)
+                start_from(world, agent)
             session = Session(recipe, world, folder, _listeners(display, callback), callbacks, functions)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
@@ -372,7 +372,7 @@ def _is_finished(run_dir: Path, recipe: Recipe) -> bool:
     return latest is not None and (steps_named(latest.name) or 0) >= recipe.steps
 
 
-def _start_from(world: World, agent: Agent | None = None) -> None:
+def start_from(world: World, agent: Agent | None = None) -> None:
     """Give a new agent the weights that its recipe, or the caller, says that it starts from."""
     if isinstance(world, ControlWorld) and (agent is not None or world.recipe.start is not None):
         world.start_from(agent)

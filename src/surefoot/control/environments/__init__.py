@@ -121,7 +121,7 @@ def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str,
     if ":" in task:  # Gymnasium imports the module of an id such as module:Robot-v0
         append_working_folder()
     if not is_id(task):
-        make = import_object("task", task, "or pass the function itself, as in surefoot.resume(run, task=make)")
+        make = import_object("task", task, "or pass the function itself: surefoot.train(make), surefoot.resume(run, task=make)")
         return lambda: make(**with_size(make, arguments, count, device))
     if task.startswith(ATARI):
         return lambda: make_atari(task, purpose, **arguments)
