@@ -273,6 +273,10 @@ E12 = Experiment(
             "Schulman et al. 2017 (arXiv 1707.06347), section 6.4, table 2",
             "the IQM of the normalised average score is higher",
             early,
+            {
+                "confirmed": "A2C uses each batch once. In Breakout the seeds overlap and A2C has caught up by the end; in "
+                "Pong both have hardly begun to learn."
+            },
         ),
         Claim(
             "E12.2",
