@@ -15,7 +15,7 @@ from surefoot import SurefootError, read_trace
 from surefoot.control.environments.looped import LoopedEnvironments
 from surefoot.control.normalise import action_converter
 from surefoot.control.replay import ReplayMismatchError, replay
-from surefoot.control.video import record_traces
+from surefoot.control.video.traces import record_traces
 from surefoot.core.traces import TracedRow
 from surefoot.runs.reading import trace_video, traces_in
 from surefoot.runs.traces import to_bytes

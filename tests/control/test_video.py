@@ -1,4 +1,4 @@
-"""A video is what was evaluated: the same episodes, every step of them, in a file that browsers play, whole or not at all."""
+"""Videos show the evaluated episodes step by step, play in browsers, and are written completely or not at all."""
 
 import ctypes.util
 import importlib.util
@@ -19,7 +19,9 @@ import pytest
 import surefoot
 from surefoot import SurefootError
 from surefoot.control.evaluate import greedy_episode
-from surefoot.control.video import Encoder, record_video, use_headless_rendering
+from surefoot.control.video import record_video
+from surefoot.control.video.encoder import Encoder
+from surefoot.control.video.rendering import use_headless_rendering
 
 from .tiny import Endless
 
@@ -27,7 +29,7 @@ QUICK: dict[str, Any] = {"rollout": {"environments": 1, "steps": 64}, "evaluatio
 
 
 def decoded(path: Path) -> tuple[str, np.ndarray]:
-    """What a decoder says of a video's one stream, and its pictures [T, h, w, 3]."""
+    """The decoder's description of a video's only stream, and its frames [T, h, w, 3]."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     done = subprocess.run(command, capture_output=True, check=True)
     about = re.findall(r"Stream #0:.*(Video: .*)", done.stderr.decode())[0]
@@ -36,17 +38,17 @@ def decoded(path: Path) -> tuple[str, np.ndarray]:
 
 
 def check_video(path: Path, size: tuple[int, int], frames: int, fps: float) -> np.ndarray:
-    """Its pictures, of which every one shows something and which change in the picture itself, not only in the print."""
+    """The frames of a video, after checks of its format: none is black, and they change above the caption too."""
     about, pictures = decoded(path)
     assert about.startswith("Video: h264 ")
     assert ", yuv420p(" in about
     assert f", {fps:g} fps, " in about
     assert pictures.shape == (frames, size[1], size[0], 3)
     content = path.read_bytes()
-    assert content.index(b"moov") < content.index(b"mdat"), "a browser could not begin before it has all"
+    assert content.index(b"moov") < content.index(b"mdat"), "browsers can start early only if the index is first"
     above = pictures[:, : size[1] - 16].astype(int)
-    assert (above.reshape(frames, -1).max(1) > 100).all(), "black"
-    assert all(np.abs(above[t] - above[0]).max() > 50 for t in (frames // 2, frames - 1)), "stands still"
+    assert (above.reshape(frames, -1).max(1) > 100).all(), "a frame is black"
+    assert all(np.abs(above[t] - above[0]).max() > 50 for t in (frames // 2, frames - 1)), "the frames don't change"
     return pictures
 
 
@@ -63,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# ---- what is recorded ---------------------------------------------------------------------------------------------------
+# ---- recorded episodes ---------------------------------------------------------------------------------------------------
 
 
 def test_a_video_shows_every_step_of_the_evaluated_episodes(agent: surefoot.Agent, tmp_path: Path) -> None:
@@ -71,15 +73,15 @@ def test_a_video_shows_every_step_of_the_evaluated_episodes(agent: surefoot.Agen
     evaluation = surefoot.evaluate(agent, episodes=3, seed=5)
     assert made.returns == evaluation.returns
     assert made.lengths == evaluation.lengths
-    assert len(set(evaluation.lengths)) > 1, "three times the same episode would prove nothing"
+    assert len(set(evaluation.lengths)) > 1, "the episodes must differ"
     assert not made.truncated
     assert made.frames == sum(evaluation.lengths) + 3
     check_video(tmp_path / "video.mp4", (320, 240), made.frames, 50)
     assert list(tmp_path.iterdir()) == [tmp_path / "video.mp4"]
 
 
-def test_the_twelfth_episode_is_the_twelfth_that_evaluate_judges(agent: surefoot.Agent) -> None:
-    """More than evaluate runs side by side."""
+def test_greedy_episodes_are_those_of_evaluate_in_the_same_order(agent: surefoot.Agent) -> None:
+    """With more episodes than evaluate runs at a time."""
     environment = gymnasium.make("CartPole-v1")
     ends = [list(greedy_episode(agent, environment, "it", 5, episode, 500))[-1] for episode in range(12)]
     evaluation = surefoot.evaluate(agent, episodes=12, seed=5)
@@ -88,7 +90,7 @@ def test_the_twelfth_episode_is_the_twelfth_that_evaluate_judges(agent: surefoot
     assert all(end.done for end in ends)
 
 
-def test_size_speed_length_and_small_print_can_be_chosen(agent: surefoot.Agent, tmp_path: Path) -> None:
+def test_size_speed_length_and_caption_are_options(agent: surefoot.Agent, tmp_path: Path) -> None:
     made = record_video(agent, tmp_path / "video.mp4", size=(200, 100), fps=12, max_steps=6, caption=False)
     assert (made.lengths, made.truncated, made.frames) == ([6], True, 7)
     assert made.line().endswith(
@@ -97,7 +99,7 @@ def test_size_speed_length_and_small_print_can_be_chosen(agent: surefoot.Agent, 
     about, pictures = decoded(tmp_path / "video.mp4")
     assert ", 12 fps, " in about
     assert pictures.shape == (7, 100, 200, 3)
-    assert pictures[0, :, 30:170].min(0).max() > 200, "white above and below the cart: no bar for the print"
+    assert pictures[0, :, 30:170].min(0).max() > 200, "white above and below the cart, so no caption"
 
 
 @pytest.mark.parametrize(("task", "fps"), [("Pendulum-v1", 30), ("Acrobot-v1", 15)])
@@ -112,7 +114,8 @@ OTHER_LIBRARIES = """
 import json, sys
 from pathlib import Path
 import surefoot
-from surefoot.control.video import record_video, use_headless_rendering
+from surefoot.control.video import record_video
+from surefoot.control.video.rendering import use_headless_rendering
 use_headless_rendering()
 fields = {"rollout": {"environments": 1, "steps": 64}, "evaluation": {"episodes": 0}}
 for task, arguments in json.loads(sys.argv[1]).items():
@@ -133,7 +136,7 @@ def is_here(package: str) -> bool:
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In a process of its own: MuJoCo must be imported after EGL was chosen, and Box2D's import does not survive warnings."""
+    """In another process: MuJoCo must be imported after EGL is set, and importing Box2D fails if warnings are errors."""
     folder = tmp_path_factory.mktemp("videos")
     hidden = ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER", "PYTHONWARNINGS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -148,10 +151,10 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_box2d_mujoco_and_atari_are_recorded_without_a_display(task: str, videos: Path) -> None:
     package, fps, _ = KINDS[task]
     if not is_here(package):
-        pytest.skip(f"{package}, or what draws it, is not installed")
+        pytest.skip(f"{package}, or its renderer, is not installed")
     pictures = check_video(videos / f"{task.rpartition('/')[2]}.mp4", (320, 240), 21, fps)
     shades = pictures[-1, :220].reshape(-1, 3).astype(int)
-    assert np.ptp(shades, axis=1).max() > 40, "in colour"
+    assert np.ptp(shades, axis=1).max() > 40, "no colours"
 
 
 # ---- without a display ------------------------------------------------------------------------------------------------
@@ -160,12 +163,12 @@ def test_box2d_mujoco_and_atari_are_recorded_without_a_display(task: str, videos
 @pytest.fixture
 def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MUJOCO_GL", "SDL_VIDEODRIVER", "SDL_AUDIODRIVER", "PYGAME_HIDE_SUPPORT_PROMPT", "DISPLAY"):
-        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
 
 
 @pytest.mark.usefixtures("no_choice")
-def test_egl_and_no_window_are_chosen_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_egl_and_a_dummy_display_are_used_unless_the_user_sets_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     use_headless_rendering()
     assert (os.environ["MUJOCO_GL"], os.environ["SDL_VIDEODRIVER"]) == ("egl", "dummy")
@@ -176,7 +179,7 @@ def test_egl_and_no_window_are_chosen_unless_the_user_has_chosen(monkeypatch: py
 
 
 @pytest.mark.usefixtures("no_choice")
-def test_where_there_is_no_egl_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_egl_is_not_set_on_systems_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     use_headless_rendering()
     assert "MUJOCO_GL" not in os.environ
@@ -185,7 +188,7 @@ def test_where_there_is_no_egl_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("backend", "remedy"), [("egl", "install libegl1 "), ("disable", "unset MUJOCO_GL, or set MUJOCO_GL=egl")]
 )
-def test_mujoco_that_cannot_draw_is_one_line_with_the_remedy(
+def test_mujoco_without_opengl_is_one_line_with_a_remedy(
     backend: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = surefoot.train("InvertedPendulum-v5", surefoot.A2C, steps=1, **QUICK)
@@ -198,10 +201,8 @@ def test_mujoco_that_cannot_draw_is_one_line_with_the_remedy(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mujoco_that_cannot_be_imported_for_want_of_egl_is_the_same_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where libEGL is not installed: PyOpenGL then fails on import with an AttributeError."""
+def test_a_missing_libegl_is_the_same_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyOpenGL then raises an AttributeError when it is imported."""
     failing = compile("raise AttributeError('no eglQueryString')", "site-packages/mujoco/egl/__init__.py", "exec")
     monkeypatch.setenv("MUJOCO_GL", "egl")
     agent = surefoot.train(Endless, surefoot.A2C, steps=1, **QUICK)
@@ -212,13 +213,13 @@ def test_mujoco_that_cannot_be_imported_for_want_of_egl_is_the_same_line(
         record_video(agent, tmp_path / "video.mp4", lambda **_: exec(failing))
 
 
-# ---- what can't be recorded ---------------------------------------------------------------------------------------------
+# ---- environments that can't be recorded ------------------------------------------------------------------------------
 
 
 class Painted(Endless):
-    """Draws what it is told to."""
+    """Renders the object that it was made with, or raises it."""
 
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # as Gymnasium has it
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  # as in Gymnasium
 
     def __init__(self, painting: Any, render_mode: str | None = None) -> None:
         self.painting, self.render_mode = painting, render_mode
@@ -255,13 +256,13 @@ def test_any_environment_that_renders_can_be_recorded(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_draw_is_rejected_and_leaves_nothing(make: Any, part: str, tmp_path: Path) -> None:
+def test_an_environment_that_does_not_render_is_rejected_and_no_file_is_left(make: Any, part: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=part):
         recorded(make, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_environment_that_fails_on_the_way_leaves_the_old_video(tmp_path: Path) -> None:
+def test_an_error_in_the_middle_keeps_the_old_video(tmp_path: Path) -> None:
     class Short(Painted):
         steps = 0
 
@@ -279,7 +280,7 @@ def test_an_environment_that_fails_on_the_way_leaves_the_old_video(tmp_path: Pat
     assert (tmp_path / "video.mp4").read_text() == "old"
 
 
-def test_a_task_of_other_spaces_is_rejected(agent: surefoot.Agent, tmp_path: Path) -> None:
+def test_a_task_with_other_spaces_is_rejected(agent: surefoot.Agent, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match="task='Pendulum-v1': has spaces"):
         record_video(agent, tmp_path / "video.mp4", "Pendulum-v1")
 
@@ -291,13 +292,13 @@ def black(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 100], ids=["at the end", "on the way"])
-def test_an_encoder_that_fails_is_an_error_with_its_cause_and_leaves_nothing(
+def test_an_error_of_the_encoder_is_shown_and_no_file_is_left(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "ffmpeg"
     script.write_text('#!/bin/sh\nfor last; do :; done\nhead -c 1000 > "$last"\necho "$last: No space left" >&2\nexit 1\n')
     script.chmod(0o700)
-    monkeypatch.setattr(surefoot.control.video, "ffmpeg_path", lambda: str(script))
+    monkeypatch.setattr(surefoot.control.video.encoder, "ffmpeg_path", lambda: str(script))
     with pytest.raises(SurefootError, match=r"out/video.mp4: not written, the encoder failed \(.*No space left\)"):
         black(tmp_path / "out" / "video.mp4", count)
     assert list((tmp_path / "out").iterdir()) == []
@@ -309,7 +310,7 @@ def stopped(path: Path) -> None:
         raise KeyboardInterrupt
 
 
-def test_a_stop_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+def test_no_file_is_left_after_an_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         stopped(tmp_path / "video.mp4")
     assert list(tmp_path.iterdir()) == []
@@ -318,7 +319,7 @@ def test_a_stop_on_the_way_leaves_nothing(tmp_path: Path) -> None:
 # ---- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_watch_records_the_best_agent_else_the_last_or_the_named_one(command: Any, run: Path, tmp_path: Path) -> None:
+def test_watch_records_the_best_checkpoint_else_the_last_or_the_chosen_one(command: Any, run: Path, tmp_path: Path) -> None:
     best = next(folder.name for folder in (run / "best").iterdir() if folder.name.isdigit())
     copy = shutil.copytree(run, tmp_path / "run")
     code, out, err = command("watch", str(copy), "--max-steps", "2", "--seed", "4")
@@ -332,7 +333,7 @@ def test_watch_records_the_best_agent_else_the_last_or_the_named_one(command: An
     assert out.startswith(f"{tmp_path}/a.mp4: ")
 
 
-def test_an_agent_saved_elsewhere_is_recorded_on_the_named_task(
+def test_an_agent_outside_a_run_needs_out(
     command: Any, agent: surefoot.Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -355,7 +356,7 @@ def test_an_agent_saved_elsewhere_is_recorded_on_the_named_task(
     ],
     ids=lambda words: " ".join(words),
 )
-def test_bad_words_are_rejected_in_one_line(command: Any, run: Path, words: list[str], parts: list[str]) -> None:
+def test_bad_options_are_rejected_in_one_line(command: Any, run: Path, words: list[str], parts: list[str]) -> None:
     before = sorted(run.rglob("*"))
     code, out, err = command("watch", str(run), *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -371,7 +372,7 @@ def test_a_run_without_a_checkpoint_is_rejected(command: Any, run: Path, tmp_pat
         assert "there is none yet" in command("watch", str(tmp_path / "new"), "--checkpoint", which)[2]
 
 
-def test_without_the_encoder_the_extra_is_named(command: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_encoder_names_the_extra_to_install(command: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     code, _, err = command("watch", str(run))
     assert code == 2

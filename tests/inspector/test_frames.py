@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from surefoot import read_trace
-from surefoot.control.video import record_traces
+from surefoot.control.video.traces import record_traces
 from surefoot.core.traces import TracedRow
 from surefoot.inspector.folders import RunFolders
 from surefoot.runs.reading import replay_failure, trace_video, traces_in

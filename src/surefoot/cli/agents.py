@@ -126,7 +126,9 @@ def watch(
     traced: str | None,
 ) -> None:
     """Film greedy episodes of the agent in RUN as an MP4."""
-    from surefoot.control.video import record_traces, record_video, size_from_text
+    from surefoot.control.video import record_video
+    from surefoot.control.video.frames import size_from_text
+    from surefoot.control.video.traces import record_traces
     from surefoot.runs.folder import chosen_checkpoint, output_file
 
     pixels = size_from_text(size)

@@ -1,4 +1,4 @@
-"""Laws of what a film's pictures are made of: nothing is cropped or stretched, and the small print can be read."""
+"""Frames of a video: scaled without cropping or distortion, with a readable caption below."""
 
 import numpy as np
 import pytest
@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.control.evaluate import EpisodeStep
-from surefoot.control.video import FONT, add_caption, caption_height, caption_text, fit_frame, size_from_text
+from surefoot.control.video.frames import FONT, add_caption, caption_height, caption_text, fit_frame, size_from_text
 from surefoot.errors import SurefootError
 
 SIDES = st.integers(1, 400)
 
 
 @given(SIDES, SIDES, st.integers(32, 200), st.integers(32, 200))
-def test_a_picture_is_fitted_whole_in_its_own_shape_in_the_middle_of_black(h, w, height, width):
+def test_a_frame_keeps_its_aspect_ratio_and_is_centred_on_black(h, w, height, width):
     result = fit_frame(np.full((h, w, 3), 255, np.uint8), width, height)
     assert result.shape == (height, width, 3)
     assert set(np.unique(result)) <= {0, 255}
@@ -28,13 +28,13 @@ def test_a_picture_is_fitted_whole_in_its_own_shape_in_the_middle_of_black(h, w,
     assert abs((width - inner_w) - 2 * columns[0]) <= 1
 
 
-def test_a_picture_of_the_right_size_is_left_as_it_is():
+def test_a_frame_of_the_right_size_is_unchanged():
     picture = np.random.default_rng(1).integers(0, 256, (30, 40, 3), np.uint8)
     assert np.array_equal(fit_frame(picture, 40, 30), picture)
-    assert np.array_equal(fit_frame(picture[::-1], 40, 30), picture[::-1]), "whatever its strides"
+    assert np.array_equal(fit_frame(picture[::-1], 40, 30), picture[::-1]), "strides must not matter"
 
 
-def test_a_thin_line_does_not_vanish_when_a_picture_shrinks():
+def test_thin_lines_survive_downscaling():
     for column in range(90, 110):
         picture = np.zeros((200, 400, 3), np.uint8)
         picture[:, column] = 255
@@ -58,7 +58,7 @@ def read(bar, times):
 
 
 @pytest.mark.parametrize(("height", "times"), [(96, 1), (240, 1), (480, 2), (720, 3)])
-def test_the_caption_has_the_text_and_leaves_the_picture_unchanged(height, times):
+def test_the_caption_shows_the_text_and_does_not_change_the_frame(height, times):
     room = height - caption_height(height)
     picture = np.random.default_rng(1).integers(0, 256, (room, 320 * times, 3), np.uint8)
     text = "episode 2/3 step 17 reward -0.50 return 1.2e+06"
@@ -68,17 +68,17 @@ def test_the_caption_has_the_text_and_leaves_the_picture_unchanged(height, times
     assert read(result[room:], times) == text
 
 
-def test_every_letter_looks_different():
+def test_all_letters_of_the_font_differ():
     assert len(set(FONT.values())) == len(FONT)
 
 
-def test_small_print_too_long_for_its_picture_is_cut_off():
+def test_a_caption_wider_than_the_frame_is_cut_off():
     picture = np.zeros((64 - caption_height(64), 64, 3), np.uint8)
     assert read(add_caption(picture, "step 1234567890", 64)[len(picture) :], 1) == "step 12345"
 
 
 @given(st.integers(0, 10**9), st.floats(), st.floats(), st.integers(0, 999))
-def test_any_step_reward_and_return_can_be_printed(step, reward, total, episode):
+def test_the_font_covers_every_possible_caption(step, reward, total, episode):
     for episodes in (1, 1000):
         text = caption_text(EpisodeStep(step, None, reward, total, False), episode, episodes)
         assert set(text) <= set(FONT)
@@ -86,11 +86,11 @@ def test_any_step_reward_and_return_can_be_printed(step, reward, total, episode)
 
 
 @given(st.integers(0, 9999), st.floats(-999, 999), st.floats(-99_999, 99_999), st.integers(0, 8))
-def test_what_is_usual_fits_into_the_usual_width(step, reward, total, episode):
+def test_usual_captions_fit_into_the_default_width(step, reward, total, episode):
     assert 2 + 6 * len(caption_text(EpisodeStep(step, None, reward, total, False), episode, 9)) <= 320
 
 
-def test_a_sum_that_rounds_to_zero_is_not_minus_zero():
+def test_a_value_that_rounds_to_zero_has_no_minus_sign():
     assert "-0" not in caption_text(EpisodeStep(1, None, -1e-9, -1e-9, False), 0, 1)
 
 
@@ -100,6 +100,6 @@ def test_a_size_is_width_times_height(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "320", "320x", "x240", "320x241", "321x240", "32x240", "320x4098", "-320x240", "3e2x240"])
-def test_a_size_that_no_player_shows_is_rejected(text):
+def test_odd_too_small_or_too_large_sizes_are_rejected(text):
     with pytest.raises(SurefootError, match=r"size='.*must be WIDTHxHEIGHT, even numbers from 64 to 4096"):
         size_from_text(text)
