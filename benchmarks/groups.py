@@ -25,7 +25,7 @@ from surefoot.language.data.tokens import right_padded
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 WAYS = {"padded": False, "end to end": True, "prompts once": True}
 RATIOS = {"1:4": (64, 256), "1:1": (160, 160), "4:1": (256, 64)}

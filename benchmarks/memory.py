@@ -35,8 +35,7 @@ from surefoot.language.memory.check import workload_of
 from surefoot.language.memory.passes import StorageTracker, count_parameters
 from surefoot.language.models.loading import character_tokenizer
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.api import make_world
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner, make_world
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "memory.md", ROOT / "benchmarks" / "results" / "memory"

@@ -71,8 +71,7 @@ def measured(kind: str, way: str, work: Path, updates: int) -> dict[str, float]:
     from surefoot.core.rollout import LearnerState
     from surefoot.language.models.padding_free import Reading
     from surefoot.recipes.reading import make_recipe
-    from surefoot.runs.api import make_world
-    from surefoot.runs.session import make_learner
+    from surefoot.runs.factory import make_learner, make_world
 
     torch.set_num_threads(1)
     data = {"train": str(work / f"{kind}.jsonl"), "max_length": 512, "batch": BATCH}

@@ -34,8 +34,7 @@ from surefoot.language.memory.layout import Layout
 from surefoot.language.speed.machines import cpu_machine, measured_machine
 from surefoot.language.speed.plan import iteration_time
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.api import make_world
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner, make_world
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "plan"

@@ -22,7 +22,7 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 WORK: dict[str, list[tuple[int, int]]] = {"HalfCheetah-v5": [(8, 256), (1, 2048)], "CartPole-v1": [(8, 32)]}
 IN_SEQUENCES = {"CartPole-v1": [(8, 128), (32, 128), (64, 128)]}

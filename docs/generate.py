@@ -58,7 +58,11 @@ FUNCTIONAL = (
 TITLES = {"kl": "KL divergence"}
 
 API: dict[str, dict[str, tuple[str, ...]]] = {
-    "Functions": {"surefoot.runs.api": ("train", "resume", "load", "evaluate"), "surefoot.runs.traces": ("read_trace",)},
+    "Functions": {
+        "surefoot.runs.api": ("train", "resume", "evaluate"),
+        "surefoot.runs.api.loading": ("load",),
+        "surefoot.runs.traces": ("read_trace",),
+    },
     "Callbacks": {"surefoot.runs.callbacks": ("Callback", "Run")},
     "Agents, results and traces": {
         "surefoot.control.agent": ("Agent",),

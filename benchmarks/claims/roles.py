@@ -38,8 +38,7 @@ def timed(recipe: Any, iterations: int = 4) -> dict[str, float]:
     """CPU seconds of this process for collecting and learning; the first iteration, which allocates, is not counted."""
     from surefoot.core.credit import assign_credit
     from surefoot.core.rollout import LearnerState
-    from surefoot.runs.api import make_world
-    from surefoot.runs.session import make_learner
+    from surefoot.runs.factory import make_learner, make_world
 
     world = make_world(recipe)
     learner = make_learner(recipe, world.policy)

@@ -16,6 +16,7 @@ from surefoot import SurefootError
 from surefoot.errors import to_install
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
+from surefoot.runs.api import launch
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -548,5 +549,5 @@ def test_a_name_that_is_taken_is_rejected_before_anything_is_made(command, tmp_p
     """A model may take minutes to read."""
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "notes.txt").write_text("mine")
-    monkeypatch.setattr(api, "make_world", None)
+    monkeypatch.setattr(launch, "make_world", None)
     rejected(command("train", "CartPole-v1", "--steps", "64", "--name", "mine"), "runs/mine: contains a run or other files")

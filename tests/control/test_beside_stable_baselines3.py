@@ -21,7 +21,7 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 STEPS, EPOCHS, SIZE = 512, 4, 64
 PARTS = {

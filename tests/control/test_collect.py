@@ -20,7 +20,7 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.core.rollout import Rollout, tensors_in
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 from .tiny import ENDS, Clockwork, Endless, bare, clockworks, fresh_state, one_by_one, small, world_of
 

@@ -14,7 +14,7 @@ from surefoot.control.spaces import MASK
 from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 from .test_spaces import NESTED
 from .tiny import Sampled, fresh_state

@@ -20,7 +20,7 @@ from surefoot.control.normalise import ObservationNormaliser, RewardNormaliser, 
 from surefoot.control.world import ControlWorld
 from surefoot.core.loop import run_loop
 from surefoot.core.rollout import LearnerState
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 from .tiny import Clockwork, Endless, Sampled, bare, clockworks, fresh_state, one_by_one, world_of
 

@@ -16,7 +16,7 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 from .tiny import Sampled
 

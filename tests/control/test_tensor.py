@@ -29,7 +29,7 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import Timer, map_tensors
 from surefoot.errors import NotFiniteError
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.api import make_world
+from surefoot.runs.factory import make_world
 
 from .tiny import clockworks, fresh_state, world_of
 

@@ -37,7 +37,7 @@ from surefoot.core.traces import Recorder
 from surefoot.errors import NotCompiledError, NotFiniteError, SurefootError
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.events import Event, Message
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 TINY: dict[str, Any] = {
     "rollout": {"environments": 2, "steps": 32},

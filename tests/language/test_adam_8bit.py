@@ -18,7 +18,7 @@ from surefoot.language.models.quantised import prepare_bitsandbytes
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import load_checkpoint
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 from .test_adapters import files, started, table  # noqa: F401
 from .tiny import write_folder

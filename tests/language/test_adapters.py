@@ -29,8 +29,8 @@ from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.models import AdapterSettings
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.runs.factory import make_learner
 from surefoot.runs.folder import checkpoint_to_load
-from surefoot.runs.session import make_learner
 
 from .tiny import write_folder
 

@@ -28,7 +28,7 @@ from surefoot.language.supervised.preferences import DpoPolicy, answer_log_probs
 from surefoot.language.supervised.reference import Reference
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .test_supervised import pairs, write

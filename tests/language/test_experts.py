@@ -21,8 +21,7 @@ from surefoot.language.models.policy import LanguagePolicy, Routers
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.recipes.models import AdapterSettings, saved_adapter
 from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.runs.api import make_world
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner, make_world
 
 from .tiny import VOCABULARY, tokenizer
 

@@ -24,7 +24,7 @@ from surefoot.language.sampling import sample
 from surefoot.language.supervised.demonstrations import Rows, demonstration_tensors
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 
 from . import tiny
 

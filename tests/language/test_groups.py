@@ -19,8 +19,8 @@ from surefoot.language.sampling import Samples, concat_samples
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.runs.factory import make_learner
 from surefoot.runs.metrics import TIMING
-from surefoot.runs.session import make_learner
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 REWARDS = """

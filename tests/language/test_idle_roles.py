@@ -24,10 +24,9 @@ from surefoot.language.memory.roles import host_bytes, permanent_bytes
 from surefoot.language.memory.savings import alternatives
 from surefoot.language.memory.workload import Workload
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.api import make_world
 from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.factory import make_learner, make_world
 from surefoot.runs.metrics import TIMING
-from surefoot.runs.session import make_learner
 
 from .test_precision import files, table  # noqa: F401
 from .test_sharded import trained

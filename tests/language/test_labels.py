@@ -24,7 +24,7 @@ from surefoot.language.memory.check import workload_of
 from surefoot.language.supervised.labels import next_with_another, share_above
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .test_data import TOKENS

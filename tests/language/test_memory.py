@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 import surefoot
-import surefoot.runs.api
+import surefoot.runs.factory
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, estimate, passes, planner, quick_peak
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length, least_needed, running_peak, upper_bound, workload_of
@@ -214,7 +214,7 @@ def test_long_demonstrations_that_are_evaluated_or_mixed_in_are_counted_within_1
     table = online(here, evaluation={"demonstrations": str(shown), "rows": 20}, optimizer=optimizer)
     table["mixing"] = {"sft_coefficient": 0.5, "demonstrations": str(shown), "batch": 12}
     table["check_memory"] = True
-    world = surefoot.runs.api.make_world(make_recipe(table))
+    world = surefoot.runs.factory.make_world(make_recipe(table))
     full = world.memory.full  # type: ignore[attr-defined]
     assert full is not None
     assert (full.demonstrated, full.mixed) == (passes.BatchShape(20, 60, 40), passes.BatchShape(12, 60, 40))
@@ -233,7 +233,7 @@ def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
     setup = workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS)
     assert setup.rounds == 3
     estimated, alone = estimate(setup), estimate(replace(setup, rounds=1))
-    world = surefoot.runs.api.make_world(make_recipe(table))
+    world = surefoot.runs.factory.make_world(make_recipe(table))
     drawn = world.collector._respond_to_next(4, 0)[0].samples  # type: ignore[attr-defined]
     held = [drawn.prompt, drawn.prompt_mask, drawn.actions, drawn.mask, drawn.log_probs]
     for phase in ("sampling", "scoring"):
@@ -353,10 +353,10 @@ def test_a_run_that_fits_exactly_is_not_rejected_and_in_a_quarter_of_that_it_is(
     tables = [online(here, critic={"own_model": True}), supervised(here, "sft", "demonstrations")]
     for table, peak in [(table, max(measured_peaks(table).values())) for table in tables]:
         scarce(peak)
-        surefoot.runs.api.make_world(make_recipe(table))
+        surefoot.runs.factory.make_world(make_recipe(table))
         scarce(peak // 4)
         with pytest.raises(SurefootError, match=r"^memory: "):
-            surefoot.runs.api.make_world(make_recipe(table))
+            surefoot.runs.factory.make_world(make_recipe(table))
 
 
 def test_weights_that_do_not_fit_are_rejected_before_they_are_read(here: Path, scarce: Any, monkeypatch: Any) -> None:
@@ -364,7 +364,7 @@ def test_weights_that_do_not_fit_are_rejected_before_they_are_read(here: Path, s
     scarce(permanent_bytes(workload_of(recipe, prompt=1, response=1)) - 1)
     monkeypatch.setattr("surefoot.language.models.loading.read_weights", None)
     with pytest.raises(SurefootError, match=r'memory: .* moments alone.* set optimizer\.kind = "adam-8bit"'):
-        surefoot.runs.api.make_world(recipe)
+        surefoot.runs.factory.make_world(recipe)
 
 
 @pytest.mark.slow
@@ -385,11 +385,11 @@ def test_the_best_setting_that_is_named_helps(here: Path, scarce: Any, setting: 
     earlier = [name for name, _ in ways[:place]]
     scarce(running_peak(estimate(ways[place][1])))
     with pytest.raises(SurefootError) as caught:
-        surefoot.runs.api.make_world(make_recipe(table))
+        surefoot.runs.factory.make_world(make_recipe(table))
     message = str(caught.value)
     named = message.partition("; set ")[2].partition(" (")[0]
     assert named.startswith((setting, *earlier))
-    surefoot.runs.api.make_world(make_recipe(with_settings(table, named)))
+    surefoot.runs.factory.make_world(make_recipe(with_settings(table, named)))
 
 
 def test_what_is_named_is_a_recipe(here: Path) -> None:
@@ -451,9 +451,9 @@ def test_resuming_is_rejected_in_the_same_way_and_continues_without_the_check(he
 def test_a_run_that_fits_only_while_responses_are_short_is_warned_of(here: Path, scarce: Any) -> None:
     recipe = make_recipe(online(here))
     short = least_needed(estimate(workload_of(recipe, prompt=PROMPT, response=1)))
-    assert surefoot.runs.api.make_world(recipe).warnings == []
+    assert surefoot.runs.factory.make_world(recipe).warnings == []
     scarce(short)
-    notes = surefoot.runs.api.make_world(recipe).warnings
+    notes = surefoot.runs.factory.make_world(recipe).warnings
     assert len(notes) == 1
     assert notes[0].startswith("memory: may need ")
 

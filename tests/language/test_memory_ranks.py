@@ -22,7 +22,7 @@ from surefoot.language.memory.roles import host_bytes, permanent_bytes
 from surefoot.language.memory.savings import alternatives
 from surefoot.language.memory.workload import Workload, with_ranks
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.api import make_world
+from surefoot.runs.factory import make_world
 
 from .test_memory import MEASURING, PROMPT, TOKENS, here, online, supervised  # noqa: F401
 

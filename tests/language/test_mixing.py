@@ -16,8 +16,8 @@ from surefoot.errors import SurefootError
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
+from surefoot.runs.factory import make_learner
 from surefoot.runs.metrics import TIMING
-from surefoot.runs.session import make_learner
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 ONCE = {"epochs": 1, "minibatches": 1}

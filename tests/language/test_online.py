@@ -17,9 +17,9 @@ from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.runs.factory import make_learner
 from surefoot.runs.folder import recipe_differences
 from surefoot.runs.metrics import TIMING
-from surefoot.runs.session import make_learner
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .tiny import write_folder

@@ -21,7 +21,7 @@ from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePol
 from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
 from surefoot.language.supervised.preferences import PairPolicy  # noqa: E402
 from surefoot.recipes.reading import make_recipe  # noqa: E402
-from surefoot.runs.api import make_world  # noqa: E402
+from surefoot.runs.factory import make_world  # noqa: E402
 from surefoot.runs.metrics import TIMING  # noqa: E402
 from surefoot.runs.trackers.metrics_jsonl import read_metrics  # noqa: E402
 

@@ -15,7 +15,7 @@ from surefoot import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows, save_rows
-from surefoot.runs import api
+from surefoot.runs.api import launch
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 TEXTS = ("i love it.", "it is fine.", "the chain is weak.", "good")
@@ -137,8 +137,8 @@ def test_rows_never_reach_the_folder_of_another_run(tmp_path: Path) -> None:
 
 def test_a_kill_before_the_run_began_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were kept, and a lock, are all that it may leave."""
-    monkeypatch.setattr(api.RunFolder, "discard", api.RunFolder.close)
-    monkeypatch.setattr(api, "_make_world", lambda *_: 1 / 0)
+    monkeypatch.setattr(launch.RunFolder, "discard", launch.RunFolder.close)
+    monkeypatch.setattr(launch, "_make_world", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"]))
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {"rows", ".lock"}

@@ -19,8 +19,8 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.terms import parts_of
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.api import make_world
 from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.factory import make_world
 from surefoot.runs.metrics import TIMING
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -277,7 +277,7 @@ def test_sharded_weights_in_bfloat16_learn_as_whole_ones(
 def test_values_of_an_update_do_not_depend_on_which_passes_came_before(files: Path, folders: dict[str, Path]) -> None:
     """Passes without gradient, as in evaluation, change no gradient, though autocast keeps casts of weights."""
     from surefoot.core.credit import assign_credit
-    from surefoot.runs.session import make_learner
+    from surefoot.runs.factory import make_learner
 
     ends = []
     for evaluates in (False, True):

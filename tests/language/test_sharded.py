@@ -27,8 +27,7 @@ from surefoot.language.supervised import world as worlds
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.supervised import SupervisedRecipe
-from surefoot.runs.api import make_world
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner, make_world
 
 from .tiny import model, tokenizer, write_folder
 

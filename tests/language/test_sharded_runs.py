@@ -27,10 +27,9 @@ from surefoot.language.online import collect as collecting
 from surefoot.language.sampling import choose_engine
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs import session as sessions
-from surefoot.runs.api import make_world
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, writer
-from surefoot.runs.session import Session
+from surefoot.runs.factory import make_world
+from surefoot.runs.session import Session, saving
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .tiny import model, tokenizer, write_folder
@@ -293,14 +292,14 @@ def test_a_best_checkpoint_that_the_first_rank_cannot_commit_ends_all_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other thread would wait for the shards of the next checkpoint until the time is over."""
-    before = sessions.write_snapshot
+    before = saving.write_snapshot
 
     def full(place: Path, snapshot: Any) -> None:
         if place.parent.name == "best":
             raise SurefootError(f"{place}: a checkpoint is not saved (no space)")
         before(place, snapshot)
 
-    monkeypatch.setattr(sessions, "write_snapshot", full)
+    monkeypatch.setattr(saving, "write_snapshot", full)
     started = time.monotonic()
     results = on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 36), tmp_path / "results", timeout=240)
     assert all("a checkpoint is not saved (no space)" in result for result in results), results

@@ -20,7 +20,7 @@ from surefoot.language.rewards.model import ModelReward
 from surefoot.language.supervised.steps import StepPolicy
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .test_data import TOKENS

@@ -19,7 +19,7 @@ from surefoot.language.data.sources import read_rows
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.session import make_learner
+from surefoot.runs.factory import make_learner
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 SENTENCES = ("the cat sat", "a dog ran", "birds sing", "the sun is up")

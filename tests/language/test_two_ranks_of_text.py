@@ -17,11 +17,11 @@ from surefoot.core.rollout import LearnerState, Rollout, World
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.api import make_world
 from surefoot.runs.callbacks import metrics_listener
 from surefoot.runs.checkpoint import latest_checkpoint
+from surefoot.runs.factory import make_learner, make_world
 from surefoot.runs.folder import RunFolder
-from surefoot.runs.session import Session, make_learner
+from surefoot.runs.session import Session
 
 from .tiny import write_folder
 from .vllm_stand_in import StandIn

@@ -17,6 +17,7 @@ from surefoot import Callback, SurefootError
 from surefoot.core.sharding.files import tensor_bytes, write_tensors
 from surefoot.runs import session as sessions
 from surefoot.runs.checkpoint import checkpoints_in, fault_of, load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
+from surefoot.runs.session import saving
 
 FIELDS = {
     "steps": 512,
@@ -74,7 +75,7 @@ class Watching(Callback):
 def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it(plain, tmp_path, monkeypatch):
     held = Held("128", 192)
     watching = Watching(held)
-    monkeypatch.setattr(sessions, "write_snapshot", held.write)
+    monkeypatch.setattr(saving, "write_snapshot", held.write)
     train(tmp_path / "run", callbacks=watching)
     assert held.held == ["128"]
     assert watching.lines.index(("checkpoint", "128")) > watching.lines.index(("iteration", 192))
@@ -94,7 +95,7 @@ def test_a_checkpoint_waits_for_the_one_before(tmp_path, monkeypatch):
         order.append((folder.parent.name, folder.name))
         writing.release()
 
-    monkeypatch.setattr(sessions, "write_snapshot", slow)
+    monkeypatch.setattr(saving, "write_snapshot", slow)
     train(tmp_path / "run")
     numbered = [name for place, name in order if place == "checkpoints"]
     assert numbered == ["128", "256", "384", "512"]
@@ -109,7 +110,7 @@ def test_an_error_of_the_writer_is_that_of_the_run_and_loses_nothing(tmp_path, m
             raise SurefootError(f"{folder}: a checkpoint is not saved (No space left on device)")
         write_snapshot(folder, snapshot)
 
-    monkeypatch.setattr(sessions, "write_snapshot", full)
+    monkeypatch.setattr(saving, "write_snapshot", full)
     with pytest.raises(SurefootError, match=f"{name}: a checkpoint is not saved"):
         train(tmp_path / "run")
     last = str(int(name) - 128)
@@ -131,7 +132,7 @@ def test_a_kill_while_a_checkpoint_waits_to_be_written_continues_from_the_one_be
                 if run.steps >= 448:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        sessions.write_snapshot = never
+        saving.write_snapshot = never
         before = sessions.Session.__init__
 
         def with_killer(self, *arguments, **named):
@@ -156,7 +157,7 @@ def test_an_error_of_training_keeps_the_checkpoint_that_is_being_written(tmp_pat
         time.sleep(0.3)
         write_snapshot(folder, snapshot)
 
-    monkeypatch.setattr(sessions, "write_snapshot", slow)
+    monkeypatch.setattr(saving, "write_snapshot", slow)
     with pytest.raises(LookupError, match="mine"):
         train(tmp_path / "run", callbacks=Broken())
     assert checkpoints_in(tmp_path / "run" / "checkpoints")[-1].name == "256"

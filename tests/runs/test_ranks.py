@@ -24,10 +24,11 @@ from surefoot.core.ranks import first_host, join_ranks, launch_of
 from surefoot.errors import NotFiniteError
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs import session as sessions
+from surefoot.runs import session
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.runs.display import Display
 from surefoot.runs.metrics import TIMING
+from surefoot.runs.session import saving
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 RECIPE = {
@@ -195,8 +196,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_other_with_one_message(tmp_path, wha
 PHASES = {
     "learning": (Learner, "update"),
     "evaluation": (ControlWorld, "evaluate"),
-    "checkpoint": (sessions, "check_same_weights"),
-    "writing": (sessions, "write_snapshot"),
+    "checkpoint": (session, "check_same_weights"),
+    "writing": (saving, "write_snapshot"),
 }
 """a function that ranks call in each phase; only the first writes"""
 
@@ -271,14 +272,14 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, number):
 
 
 def test_a_full_disk_of_the_first_rank_ends_all_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    before = sessions.write_snapshot
+    before = saving.write_snapshot
 
     def full(path, *rest):
         if path.name == "288":
             raise SurefootError(f"{path}: no space left on device")
         before(path, *rest)
 
-    monkeypatch.setattr(sessions, "write_snapshot", full)
+    monkeypatch.setattr(saving, "write_snapshot", full)
     first, second = trained(tmp_path / "run")
     assert "no space left" in first
     assert second.startswith("SurefootError: rank 0: ")

@@ -111,8 +111,7 @@ def train(
 
 def dry_run_text(resolved: ResolvedRecipe) -> str:
     """The output of ``--dry-run``: the resolved recipe, its preset, parameter counts, and the batch arithmetic."""
-    from surefoot.runs.api import make_world, start_from
-    from surefoot.runs.session import schedules_of
+    from surefoot.runs.factory import make_world, schedules_of, start_from
 
     schedules_of(resolved.recipe)
     with closing(make_world(resolved.recipe, environments=1)) as world:  # one is enough; the recipe may have thousands

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.recipes.callables import python_safe_path, unset_python_safe_path
-from surefoot.runs.session import SignalHandler
+from surefoot.runs.session.signals import SignalHandler
 from surefoot.terminal import visible_lines
 
 PROGRESS_EVERY = 60.0

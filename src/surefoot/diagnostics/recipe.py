@@ -28,8 +28,7 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
-from surefoot.runs.api import make_world, start_from
-from surefoot.runs.session import schedules_of
+from surefoot.runs.factory import make_world, schedules_of, start_from
 
 STEPS = 500
 """random steps in an environment"""

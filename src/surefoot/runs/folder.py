@@ -87,6 +87,8 @@ MEASURES = (
 ASKING = ("batch", "retries", "token_from")
 """fields of a reward term that change how it is computed, not its value"""
 OTHER_FOLDER = "choose another --run-dir"
+START = "start"
+"""the folder in a run of the agent that it started from, if that was passed as an object"""
 ROWS = "rows"
 """the folder in a run of the rows that were passed as objects; the name of a file in it is unique to its content"""
 SAVED_ROWS = re.compile(r"(?:.*[\\/])?rows[\\/](\w+-[0-9a-f]{16}\.jsonl)")

@@ -29,7 +29,7 @@ from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import resolve_recipe
 from surefoot.recipes.reading import flatten, to_table
 from surefoot.recipes.search_space import parsed_space, space_for
-from surefoot.runs import api
+from surefoot.runs.factory import make_world
 from surefoot.runs.folder import match_settings
 from surefoot.runs.session import Session
 
@@ -130,7 +130,7 @@ def _check_trainable(recipe: Recipe) -> None:
     table = dict(flatten(to_table(recipe)))
     if "data.held_out" in table and table["data.held_out"] == "none":
         raise SurefootError("data.held_out=none: trials are ranked by held-out rows; set it to a file of rows")
-    world = api.make_world(recipe)
+    world = make_world(recipe)
     try:
         Session(recipe, world, None)
     finally:

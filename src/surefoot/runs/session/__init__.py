@@ -1,14 +1,10 @@
 """A run from its recipe to its end: the loop with evaluation, checkpoints and signals, published as events."""
 
 import math
-import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -20,40 +16,24 @@ from surefoot.core.distributed import (
     from_first,
     on_first,
     rank,
-    thread_group,
     together,
     world_size,
 )
-from surefoot.core.learner import Learner, scheduled
 from surefoot.core.loop import run_loop
-from surefoot.core.optimizer import Adam8BitSettings, AdamSettings, RMSpropSettings
-from surefoot.core.ranks import rank_timeout
-from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Policy, Rollout, World
+from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, World
 from surefoot.core.sharding import is_sharded
-from surefoot.core.sharding.files import RankShards, shards_of_rank
 from surefoot.core.steps.programs import announced
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
 from surefoot.errors import Interrupted, NotCompiledError, SurefootError
 from surefoot.files import made_from, steps_named
-from surefoot.recipes.base import SCHEDULES, Recipe
-from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_function
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.callables import Functions
 from surefoot.recipes.control import COMPILED
 from surefoot.recipes.reading import check_trust_region, to_table
 from surefoot.runs.callbacks import Callback, CallbackListener, Run
-from surefoot.runs.checkpoint import (
-    Snapshot,
-    keep_only_this,
-    latest_checkpoint,
-    load_checkpoint,
-    prune,
-    require,
-    shards_folder,
-    take_snapshot,
-    write_snapshot,
-)
-from surefoot.runs.checkpoint.writer import CheckpointWriter, Writing
+from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require
 from surefoot.runs.events import (
     CheckpointSaved,
     EvaluationEnd,
@@ -68,69 +48,18 @@ from surefoot.runs.events import (
     RunStart,
     UpdateEnd,
 )
+from surefoot.runs.factory import make_learner
 from surefoot.runs.folder import RunFolder, recipe_differences, scored_alike
 from surefoot.runs.metrics import MachineUse
 from surefoot.runs.profile import Profile
+from surefoot.runs.session.saving import Saver
+from surefoot.runs.session.signals import SignalHandler
 from surefoot.runs.traces import SampleFolder, TraceFolder
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
 
-GRACE_SECONDS = 25
-"""how long an iteration may take to finish after a first signal"""
-
 PENDING_BEFORE = "untold"
 """what older versions called "pending" in a checkpoint"""
-
-OPTIMIZERS: dict[str, type[AdamSettings]] = {
-    "adam": AdamSettings,
-    "adam-8bit": Adam8BitSettings,
-    "rmsprop": RMSpropSettings,
-}
-"""settings by optimizer.kind"""
-
-
-def make_learner(recipe: Recipe, policy: Policy, functions: Functions | None = None) -> Learner:
-    """The learner that a recipe describes; ``functions`` are the schedules that were passed as objects.
-
-    Raises SurefootError for a schedule that can't be imported, and for moments in 8 bits without ``bitsandbytes``.
-    """
-    settings = recipe.optimizer
-    kind = OPTIMIZERS[settings.kind]
-    if kind is Adam8BitSettings:
-        from surefoot.language.models.quantised import require_bitsandbytes
-
-        require_bitsandbytes(f"optimizer.kind={settings.kind!r}")
-    critic, (rate_schedule, clip_schedule) = None, schedules_of(recipe, functions)
-    if settings.critic_learning_rate is not None:
-        critic = kind(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm, settings.weight_decay)
-    return Learner(
-        policy,
-        recipe.objective,
-        kind(settings.learning_rate, settings.epsilon, settings.max_grad_norm, settings.weight_decay),
-        critic,
-        rate_schedule,
-        settings.micro_batch,
-        recipe.compiled_rows,
-        settings.warmup,
-        settings.micro_batch_tokens,
-        clip_schedule,
-        settings.kl_target,
-    )
-
-
-def schedules_of(recipe: Recipe, functions: Functions | None = None) -> tuple[Any, Any]:
-    """The schedules of the learning rate and of the clip, each a name or a function; None without a clip.
-
-    Raises SurefootError for a function that can't be imported, or fails, which is tried now: before training.
-    """
-    clip = recipe.objective.clip
-    named = {SCHEDULE: recipe.optimizer.schedule, CLIP_SCHEDULE: None if clip is None else clip.schedule}
-    loaded: dict[str, Any] = {}
-    for field, name in named.items():
-        loaded[field] = name if name in (None, *SCHEDULES) else load_function(field, name, functions or {})
-        for left in (1.0, 0.5) if callable(loaded[field]) else ():
-            scheduled(field, loaded[field], left)
-    return loaded[SCHEDULE], loaded[CLIP_SCHEDULE]
 
 
 class Session:
@@ -184,9 +113,7 @@ class Session:
         """whether the run has a folder, perhaps that of the first rank; set when it starts"""
         self.lines: list[str] = []
         """messages of this rank, if it is not the first, which shows them"""
-        self.writer = CheckpointWriter()
-        self.writings: list[Writing] = []
-        """checkpoints of this iteration, which its end begins to write"""
+        self.saver = Saver(self._publish_checkpoint)
         self.opening: tuple[str, ...] = ()
         """lines to publish first"""
         self.use_eager: Callable[[], Recipe] | None = None
@@ -271,7 +198,7 @@ class Session:
         run_folder = None if self.folder is None else self.folder.path
         self.kept = from_first(self.folder is not None)
         if self.kept:
-            self.writer = CheckpointWriter(rank(), thread_group(rank_timeout()) if self.sharded else None)
+            self.saver = Saver(self._publish_checkpoint, self.sharded)
         broadcast_weights(self.world.policy)
         with together():
             self.listeners = [*self._own_listeners(), *self.listeners]
@@ -286,7 +213,7 @@ class Session:
                 self._begin_profile()
                 if not self._finish_pending():
                     self._train()
-                self._wait_for_writer()
+                self.saver.wait()
             self._end_profile()
             self._raise_if_interrupted()
             self._export()
@@ -298,13 +225,13 @@ class Session:
             with ExitStack() as closing:  # in reverse order; each, also after an error or a second signal in another
                 shown = None if self.folder is None else self.folder.shown
                 closing.callback(self.publish, RunEnd(self.state, shown, failed))
-                closing.callback(self._close_writer)
+                closing.callback(self._close_saver)
                 if self.profile is not None:
                     closing.callback(self.profile.close)
 
-    def _close_writer(self) -> None:
+    def _close_saver(self) -> None:
         """Wait for the last checkpoint, and show an error in writing it."""
-        if error := self.writer.close():
+        if error := self.saver.close():
             self.message(f"! {error}")
 
     def _train(self) -> None:
@@ -403,7 +330,7 @@ class Session:
     def _publish_rollout(self, rollout: Rollout) -> None:
         self._publish_initial_samples()
         with together():
-            self._publish_checkpoints(self.writer.finished())
+            self.saver.report()
             self.publish(RolloutEnd(rollout))
 
     def _publish_initial_samples(self) -> None:
@@ -437,7 +364,7 @@ class Session:
         finished = state.steps >= state.total_steps
         evaluating = finished or self._crossed(self.recipe.evaluate_every)
         with together():
-            self._publish_checkpoints(self.writer.finished())
+            self.saver.report()
             metrics = self._publish_update(metrics)
         if evaluating:
             with state.timer.detail("evaluation"):
@@ -448,7 +375,7 @@ class Session:
         with state.timer.detail("checkpoint"):
             if finished or stop or self._crossed(self.recipe.checkpoint_every):
                 self._save()
-            self._begin_writing()
+            self.saver.write()
         self.previous_steps = state.steps
         return stop
 
@@ -480,8 +407,8 @@ class Session:
             if world_size() == 1 or (isinstance(error, SurefootError) and error.on_all_ranks):
                 self.pending = {"previous": self.previous_steps, "metrics": metrics}
                 self._save()
-                self._begin_writing()
-                self._wait_for_writer()
+                self.saver.write()
+                self.saver.wait()
             raise
 
     def _out_of_patience(self) -> bool:
@@ -515,7 +442,7 @@ class Session:
         if not self.kept:
             return
         best = None if self.folder is None else self.folder.best / str(self.state.steps)
-        self._copy(best, self.world.checkpoint_parts, keep_only_this)
+        self.saver.copy(best, self.world.checkpoint_parts, keep_only_this)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -530,56 +457,12 @@ class Session:
         def clean(written: Path) -> None:
             prune(written.parent, self.recipe.checkpoint.keep)
 
-        self._copy(path, lambda: self._checkpoint_parts(collector), clean, self.metrics_file)
+        self.saver.copy(path, lambda: self._checkpoint_parts(collector), clean, self.metrics_file)
 
-    def _copy(
-        self,
-        folder: Path | None,
-        parts: Callable[[], dict[str, Any]],
-        clean: Callable[[Path], None],
-        metrics: MetricsFile | None = None,
-    ) -> None:
-        """Copy a checkpoint's parts, which ``_begin_writing`` begins to write, when the one before is on the disk.
-
-        folder    of the checkpoint; None on a rank that does not commit it
-        clean     removes what it replaces
-        metrics   the rows that it continues
-        """
-        with together():
-            self._publish_checkpoints(self.writer.wait())
-            own = parts() if folder is not None or self.sharded else {}
-        place, commit, shards = folder, None, None
-        everyone: list[RankShards] = []
-        if self.sharded:
-            place = from_first(None if folder is None else folder.absolute())
-            with together():
-                if folder is not None:
-                    shutil.rmtree(shards_folder(folder), ignore_errors=True)
-                    shards_folder(folder).mkdir(parents=True)
-                shards = shards_of_rank(own, rank())
-            everyone = exchange(RankShards({name: {} for name in shards.files}, shards.pieces))
-        with together():
-            if folder is not None:
-                snapshot = take_snapshot(own, everyone, None if metrics is None else metrics.fingerprint())
-                commit = partial(_commit, folder, snapshot, metrics, clean)
-        if place is not None:
-            self.writings.append(Writing(place, commit, shards))
-
-    def _begin_writing(self) -> None:
-        """Write the copies while training goes on."""
-        if self.writings:
-            self.writer.begin(self.writings)
-        self.writings = []
-
-    def _wait_for_writer(self) -> None:
-        with together():
-            self._publish_checkpoints(self.writer.wait())
-
-    def _publish_checkpoints(self, written: Sequence[Path]) -> None:
-        """Publish the checkpoints of the run that are on the disk now, but not the best one."""
-        for path in written:
-            if self.folder is not None and path.parent == self.folder.checkpoints:
-                self.publish(CheckpointSaved(self.state, path))
+    def _publish_checkpoint(self, path: Path) -> None:
+        """Publish a checkpoint that is on the disk now, but not the best one."""
+        if self.folder is not None and path.parent == self.folder.checkpoints:
+            self.publish(CheckpointSaved(self.state, path))
 
     def _checkpoint_parts(self, collector: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -627,47 +510,3 @@ def multiplying(tf32: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _commit(folder: Path, snapshot: Snapshot, metrics: MetricsFile | None, clean: Callable[[Path], None]) -> None:
-    """Write a checkpoint whose shards are on the disk, and remove what it replaces."""
-    if metrics is not None:
-        metrics.flush()
-    write_snapshot(folder, snapshot)
-    clean(folder)
-
-
-class SignalHandler:
-    """SIGTERM and Ctrl-C: a first signal sets ``stop_requested``; a second one raises Interrupted at once, and so
-    does an iteration that takes over ``GRACE_SECONDS`` to finish.
-
-    Work since the last checkpoint is repeated exactly on resume. Outside the main thread, where Python allows
-    no handlers, this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.stop_requested = False
-        self._previous: dict[int, object] = {}
-
-    def __enter__(self) -> "SignalHandler":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
-        if self.stop_requested and hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_requested:
-            raise Interrupted("stopped at once; the run resumes from its last checkpoint")
-        self.stop_requested = True
-        if hasattr(signal, "setitimer"):
-            signal.signal(signal.SIGALRM, self._on_timeout)
-            signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
-
-    def _on_timeout(self, number: int, frame: FrameType | None) -> None:
-        raise Interrupted(f"the iteration took over {GRACE_SECONDS} s to finish; the run resumes from its last checkpoint")

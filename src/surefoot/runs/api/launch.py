@@ -1,0 +1,234 @@
+"""Start a run, or continue one, on one process or several ranks."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surefoot.control.agent import Agent
+from surefoot.control.environments.looped import MakeEnvironment
+from surefoot.control.world import ControlWorld
+from surefoot.core.distributed import exchange, from_first, on_first, rank, together, world_size
+from surefoot.core.ranks import choose_gpu, join_ranks, note, restarts
+from surefoot.core.rollout import World
+from surefoot.errors import SurefootError
+from surefoot.files import steps_named
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.callables import Functions
+from surefoot.recipes.presets import Origin
+from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.recipes.rows import with_row_fields
+from surefoot.runs import hub
+from surefoot.runs.api.loading import load
+from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
+from surefoot.runs.checkpoint import latest_checkpoint
+from surefoot.runs.events import Listener
+from surefoot.runs.factory import make_world, start_from, with_engine
+from surefoot.runs.folder import START, RunFolder, check_free, environment, table_differences
+from surefoot.runs.reading import FINISHED
+from surefoot.runs.session import Session
+from surefoot.runs.trackers.delivery import check_trackers
+
+
+@contextmanager
+def same_working_folder() -> Iterator[None]:
+    """Return to the working folder in the end: an environment may change it."""
+    home = None
+    with suppress(OSError):  # it was removed
+        home = os.getcwd()
+    try:
+        yield
+    finally:
+        if home is not None:
+            os.chdir(home)
+
+
+@same_working_folder()
+def start(
+    recipe: Recipe,
+    run_dir: Path | None,
+    task: MakeEnvironment | None = None,
+    callback: MetricsCallback | None = None,
+    display: Listener | None = None,
+    origin: Origin | None = None,
+    functions: Functions | None = None,
+    callbacks: Callback | Sequence[Callback] | None = None,
+    agent: Agent | None = None,
+    rows: Sequence[Path] = (),
+    profile: bool = False,
+) -> Any:
+    """Train a recipe from the beginning.
+
+    task       makes the environments, if the recipe's task can't be imported
+    origin     the settings that the recipe has from a preset
+    functions  functions and classes that were passed as objects
+    agent      the agent that the recipe's ``start`` stands for; it is saved there
+    rows       files of rows that were passed as objects, which the recipe has in the run's folder
+
+    ``callback``, ``callbacks``, ``display`` and ``profile`` are those of ``train``.
+
+    Started by a launcher as several processes, these are the ranks of one run: all must call this with the same arguments.
+    Raises SurefootError for what can't be trained.
+    """
+    # long because the order is the point: what can be rejected comes before the folder, and all ranks end a phase together
+    join_ranks()
+    with together():
+        choose_gpu(recipe.device)
+    several = check_callbacks(callbacks)
+    with together():
+        check_trackers(recipe, run_dir)
+    run_dir = from_first(run_dir)
+    place = None if run_dir is None else run_dir.absolute()  # an environment may change the working folder
+    if run_dir is not None and on_first(lambda: note(f"began {run_dir}")):  # and then a rank died
+        if on_first(lambda: _is_finished(run_dir, recipe)):
+            return load(run_dir)
+        return continue_run(run_dir, lambda recipe: functions or {}, display, callback, several, task, agent)
+    _check_same(recipe)
+    recipe.check_ranks(world_size())
+    main, folder, world = rank() == 0, None, None
+    with together():
+        if main and run_dir is not None:
+            check_free(run_dir)  # before models are read
+    asked = recipe.engine
+    recipe, choice = with_engine(make_recipe(on_first(lambda: to_table(with_pinned_data(recipe)))))
+    facts = environment(recipe) if main and place is not None else {}
+    try:
+        with together():
+            if main and place is not None and rows:
+                folder = RunFolder.reserve(place, rows, run_dir)  # the world reads them there
+        with together():
+            world = _make_world(recipe, task, functions)
+            start_from(world, agent)
+            session = Session(recipe, world, None, _listeners(display, callback), several, functions, profile)
+            session.opening = choice
+            if asked == "auto" and isinstance(world, ControlWorld):
+                session.use_eager = world.use_eager
+        with together():
+            if main and place is not None:  # last, so that a rejected recipe leaves no folder
+                session.folder = folder = folder or RunFolder.reserve(place, shown=run_dir)
+                folder.begin(recipe, None if origin is None else asdict(origin), facts)
+                if agent is not None:
+                    agent.save(place / START)
+                note(f"began {run_dir}", "yes")
+        session.run()
+        return world.result
+    finally:
+        if folder is not None:
+            folder.discard()
+        if world is not None:
+            world.close()
+
+
+@same_working_folder()
+def continue_run(
+    run_dir: Path,
+    functions_of: Callable[[Recipe], Functions],
+    display: Listener | None,
+    callback: MetricsCallback | None,
+    callbacks: Sequence[Callback],
+    task: MakeEnvironment | None,
+    agent: Agent | None = None,
+    steps: int | None = None,
+    allow_changes: bool = False,
+) -> Any:
+    """Continue the run in a folder: what it trains. The arguments are those of ``resume`` and ``start``."""
+    folder, world = None, None
+    try:
+        with together():
+            folder = RunFolder.open(run_dir) if rank() == 0 else None
+        recipe, checkpoint, began_in = on_first(lambda: _to_continue(folder, steps))
+        recipe.check_ranks(world_size())
+        with together():
+            choose_gpu(recipe.device)
+            functions = functions_of(recipe)
+        try:
+            with together():
+                world = _make_world(recipe, task, functions)
+        except SurefootError as error:
+            if began_in in (None, os.getcwd()):
+                raise
+            where = f"relative paths are from {began_in}, where the run began: resume it there"
+            raise SurefootError(f"{error}; {where}") from None
+        with together():
+            if checkpoint is None:
+                start_from(world, agent)
+            session = Session(recipe, world, folder, _listeners(display, callback), callbacks, functions)
+        if checkpoint is not None:
+            session.restore(checkpoint, allow_changes)
+        if restarts():
+            session.opening = (f"restart {restarts()}, because a rank died: all continue from step {session.state.steps:,}",)
+        with together():
+            if folder is not None:
+                folder.write_recipe(recipe)
+        session.run()
+        return world.result
+    finally:
+        if folder is not None:
+            folder.close()
+        if world is not None:
+            world.close()
+
+
+def _check_same(recipe: Recipe) -> None:
+    """Raise SurefootError, on every rank, if ranks have other recipes than the first."""
+    if world_size() == 1:
+        return
+    tables = exchange(to_table(recipe))
+    for number, table in enumerate(tables):
+        if lines := table_differences(tables[0], table):
+            more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+            raise SurefootError(
+                f"ranks: the recipe of rank {number} differs from that of rank 0 ({'; '.join(lines[:3])}{more}); start all "
+                "ranks with the same one"
+            )
+
+
+def _to_continue(folder: RunFolder | None, steps: int | None) -> tuple[Recipe, Path | None, str | None]:
+    """Recipe and latest checkpoint of a run that is resumed, and the working folder where it began."""
+    assert folder is not None, "only rank 0 asks"
+    recipe = folder.recipe()
+    if steps is not None:
+        recipe = make_recipe({**to_table(recipe), "steps": steps})
+    check_trackers(recipe, folder.path)
+    return recipe, folder.latest(), folder.began_in
+
+
+def _is_finished(run_dir: Path, recipe: Recipe) -> bool:
+    if recipe.kind != "control":
+        return (run_dir / FINISHED).exists()
+    latest = latest_checkpoint(run_dir / "checkpoints")
+    return latest is not None and (steps_named(latest.name) or 0) >= recipe.steps
+
+
+def _make_world(recipe: Recipe, task: MakeEnvironment | None, functions: Functions | None) -> World:
+    torch.set_num_threads(recipe.threads)  # first: even the last bits of the initial weights depend on it
+    return make_world(recipe, task, functions=functions)
+
+
+def _listeners(display: Listener | None, callback: MetricsCallback | None) -> list[Listener]:
+    """A callback runs on every rank, as callbacks do; the display on the first."""
+    return [*([display] if display and rank() == 0 else []), *([metrics_listener(callback)] if callback else [])]
+
+
+def with_pinned_data(recipe: Recipe) -> Recipe:
+    """The recipe with the commit of every ``hf://…`` in it, so that the resumed run reads the same rows, agent and model.
+
+    Raises SurefootError if one can't be resolved.
+    """
+
+    def with_commit(field: str, name: Any) -> Any:
+        if not hub.is_hub_name(str(name)):
+            return name
+        from surefoot.language.data.sources.hub import pinned
+
+        return pinned(name)
+
+    table = with_row_fields(to_table(recipe), with_commit)
+    for name in ("start", "model"):
+        if hub.is_hub_name(str(table.get(name))):
+            table[name] = hub.pinned(table[name])
+    return make_recipe(table)

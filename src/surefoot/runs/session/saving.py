@@ -1,0 +1,92 @@
+"""Save checkpoints while training goes on: copy the state, write the copies in a thread, report those on the disk."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from surefoot.core.distributed import exchange, from_first, rank, thread_group, together
+from surefoot.core.ranks import rank_timeout
+from surefoot.core.sharding.files import RankShards, shards_of_rank
+from surefoot.runs.checkpoint import Snapshot, shards_folder, take_snapshot, write_snapshot
+from surefoot.runs.checkpoint.writer import CheckpointWriter, Writing
+from surefoot.runs.trackers.metrics_jsonl import MetricsFile
+
+
+class Saver:
+    """The checkpoints of a run that are copied or being written. All ranks call the same methods.
+
+    on_disk   called with the folder of each checkpoint that has been written
+    sharded   whether every rank writes its own part of a checkpoint
+    """
+
+    def __init__(self, on_disk: Callable[[Path], None], sharded: bool = False) -> None:
+        self.on_disk, self.sharded = on_disk, sharded
+        self.writer = CheckpointWriter(rank(), thread_group(rank_timeout()) if sharded else None)
+        self.copies: list[Writing] = []
+        """of this iteration, whose end begins to write them"""
+
+    def copy(
+        self,
+        folder: Path | None,
+        parts: Callable[[], dict[str, Any]],
+        clean: Callable[[Path], None],
+        metrics: MetricsFile | None = None,
+    ) -> None:
+        """Copy the parts of a checkpoint, once the one before is on the disk. ``write`` begins to write the copy.
+
+        folder    of the checkpoint; None on a rank that does not commit it
+        clean     removes what it replaces
+        metrics   the rows that it continues
+        """
+        with together():
+            self._report(self.writer.wait())
+            own = parts() if folder is not None or self.sharded else {}
+        place, commit, shards = folder, None, None
+        everyone: list[RankShards] = []
+        if self.sharded:
+            place = from_first(None if folder is None else folder.absolute())
+            with together():
+                if folder is not None:
+                    shutil.rmtree(shards_folder(folder), ignore_errors=True)
+                    shards_folder(folder).mkdir(parents=True)
+                shards = shards_of_rank(own, rank())
+            everyone = exchange(RankShards({name: {} for name in shards.files}, shards.pieces))
+        with together():
+            if folder is not None:
+                snapshot = take_snapshot(own, everyone, None if metrics is None else metrics.fingerprint())
+                commit = partial(_commit, folder, snapshot, metrics, clean)
+        if place is not None:
+            self.copies.append(Writing(place, commit, shards))
+
+    def write(self) -> None:
+        """Begin to write the copies."""
+        if self.copies:
+            self.writer.begin(self.copies)
+        self.copies = []
+
+    def report(self) -> None:
+        """Report the checkpoints that have been written since the last call. Raises an error of the thread."""
+        self._report(self.writer.finished())
+
+    def wait(self) -> None:
+        """Wait until all are written, and report them. Raises an error of the thread on all ranks."""
+        with together():
+            self._report(self.writer.wait())
+
+    def close(self) -> str | None:
+        """Wait for the last checkpoint; the error in writing it as one line."""
+        return self.writer.close()
+
+    def _report(self, written: Sequence[Path]) -> None:
+        for path in written:
+            self.on_disk(path)
+
+
+def _commit(folder: Path, snapshot: Snapshot, metrics: MetricsFile | None, clean: Callable[[Path], None]) -> None:
+    """Write a checkpoint whose shards are on the disk, and remove what it replaces."""
+    if metrics is not None:
+        metrics.flush()
+    write_snapshot(folder, snapshot)
+    clean(folder)
