@@ -21,7 +21,7 @@ from surefoot.runs.api.loading import load, load_result
 from surefoot.runs.api.objects import (
     Task,
     are_rows,
-    as_tables,
+    plain_fields,
     functions_again,
     reject,
     rows_file,
@@ -116,7 +116,7 @@ def train(
     >>> int(action) in (0, 1)
     True
     """
-    fields, functions = take_objects(as_tables(fields))
+    fields, functions = take_objects(plain_fields(fields))
     fields, begin = take_agent(fields, run_dir)
     fields, rows = take_rows(fields, run_dir)
     resolved = resolve_recipe(task_reference(task), fields, algorithm, preset)

@@ -66,7 +66,7 @@ def functions_again(recipe: Recipe, **fields: Any) -> dict[str, Callable[..., An
     Raises SurefootError for another function than the recipe names, and for anything but functions in a table.
     """
     passed = {name: value for name, value in fields.items() if value is not None}
-    taken, functions = take_objects(as_tables(passed))
+    taken, functions = take_objects(plain_fields(passed))
     check_functions(functions, named_functions(recipe))
     for field in (field for name in sorted(taken.keys() - {"reward"}) for field in _leaves(taken[name], name)):
         if field not in functions:
@@ -86,7 +86,7 @@ def _leaves(value: Any, field: str) -> Iterator[str]:
         yield from _leaves(part, f"{field}.{name}")
 
 
-def as_tables(fields: Mapping[str, Any]) -> dict[str, Any]:
+def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments as recipe tables; sections and objectives may be values too."""
     plain = dict(fields)
     for key, value in fields.items():
