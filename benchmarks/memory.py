@@ -32,7 +32,8 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.language.memory import estimate
 from surefoot.language.memory.check import workload_of
-from surefoot.language.memory.passes import StorageTracker, count_parameters
+from surefoot.language.memory.parameters import count_parameters
+from surefoot.language.memory.storages import StorageTracker
 from surefoot.language.models.loading import character_tokenizer
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world

@@ -21,7 +21,9 @@ from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.models.adapters import CHECKPOINT_CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
 from surefoot.language.models.language_model import from_parts
 from surefoot.language.models.loading import load_model
-from surefoot.language.models.policy import Critic, LanguagePolicy, ValueHead, checkpoint_layers
+from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.policy.critic import Critic, ValueHead
+from surefoot.language.models.policy.passes import checkpoint_layers
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling import sample

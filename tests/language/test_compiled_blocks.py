@@ -16,7 +16,8 @@ from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.core.steps.programs import announced  # noqa: E402
 from surefoot.language.data.tokens import right_padded  # noqa: E402
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase  # noqa: E402
-from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead  # noqa: E402
+from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
+from surefoot.language.models.policy.critic import Critic, ValueHead  # noqa: E402
 from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
 from surefoot.language.speed import blocks  # noqa: E402
 from surefoot.language.supervised.preferences import PairPolicy  # noqa: E402

@@ -17,7 +17,8 @@ from surefoot.core.learner import Learner
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout, map_tensors
 from surefoot.language.data.datasets import Demonstrations
-from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy
+from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
+from surefoot.language.models.policy.critic import Critic
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling import sample

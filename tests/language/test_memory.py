@@ -18,7 +18,7 @@ import surefoot.runs.factory
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, estimate, passes, planner, quick_peak
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length, least_needed, running_peak, upper_bound, workload_of
-from surefoot.language.memory.passes import StorageTracker, count_parameters
+from surefoot.language.memory.parameters import count_parameters
 from surefoot.language.memory.planner import (
     MemoryPlan,
     fits,
@@ -32,6 +32,7 @@ from surefoot.language.memory.planner import (
 )
 from surefoot.language.memory.roles import permanent_bytes
 from surefoot.language.memory.savings import alternatives
+from surefoot.language.memory.storages import StorageTracker
 from surefoot.language.memory.workload import Workload, with_prompts
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import new_reward_model

@@ -17,7 +17,8 @@ from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.language.data.tokens import right_padded  # noqa: E402
 from surefoot.language.memory.check import guaranteed_length  # noqa: E402
 from surefoot.language.models.padding_free import RowMask, end_to_end, padded, padding_notes, reason_for_padding  # noqa: E402
-from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy  # noqa: E402
+from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
+from surefoot.language.models.policy.critic import Critic  # noqa: E402
 from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
 from surefoot.language.supervised.preferences import PairPolicy  # noqa: E402
 from surefoot.recipes.reading import make_recipe  # noqa: E402

@@ -16,13 +16,10 @@ from surefoot.core.learner import Learner  # noqa: E402
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer  # noqa: E402
 from surefoot.core.rollout import Evaluation, LearnerState, Rollout, map_tensors  # noqa: E402
 from surefoot.functional import successor_values  # noqa: E402
-from surefoot.language.models.policy import (  # noqa: E402
-    Critic,
-    LanguagePolicy,
-    Readout,
-    ReferencePolicy,
-    in_micro_batches,
-)
+from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
+from surefoot.language.models.policy.critic import Critic  # noqa: E402
+from surefoot.language.models.policy.passes import in_micro_batches  # noqa: E402
+from surefoot.language.models.policy.readout import Readout  # noqa: E402
 
 from . import tiny  # noqa: E402
 from .tiny import FAMILIES, VOCABULARY, WIDTH  # noqa: E402

@@ -18,7 +18,9 @@ from surefoot.core.minibatches import groups_by_length  # noqa: E402
 from surefoot.core.rollout import Shared  # noqa: E402
 from surefoot.language.data.tokens import left_padded, right_padded  # noqa: E402
 from surefoot.language.models.padding_free import RowMask, prompts_once, reads_prompts_once  # noqa: E402
-from surefoot.language.models.policy import Critic, LanguagePolicy, in_micro_batches  # noqa: E402
+from surefoot.language.models.policy import LanguagePolicy  # noqa: E402
+from surefoot.language.models.policy.critic import Critic  # noqa: E402
+from surefoot.language.models.policy.passes import in_micro_batches  # noqa: E402
 from surefoot.language.supervised.preferences import DpoPolicy, side_tensors  # noqa: E402
 from surefoot.runs.trackers.metrics_jsonl import read_metrics  # noqa: E402
 

@@ -21,7 +21,8 @@ from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBa
 from surefoot.language.models.language_model import load_base, load_language_model
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.placement import shares_base
-from surefoot.language.models.policy import Critic, LanguagePolicy, ValueHead
+from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.policy.critic import Critic, ValueHead
 from surefoot.language.models.quantised import is_quantised, parameter_count, restored
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld

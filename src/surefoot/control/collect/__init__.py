@@ -17,7 +17,7 @@ from surefoot.control.collect.scoring import Acted, Finals, rollout_of
 from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.environments.looped import Environments, Step, check_saved_count
 from surefoot.control.environments.observations import non_finite, not_finite_message
-from surefoot.control.environments.workers import concatenate, join_states, slice_state
+from surefoot.control.environments.slices import concatenate, join_states, slice_state
 from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.replay import RawRollout, Replayable
 from surefoot.control.spaces import Array, Observations

@@ -2,24 +2,18 @@
 
 Processes are spawned, never forked: they inherit no thread, lock or GPU context. When a worker fails (an exception of any
 kind, an exit, a signal, no answer), the parent reports the environment, episode and step, and ends all workers.
-
-A worker needs no torch. It answers calls over a pipe and ends when the pipe closes, whether the parent closed it or died.
-Workers ignore Ctrl-C and SIGTERM, so that the parent can finish the iteration and save.
 """
 
 import contextlib
 import ctypes
 import multiprocessing
-import os
 import pickle
 import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -31,23 +25,17 @@ from typing import Any, NoReturn
 import gymnasium
 import numpy as np
 
-from surefoot.control.environments import make_environments, maker, task_name
+from surefoot.control.environments import task_name
 from surefoot.control.environments.atari import ATARI
-from surefoot.control.environments.looped import (
-    LoopedEnvironments,
-    MakeEnvironment,
-    Step,
-    check_same_actions,
-    check_saved_count,
-)
+from surefoot.control.environments.looped import MakeEnvironment, Step, check_same_actions, check_saved_count
 from surefoot.control.environments.observations import copied, environment_failure
-from surefoot.control.environments.shared import BY_ENVIRONMENT, arrays_of, layout_of, mapped, new_memory, step_of
+from surefoot.control.environments.shared import arrays_of, layout_of, mapped, new_memory, step_of
+from surefoot.control.environments.slices import concatenate, concatenate_steps, join_states, joined, slice_state
+from surefoot.control.environments.worker import HELD, IDLE, WorkerConfig, serve
 from surefoot.control.spaces import Array, Observations
-from surefoot.errors import SurefootError, cause_of, place_of
-from surefoot.recipes.callables import python_safe_path, unset_python_safe_path
+from surefoot.errors import SurefootError, cause_of
+from surefoot.recipes.callables import python_safe_path
 
-IDLE = -1
-"""in place of an environment's index: no environment is being called"""
 MAIN_REIMPORTED = 81
 """exit code of a worker in which the user's script started to train again"""
 START_TIMEOUT = 120
@@ -56,20 +44,6 @@ CLOSE_TIMEOUT = 3
 """seconds that workers have to close their environments"""
 POLL_INTERVAL = 0.5
 """seconds between two checks of a busy worker"""
-AWAKE = 3e-3
-"""seconds that a worker waits for the next call before it sleeps: longer than most policies take to act"""
-_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-
-
-@dataclass(frozen=True)
-class WorkerConfig:
-    """The environments that a worker makes."""
-
-    first: int
-    """the number of the first one"""
-    count: int
-    seed: int
-    name: str
 
 
 @dataclass
@@ -334,9 +308,6 @@ def _main_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-HELD = {signal.SIGINT, signal.SIGTERM}
-
-
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """Start a worker with signals blocked that it will ignore; this process gets them when the worker is in its list."""
@@ -349,172 +320,3 @@ def _signals_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-# ---- slices of B and back -----------------------------------------------------------------------------------------------
-
-
-def concatenate(parts: Sequence[Any]) -> Any:
-    """Arrays [b, ...] of every slice as one array [B, ...]; dicts of arrays entry by entry; None stays None."""
-    if isinstance(parts[0], dict):
-        return {name: concatenate([part[name] for part in parts]) for name in parts[0]}
-    return None if parts[0] is None else np.concatenate(parts)
-
-
-def concatenate_steps(steps: Sequence[Step], firsts: Sequence[int]) -> Step:
-    """The steps of every slice as one; ``firsts`` are the indices of their first environments."""
-    whole: dict[str, Any] = {
-        field.name: concatenate([getattr(step, field.name) for step in steps])
-        for field in fields(Step)
-        if field.name not in BY_ENVIRONMENT
-    }
-    return Step(**(whole | joined([by_environment(step) for step in steps], firsts)))
-
-
-def by_environment(step: Step) -> dict[str, dict[int, Any]]:
-    """The fields of a step that map an environment's index to a value."""
-    return {name: getattr(step, name) for name in BY_ENVIRONMENT}
-
-
-def joined(parts: Sequence[dict[str, dict[int, Any]]], firsts: Sequence[int]) -> dict[str, dict[int, Any]]:
-    """``by_environment`` of every slice as one."""
-    return {
-        name: {first + index: value for first, part in zip(firsts, parts, strict=True) for index, value in part[name].items()}
-        for name in BY_ENVIRONMENT
-    }
-
-
-def slice_state(state: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """The state of some of the environments, as arrays: tensors would make a worker import torch."""
-    if "episodes" not in state:  # of a vector environment
-        return state
-    logs = {index - rows.start: state["actions"].get(str(index)) for index in range(rows.start, rows.stop)}
-    return {
-        "episodes": list(state["episodes"][rows]),
-        "actions": {str(local): np.asarray(log) for local, log in logs.items() if log is not None},
-        "observations": _each(state["observations"], lambda values: np.asarray(values)[rows]),
-    }
-
-
-def join_states(parts: Sequence[dict[str, Any]], firsts: Sequence[int]) -> dict[str, Any]:
-    """The states of slices of environments as one; ``firsts`` are the numbers of their first environments."""
-    if "episodes" not in parts[0]:  # of a vector environment
-        return parts[0]
-    state: dict[str, Any] = {"episodes": [], "actions": {}}
-    for first, part in zip(firsts, parts, strict=True):
-        state["episodes"] += part["episodes"]
-        state["actions"] |= {str(first + int(local)): log for local, log in part["actions"].items()}
-    return state | {"observations": concatenate([part["observations"] for part in parts])}
-
-
-def _each(tree: Any, function: Callable[[Any], Any]) -> Any:
-    return {name: _each(below, function) for name, below in tree.items()} if isinstance(tree, dict) else function(tree)
-
-
-# ---- in the worker process ----------------------------------------------------------------------------------------------
-
-
-def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config: WorkerConfig, kill_with_parent: bool) -> None:
-    """Make the environments, then answer (method, arguments) until the pipe closes.
-
-    position  shared with the parent: environment, episode and step of the call in progress
-    task     pickled (task, arguments, Gymnasium's spec if the task is an id)
-
-    An answer is (True, result) or (False, one line, traceback). After "share" a step is written into common memory, and its
-    answer is what maps an environment's index to a value.
-    """
-    unset_python_safe_path()
-    _live_as_long_as_parent(kill_with_parent)
-    environments: LoopedEnvironments | None = None
-    arrays: dict[str, Array] = {}
-    method = "make"
-    arguments: tuple[Any, ...] = ()
-    answer: tuple[Any, ...]
-    while True:
-        try:
-            if environments is None:
-                environments = _make(task, config, position)
-                answer = True, (environments.observation_space, environments.action_space)
-            elif method == "share":
-                layout, rows = arguments
-                arrays = {name: x[rows] for name, x in mapped(layout, reduction.recv_handle(connection)).items()}
-                answer = True, None
-            elif method == "step" and arrays:
-                step = environments.step(*arguments)
-                for name, array in arrays_of(step).items():
-                    arrays[name][:] = array
-                answer = True, by_environment(step)
-            else:
-                answer = True, getattr(environments, method)(*arguments)
-        except SurefootError as error:
-            answer = False, str(error), "".join(traceback.format_exception(error))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: no exception of an environment ends the process
-            line = environment_failure(config.name, position, f"raised {cause_of(error)}", line=place_of(error))
-            answer = False, line, "".join(traceback.format_exception(error))
-        position[0] = IDLE
-        try:
-            connection.send(answer)
-            _await_call(connection)
-            method, arguments = connection.recv()
-        except (EOFError, OSError):
-            break
-        except Exception as error:  # an answer that can't be pickled
-            what = f"{config.name}: its environments returned what can't be sent to another process ({cause_of(error)})"
-            connection.send((False, what))
-            break
-    if environments is not None:
-        with contextlib.suppress(BaseException):
-            environments.close()
-
-
-def _await_call(connection: "Connection[Any, Any]") -> None:
-    """Wait a moment for the next call without sleeping, because waking up takes time at every step."""
-    until = time.perf_counter() + AWAKE
-    while not connection.poll(0) and time.perf_counter() < until:
-        _yield_core()
-
-
-def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironments:
-    try:
-        task, arguments, spec = pickle.loads(pickled)
-    except Exception as error:
-        raise SurefootError(
-            f"task={config.name!r}: can't be imported by a worker process ({cause_of(error)}); define it at the top of its "
-            "own module, or set rollout.backend = 'loop'"
-        ) from None
-    position[:] = IDLE, -1, -1
-    make_one = maker(task, arguments)
-    if spec is not None and task not in gymnasium.registry:  # registered by the program, not by a package
-        make_one = partial(gymnasium.make, spec, disable_env_checker=True, **arguments)
-
-    def make() -> Any:
-        position[0] = config.first if position[0] == IDLE else position[0] + 1
-        return make_one()
-
-    make.__name__ = config.name
-    made = make_environments(make, {}, config.count, config.seed)
-    if not isinstance(made, LoopedEnvironments):
-        raise SurefootError(
-            f"task={config.name!r}: makes a vector environment, but worker processes need single ones; set "
-            "rollout.backend = 'loop'"
-        )
-    made.first, made.position = config.first, position
-    return made
-
-
-def _live_as_long_as_parent(kill_with_parent: bool) -> None:
-    for number in HELD:
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):  # it was started with them blocked
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
-    if kill_with_parent and sys.platform == "linux":
-        # prctl(PR_SET_PDEATHSIG): C code that hangs with the interpreter lock ends with the parent too.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    parent.join()
-    os._exit(1)

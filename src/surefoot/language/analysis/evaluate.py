@@ -17,7 +17,7 @@ from surefoot.language.data.rows import check_unchanged
 from surefoot.language.models.adapter_files import load_trained
 from surefoot.language.models.adapters import has_adapters
 from surefoot.language.models.language_model import LanguageModel, load_saved
-from surefoot.language.models.policy import in_micro_batches
+from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.responses import Responses, final_rewards, token_rewards
 from surefoot.language.online.world import LanguageWorld

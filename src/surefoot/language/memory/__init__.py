@@ -36,7 +36,8 @@ from surefoot.language.memory.layout import (
     held_in_layers,
     whole_bytes,
 )
-from surefoot.language.memory.passes import BatchShape, PassMemory, PassOptions, adapter_size, count_parameters, linear_sizes
+from surefoot.language.memory.parameters import adapter_size, count_parameters, linear_sizes
+from surefoot.language.memory.passes import BatchShape, PassMemory, PassOptions
 from surefoot.language.memory.roles import (
     GRADIENT,
     critic_in_updates,

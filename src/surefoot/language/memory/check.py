@@ -23,7 +23,8 @@ from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
 from surefoot.language.memory import Estimate, estimate
 from surefoot.language.memory.layout import Layout
-from surefoot.language.memory.passes import BatchShape, count_parameters, layer_count
+from surefoot.language.memory.parameters import count_parameters, layer_count
+from surefoot.language.memory.passes import BatchShape
 from surefoot.language.memory.roles import critic_in_updates, host_bytes, on_device_and_host, permanent, permanent_bytes
 from surefoot.language.memory.savings import alternatives, is_whole
 from surefoot.language.memory.workload import Workload, unquantised, with_prompts, with_ranks

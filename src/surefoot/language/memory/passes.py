@@ -6,20 +6,15 @@ per token, layer and unit of width, and 4 per unit of the feed-forward; bfloat16
 weight.
 """
 
-import copy
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from surefoot.core.algorithms import Objective
@@ -29,9 +24,21 @@ from surefoot.functional import chunked_likelihood
 from surefoot.language import quiet_transformers
 from surefoot.language.data.tokens import positions
 from surefoot.language.memory.counts import counted_once
+from surefoot.language.memory.parameters import (
+    causal_model,
+    count_parameters,
+    layer_count,
+    layer_stack,
+    sample_depths,
+    trunk_model,
+    with_layers,
+)
+from surefoot.language.memory.storages import StorageTracker
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.models.padding_free import Reading
-from surefoot.language.models.policy import Critic, Readout, ValueHead, checkpoint_layers, computing
+from surefoot.language.models.policy.critic import Critic, ValueHead
+from surefoot.language.models.policy.passes import checkpoint_layers, computing
+from surefoot.language.models.policy.readout import Readout
 from surefoot.language.sampling import inverse_cdf, log_softmax
 from surefoot.language.sampling.fast_decode import PACKED_LIMIT, FastDecoder, PackedModel, pack_model
 from surefoot.language.sampling.kv_cache import CachedDecoder, Decoder, RecomputingDecoder, read_prompts
@@ -45,219 +52,11 @@ MAX_CHUNKS = 32
 """chunks of logits that are counted one by one; more are extrapolated"""
 
 
-SHALLOW = 2
-"""fewest layers at which a deeper model is counted. Each segment of a pass (before, in and after the layers, forward and
-backward) has a peak that is linear in the number of layers, so two depths give all of them"""
-LONGEST_PERIOD = 8
-"""layers after which the kinds of layers may repeat, such as sliding and full attention"""
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Parameters of a model."""
-
-    total: int
-    trunk: int
-    """without the head for logits; a critic or reward model of this family has as many, plus its own head"""
-    layers: int
-    """in all layers together"""
-    width: int
-    vocabulary: int
-
-
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Create fake tensors: they have shapes, dtypes and storages but no data, and operations compute nothing."""
     with quiet_transformers(), FakeTensorMode():
         yield
-
-
-def causal_model(config: "PreTrainedConfig", low: bool = False) -> Any:
-    """A causal language model from its configuration, in float32, as from ``load_model``; ``low``: in bfloat16."""
-    from transformers import AutoModelForCausalLM
-
-    config = copy.deepcopy(config)  # from_config writes the dtype into it, and a count is stored under its content
-    dtype = torch.bfloat16 if low else torch.float32
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-
-
-def trunk_model(config: "PreTrainedConfig", low: bool = False) -> Any:
-    """The same without its head."""
-    from transformers import AutoModel
-
-    dtype = torch.bfloat16 if low else torch.float32
-    return AutoModel.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False).eval()
-
-
-def layer_count(config: "PreTrainedConfig") -> int:
-    """The number of layers of a model."""
-    return int(config.get_text_config().num_hidden_layers)
-
-
-def with_layers(config: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
-    """The configuration with only the first layers; lists with an entry per layer are cut too."""
-    short = copy.deepcopy(config)
-    text = short.get_text_config()
-    before = layer_count(config)
-    for key, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == before:
-            setattr(text, key, value[:layers])
-    text.num_hidden_layers = layers
-    return short
-
-
-def sample_depths(config: "PreTrainedConfig") -> Sequence[int]:
-    """The numbers of layers at which to count: two, a period of the kinds of layers apart, or the model's own if its layers do
-    not repeat.
-    """
-    layers, kinds = layer_count(config), _layer_kinds(config)
-    for period in range(1, LONGEST_PERIOD + 1):
-        first = SHALLOW + (layers - SHALLOW) % period
-        while set(kinds[:first]) < set(kinds) and first < layers:
-            first += period
-        if first + period < layers and _repeats(config, kinds, first, period):
-            return first, first + period
-    return (layers,)
-
-
-def _layer_kinds(config: "PreTrainedConfig") -> list[Any]:
-    """What the lists of a configuration that have an entry per layer hold for each."""
-    values = vars(config.get_text_config()).values()
-    return list(zip(*(each for each in values if isinstance(each, list) and len(each) == layer_count(config)), strict=True))
-
-
-def _repeats(config: "PreTrainedConfig", kinds: list[Any], first: int, period: int) -> bool:
-    """Whether the layers from about ``first`` on repeat, in their kinds and their sizes."""
-    if any(kinds[at] != kinds[at + period] for at in range(max(0, first - period), len(kinds) - period)):
-        return False
-    low, high = (count_parameters(with_layers(config, depth)).total for depth in (first, first + period))
-    return (count_parameters(config).total - low) * period == (high - low) * (layer_count(config) - first)
-
-
-@counted_once(lambda stored: ParameterCounts(**stored))
-def count_parameters(config: "PreTrainedConfig") -> ParameterCounts:
-    """Exact parameter counts, from a model built on the meta device."""
-    with quiet_transformers(), torch.device("meta"):
-        model = causal_model(config)
-    stack = layer_stack(model)
-    return ParameterCounts(
-        total=_size(model),
-        trunk=_size(model.base_model),
-        layers=0 if stack is None else _size(stack),
-        width=int(config.get_text_config().hidden_size),
-        vocabulary=int(model.get_input_embeddings().weight.shape[0]),
-    )
-
-
-def layer_stack(model: nn.Module) -> nn.ModuleList | None:
-    """The layers of a model: its largest list of modules."""
-    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size, default=None)
-
-
-@dataclass(frozen=True)
-class LinearSizes:
-    """The weights of a trunk's linear layers, which a base in 4 or 8 bits quantises."""
-
-    weights: int
-    rows: int
-    """outputs of all layers together"""
-    layers: dict[str, int]
-    """the number of layers of each size"""
-
-
-@counted_once(lambda stored: LinearSizes(**stored))
-def linear_sizes(config: "PreTrainedConfig") -> LinearSizes:
-    """Sizes of the linear layers of a model's trunk."""
-    with quiet_transformers(), torch.device("meta"):
-        layers = [part for part in trunk_model(config).modules() if isinstance(part, nn.Linear)]
-    sizes = Counter(layer.weight.numel() for layer in layers)
-    return LinearSizes(
-        weights=sum(size * count for size, count in sizes.items()),
-        rows=sum(layer.out_features for layer in layers),
-        layers={str(size): sizes[size] for size in sorted(sizes)},
-    )
-
-
-@counted_once(int)
-def adapter_size(config: "PreTrainedConfig", settings: "AdapterSettings") -> int:
-    """Parameters of one adapter of a model's trunk.
-
-    Raises SurefootError if the trunk lacks the target layers.
-    """
-    with quiet_transformers(), torch.device("meta"):
-        base = SharedBase(trunk_model(config), base_hash="")
-        base.inject(POLICY, settings)
-    return sum(parameter.numel() for _, parameter in base.parameters(POLICY))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live tensors: each storage that an operation returns, until its last reference is gone.
-
-    A CPU keeps no allocator statistics, and resident memory includes freed pages. Works for fake and real tensors. A kernel's
-    temporary buffers are not seen. It counts while entered; storages freed later still reduce ``live``.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
-        """bytes"""
-        self.peak = 0
-        """the maximum of ``live`` since the last ``restart``"""
-        self.peaks: list[int] = []
-        """the peak of each segment so far"""
-        self._storages: dict[int, Any] = {}
-
-    def mark(self, *_: Any) -> None:
-        """End a segment, and begin the next."""
-        self.peaks.append(self.peak)
-        self.restart()
-
-    def finish(self) -> tuple[int, ...]:
-        """End the last segment.
-
-        Returns the peaks of all segments.
-        """
-        self.mark()
-        return tuple(self.peaks)
-
-    def restart(self) -> None:
-        """Reset the peak to the live bytes."""
-        self.peak = self.live
-
-    def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude the storages of these tensors."""
-        for tensor in tensors:
-            self._track(tensor, 0)
-
-    def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors created elsewhere, such as weights mapped from a file."""
-        for tensor in tensors:
-            self._track(tensor, tensor.untyped_storage().nbytes())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # most calls are these, and a fake tensor takes long to answer
-        returned = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(returned):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                self._track(leaf, leaf.untyped_storage().nbytes())
-        return returned
-
-    def _track(self, tensor: Tensor, size: int) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._storages:
-            self._storages[key] = weakref.ref(storage, partial(self._release, key, size))
-            self.live += size
-            self.peak = max(self.peak, self.live)
-
-    def _release(self, key: int, size: int, _: Any) -> None:
-        if self._storages.pop(key, None) is not None:
-            self.live -= size
 
 
 @dataclass(frozen=True)

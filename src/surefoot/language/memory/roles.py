@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from surefoot.core.optimizer import BLOCK
 from surefoot.language.memory.layout import LOW_WEIGHT, WEIGHT
-from surefoot.language.memory.passes import adapter_size, count_parameters, linear_sizes
+from surefoot.language.memory.parameters import adapter_size, count_parameters, linear_sizes
 from surefoot.language.memory.workload import Workload, reward_size
 
 if TYPE_CHECKING:

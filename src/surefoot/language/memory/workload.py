@@ -5,14 +5,8 @@ from typing import TYPE_CHECKING, Literal
 
 from surefoot.core.algorithms import Objective
 from surefoot.language.memory.layout import SINGLE, Layout, ModelSize
-from surefoot.language.memory.passes import (
-    BatchShape,
-    ParameterCounts,
-    PassOptions,
-    count_parameters,
-    layer_count,
-    linear_sizes,
-)
+from surefoot.language.memory.parameters import ParameterCounts, count_parameters, layer_count, linear_sizes
+from surefoot.language.memory.passes import BatchShape, PassOptions
 from surefoot.language.models.policy import CHUNK
 
 if TYPE_CHECKING:

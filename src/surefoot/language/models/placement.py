@@ -12,7 +12,7 @@ from surefoot.core.sharding import Sharding, gathered, shard
 from surefoot.core.sharding.idle import rest_on_cpu
 from surefoot.core.sharding.master import to_bfloat16
 from surefoot.language.models.adapters import RoleTrunk
-from surefoot.language.models.policy import ValueHead
+from surefoot.language.models.policy.critic import ValueHead
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.recipes.models import ModelRecipe
 

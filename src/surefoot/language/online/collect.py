@@ -43,7 +43,8 @@ from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.placement import shares_base, whole
-from surefoot.language.models.policy import Inputs, LanguagePolicy, ReferencePolicy, in_micro_batches
+from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
+from surefoot.language.models.policy.passes import Inputs, in_micro_batches
 from surefoot.language.online.responses import (
     Responses,
     concat_prompts,

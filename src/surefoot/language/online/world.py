@@ -40,7 +40,9 @@ from surefoot.language.models.language_model import (
 from surefoot.language.models.loading import context_length, load_model
 from surefoot.language.models.padding_free import padding_notes
 from surefoot.language.models.placement import keeps_stored, place, shard_role, sharding_of, shares_base, whole
-from surefoot.language.models.policy import Critic, LanguagePolicy, ReferencePolicy, ValueHead, in_micro_batches
+from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
+from surefoot.language.models.policy.critic import Critic, ValueHead
+from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.models.quantised import parameter_count
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.collect import LanguageCollector

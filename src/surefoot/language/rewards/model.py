@@ -14,7 +14,7 @@ from surefoot.language.data.tokens import Dialogue, Tokens, options_of, right_pa
 from surefoot.language.models.classifier import TextClassifier
 from surefoot.language.models.language_model import errors_for, model_folder
 from surefoot.language.models.loading import context_length
-from surefoot.language.models.policy import computing
+from surefoot.language.models.policy.passes import computing
 from surefoot.language.models.reward_model import RewardModel, load_reward_model
 from surefoot.language.rewards.scores import (
     Columns,

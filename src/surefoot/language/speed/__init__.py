@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from surefoot.language.memory.passes import count_parameters, layer_count
+from surefoot.language.memory.parameters import count_parameters, layer_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from surefoot.core.steps.programs import announce, compiler, require_compiler
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.models.placement import layers_of
-from surefoot.language.models.policy import LanguagePolicy, computing
+from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.policy.passes import computing
 from surefoot.language.supervised.preferences import PairPolicy
 
 PROGRAMS = 64

@@ -19,7 +19,8 @@ from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, left_padded, right_padded
-from surefoot.language.models.policy import LanguagePolicy, in_micro_batches
+from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.recipes.rows import RowSettings
 
 Batch = tuple[dict[str, Tensor], Tensor, Tensor]

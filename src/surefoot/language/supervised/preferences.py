@@ -30,7 +30,7 @@ from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, right_padded
 from surefoot.language.models.padding_free import reason_for_padding
-from surefoot.language.models.policy import checkpoint_layers, computing, in_micro_batches
+from surefoot.language.models.policy.passes import checkpoint_layers, computing, in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
 from surefoot.recipes.rows import RowSettings

@@ -18,7 +18,8 @@ from surefoot.language.models.adapters import SharedBase
 from surefoot.language.models.language_model import check_compatible, errors_for, load_base, model_folder
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.placement import keeps_stored, place, shard_role, sharding_of
-from surefoot.language.models.policy import LanguagePolicy, in_micro_batches
+from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.supervised.demonstrations import Batch, Rows, RowTensors, batches
 from surefoot.language.supervised.preferences import REFERENCE, sides_of
 from surefoot.recipes.supervised import DpoRecipe

@@ -21,8 +21,8 @@ from surefoot.runs.api.loading import load, load_result
 from surefoot.runs.api.objects import (
     Task,
     are_rows,
-    plain_fields,
     functions_again,
+    plain_fields,
     reject,
     rows_file,
     take_agent,

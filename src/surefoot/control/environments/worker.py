@@ -1,0 +1,157 @@
+"""The worker process: it makes a slice of the environments and answers the calls of its parent.
+
+It needs no torch. It answers calls over a pipe and ends when the pipe closes, whether the parent closed it or died. It ignores
+Ctrl-C and SIGTERM, so that the parent can finish the iteration and save.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import gymnasium
+
+from surefoot.control.environments import make_environments, maker
+from surefoot.control.environments.looped import LoopedEnvironments
+from surefoot.control.environments.observations import environment_failure
+from surefoot.control.environments.shared import arrays_of, mapped
+from surefoot.control.environments.slices import by_environment
+from surefoot.control.spaces import Array
+from surefoot.errors import SurefootError, cause_of, place_of
+from surefoot.recipes.callables import unset_python_safe_path
+
+IDLE = -1
+"""in place of an environment's index: no environment is being called"""
+AWAKE = 3e-3
+"""seconds that a worker waits for the next call before it sleeps: longer than most policies take to act"""
+HELD = {signal.SIGINT, signal.SIGTERM}
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """The environments that a worker makes."""
+
+    first: int
+    """the number of the first one"""
+    count: int
+    seed: int
+    name: str
+
+
+def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config: WorkerConfig, kill_with_parent: bool) -> None:
+    """Make the environments, then answer (method, arguments) until the pipe closes.
+
+    position  shared with the parent: environment, episode and step of the call in progress
+    task     pickled (task, arguments, Gymnasium's spec if the task is an id)
+
+    An answer is (True, result) or (False, one line, traceback). After "share" a step is written into common memory, and its
+    answer is what maps an environment's index to a value.
+    """
+    unset_python_safe_path()
+    _live_as_long_as_parent(kill_with_parent)
+    environments: LoopedEnvironments | None = None
+    arrays: dict[str, Array] = {}
+    method = "make"
+    arguments: tuple[Any, ...] = ()
+    answer: tuple[Any, ...]
+    while True:
+        try:
+            if environments is None:
+                environments = _make(task, config, position)
+                answer = True, (environments.observation_space, environments.action_space)
+            elif method == "share":
+                layout, rows = arguments
+                arrays = {name: x[rows] for name, x in mapped(layout, reduction.recv_handle(connection)).items()}
+                answer = True, None
+            elif method == "step" and arrays:
+                step = environments.step(*arguments)
+                for name, array in arrays_of(step).items():
+                    arrays[name][:] = array
+                answer = True, by_environment(step)
+            else:
+                answer = True, getattr(environments, method)(*arguments)
+        except SurefootError as error:
+            answer = False, str(error), "".join(traceback.format_exception(error))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: no exception of an environment ends the process
+            line = environment_failure(config.name, position, f"raised {cause_of(error)}", line=place_of(error))
+            answer = False, line, "".join(traceback.format_exception(error))
+        position[0] = IDLE
+        try:
+            connection.send(answer)
+            _await_call(connection)
+            method, arguments = connection.recv()
+        except (EOFError, OSError):
+            break
+        except Exception as error:  # an answer that can't be pickled
+            what = f"{config.name}: its environments returned what can't be sent to another process ({cause_of(error)})"
+            connection.send((False, what))
+            break
+    if environments is not None:
+        with contextlib.suppress(BaseException):
+            environments.close()
+
+
+def _await_call(connection: "Connection[Any, Any]") -> None:
+    """Wait a moment for the next call without sleeping, because waking up takes time at every step."""
+    until = time.perf_counter() + AWAKE
+    while not connection.poll(0) and time.perf_counter() < until:
+        _yield_core()
+
+
+def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironments:
+    try:
+        task, arguments, spec = pickle.loads(pickled)
+    except Exception as error:
+        raise SurefootError(
+            f"task={config.name!r}: can't be imported by a worker process ({cause_of(error)}); define it at the top of its "
+            "own module, or set rollout.backend = 'loop'"
+        ) from None
+    position[:] = IDLE, -1, -1
+    make_one = maker(task, arguments)
+    if spec is not None and task not in gymnasium.registry:  # registered by the program, not by a package
+        make_one = partial(gymnasium.make, spec, disable_env_checker=True, **arguments)
+
+    def make() -> Any:
+        position[0] = config.first if position[0] == IDLE else position[0] + 1
+        return make_one()
+
+    make.__name__ = config.name
+    made = make_environments(make, {}, config.count, config.seed)
+    if not isinstance(made, LoopedEnvironments):
+        raise SurefootError(
+            f"task={config.name!r}: makes a vector environment, but worker processes need single ones; set "
+            "rollout.backend = 'loop'"
+        )
+    made.first, made.position = config.first, position
+    return made
+
+
+def _live_as_long_as_parent(kill_with_parent: bool) -> None:
+    for number in HELD:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):  # it was started with them blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+    if kill_with_parent and sys.platform == "linux":
+        # prctl(PR_SET_PDEATHSIG): C code that hangs with the interpreter lock ends with the parent too.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    parent.join()
+    os._exit(1)

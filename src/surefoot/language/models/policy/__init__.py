@@ -1,0 +1,256 @@
+"""A causal language model as a policy: log-probabilities and entropy of sampled tokens, and values of prefixes."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.core.distributed import world_size
+from surefoot.core.rollout import Evaluation, Policy, Shared
+from surefoot.functional import chunked_likelihood
+from surefoot.language.data.batches import PackedBatch, pack_batch, row_lengths
+from surefoot.language.models.adapters import SharedBase
+from surefoot.language.models.padding_free import (
+    COPIED,
+    Reading,
+    end_to_end,
+    padded,
+    prompts_once,
+    reads_prompts_once,
+    reason_for_padding,
+    same_beginnings,
+)
+from surefoot.language.models.policy.critic import Critic, ValueHead
+from surefoot.language.models.policy.passes import Inputs, checkpoint_layers, computing
+from surefoot.language.models.policy.readout import Readout
+from surefoot.language.models.policy.routers import Routers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHUNK = 2**26
+"""bytes of the logits that are held at once by default, 64 MiB, and a few times that while they are computed. glibc keeps freed
+blocks of up to 32 MiB and fragments them, so smaller chunks can take more memory"""
+
+
+class LanguagePolicy(Policy):
+    """A language model and an optional critic.
+
+    model          an AutoModelForCausalLM, trained in place
+    critic         None; "head", a linear one on the model's own hidden states, which starts at 0; or a ``Critic``, or any other
+                   module from token ids [B, L] to values [B, L]
+    pad_id         the padding token; no result depends on it
+    temperature    divides the logits, as in sampling
+    chunk          tokens whose logits are held at once; None for as many as make 64 MiB
+    checkpointing  recompute every layer in the backward pass instead of keeping its activations
+    bf16           multiply in bfloat16 (autocast); weights, log-probabilities and values stay as they are
+    balanced       compute the load-balancing loss of a mixture's routers when gradients are on
+    padding_free   read rows end to end instead of padded, and a prompt once for all rows that begin with it, unless the
+                   model can't; ``padding_reason`` is then why
+    idle_critic    the critic, a ``Critic``, is on the CPU while it is not used
+
+    Dropout is always off, also in training. ``inputs`` are {"prompt" [B, P], "prompt_mask" [B, P]}.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        critic: Literal["head"] | nn.Module | None,
+        pad_id: int,
+        temperature: float = 1.0,
+        chunk: int | None = None,
+        checkpointing: bool = False,
+        bf16: bool = False,
+        balanced: bool = False,
+        padding_free: bool = False,
+        idle_critic: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.readout = Readout(model)
+        self.routers = Routers(model) if balanced else None
+        self.critic = critic if isinstance(critic, nn.Module) else None
+        self.value_head = None
+        if critic == "head":
+            self.value_head = ValueHead(self.readout.width, next(model.parameters()))
+        self.pad_id, self.temperature, self.bf16, self.exact = pad_id, temperature, bf16, not bf16
+        width = max(4, next(model.parameters()).element_size())  # of logits, which are float32 at least
+        self.chunk = chunk or max(1, CHUNK // (width * self.readout.vocabulary))
+        self.checkpointing, self.idle_critic = checkpointing, idle_critic
+        self.padding_reason = self._reason_for_padding() if padding_free else None
+        self.padding_free = padding_free and self.padding_reason is None
+        self.prompts_once = self.padding_free and all(map(reads_prompts_once, self._trunks()))
+        """whether rows that begin with the same prompt read it once in a pass"""
+        self.valued = True
+        """whether passes compute values"""
+        self.frozen = False
+        """whether its passes never have a gradient, though a model that it shares may be trained"""
+        self.before_first_pass: Callable[[LanguagePolicy], None] | None = None
+        """is called once, with the policy in its place"""
+        if checkpointing:
+            for part in (self.model, self.critic):
+                checkpoint_layers(part)
+        self.eval()
+
+    def forward(self, inputs: Inputs, actions: Tensor, mask: Tensor | None = None) -> Evaluation:
+        """Log-probabilities, entropy and values, zeros outside the mask.   [B, P] each, [B, T], [B, T] -> all [B, T]
+
+        ``values[t]`` is V of the prompt and ``response[:t]``. Raises SurefootError if a prompt has no token.
+        """
+        if self.before_first_pass is not None:
+            ready, self.before_first_pass = self.before_first_pass, None
+            ready(self)
+        mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
+        batch = pack_batch(inputs, actions, mask, self.pad_id)
+        read = self._reading(batch, inputs)
+        with computing(self, self.checkpointing, self.bf16), read.laid_out():
+            with self._recording() as router_logits:
+                hidden, states = self.readout.states(read, batch.rows, batch.before)
+            head = self.readout.linear or self.readout.head
+            likelihood = chunked_likelihood(states, actions[batch.rows, batch.steps], head, self.temperature, self.chunk)
+            values = self._values(batch, read, hidden, batch.rows, batch.before) if self.valued else None
+        log_probs, entropy = (_scatter(x, batch, mask) for x in likelihood)
+        router_loss = self.routers.loss(router_logits, read.real) if self.routers is not None and router_logits else None
+        return Evaluation(
+            log_probs, entropy, None if values is None else _scatter(values, batch, mask), router_loss=router_loss
+        )
+
+    @contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Passes of the model alone, for which a critic of its own need not be gathered."""
+        before, self.valued = self.valued, False
+        try:
+            yield
+        finally:
+            self.valued = before
+
+    @contextmanager
+    def as_in_sft(self) -> Iterator[None]:
+        """Passes at temperature 1, without values and routers' loss: those of SFT. Sharded weights are gathered only for passes
+        of the policy itself.
+        """
+        before = self.temperature, self.routers
+        self.temperature, self.routers = 1.0, None
+        try:
+            with self.without_values():
+                yield
+        finally:
+            self.temperature, self.routers = before
+
+    def prepare(self, parts: Sequence[tuple[Inputs, Tensor, Tensor | None]]) -> None:
+        """Count the tokens of each expert, in a pass without gradient if the minibatch has several parts."""
+        if self.routers is None:
+            return
+        self.routers.counted = None
+        if len(parts) == 1 and world_size() == 1:
+            return
+        loads = []
+        with torch.no_grad(), computing(self, self.checkpointing, self.bf16):
+            for inputs, actions, mask in parts:
+                batch = pack_batch(
+                    inputs, actions, torch.ones_like(actions, dtype=torch.bool) if mask is None else mask, self.pad_id
+                )
+                read = self._reading(batch, inputs)
+                with self.routers.recording() as router_logits, read.laid_out():
+                    self.model.base_model(input_ids=read.ids, use_cache=False, **read.options)
+                loads.append(self.routers.load(router_logits, read.real))
+        self.routers.count(loads)
+
+    def _recording(self) -> AbstractContextManager[list[Tensor]]:
+        """Record the routers' logits if their loss is needed and gradients are on."""
+        return nullcontext([]) if self.routers is None or not torch.is_grad_enabled() else self.routers.recording()
+
+    def values_after(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
+        """V after the last token of each row: the expected return of a truncated response; zeros without a critic.   [B]"""
+        batch = pack_batch(inputs, actions, mask, self.pad_id)
+        rows, read = torch.arange(len(actions), device=actions.device), self._reading(batch, inputs)
+        with computing(self, self.checkpointing, self.bf16), read.laid_out():
+            hidden = None if self.value_head is None else self.readout.states(read, rows, batch.last)[0]
+            values = self._values(batch, read, hidden, rows, batch.last)
+        return torch.zeros(len(actions), device=actions.device) if values is None else values
+
+    def costs(self, inputs: Inputs, mask: Tensor) -> Tensor:
+        """Real tokens of each row, prompt and response.   [B]"""
+        return row_lengths(inputs, mask)
+
+    def shared(self, inputs: Inputs, mask: Tensor) -> Shared | None:
+        """The prompts that several rows begin with."""
+        if not self.prompts_once or self.routers is not None:
+            return None
+        prompts = pack_batch(inputs, inputs["prompt"][:, :0], mask[:, :0], self.pad_id)
+        lengths = prompts.real.sum(-1)
+        group, saved = same_beginnings(prompts.ids, lengths), lengths - lengths // COPIED
+        return None if int(group.max()) + 1 == len(group) else Shared(group, saved)
+
+    def critic_parameters(self) -> Iterable[nn.Parameter]:
+        """Parameters of the critic: its own trunk and head, or the head on the policy's trunk."""
+        critic = self.value_head if self.critic is None else self.critic
+        return () if critic is None else [p for p in critic.parameters() if p.requires_grad]
+
+    def idle_part(self) -> nn.Module | None:
+        """The critic, if it is on the CPU while it is not used."""
+        return self.critic if self.idle_critic else None
+
+    def train(self, mode: bool = True) -> "LanguagePolicy":
+        """Stay in evaluation mode: dropout would make π_θ differ from π_old before the first step."""
+        return super().train(False)
+
+    def _reason_for_padding(self) -> str | None:
+        """Why the rows can't be read end to end by the policy's trunk or by that of its critic."""
+        return next((reason for reason in map(reason_for_padding, self._trunks()) if reason is not None), None)
+
+    def _trunks(self) -> list[nn.Module]:
+        return [self.model.base_model, *([self.critic.trunk] if isinstance(self.critic, Critic) else [])]
+
+    def _reading(self, batch: PackedBatch, inputs: Inputs) -> Reading:
+        if self.prompts_once and self.routers is None:  # whose loss is a mean over all tokens, as often as they are read
+            return prompts_once(batch.ids, batch.real, inputs["prompt_mask"].bool().sum(-1))
+        return (end_to_end if self.padding_free else padded)(batch.ids, batch.real)
+
+    def _values(self, batch: PackedBatch, read: Reading, hidden: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
+        """V after the tokens at (row, column); None without a critic.   [K]"""
+        if isinstance(self.critic, Critic):
+            values: Tensor = self.critic(read.ids, **read.options)[read.at(rows, columns)]
+            return values
+        if self.critic is not None:  # of the user: it reads ids alone
+            with padded(batch.ids, batch.real).laid_out():
+                of_all: Tensor = self.critic(batch.ids)
+            return of_all[rows, columns]
+        return None if self.value_head is None or hidden is None else self.value_head(hidden)
+
+
+class ReferencePolicy(nn.Module):
+    """A frozen copy of a policy, the reference of the KL. It has no critic and gets no gradient.
+
+    base   of a policy that is an adapter; then nothing is copied, and the reference is the base with adapters off
+    model  a model of its own with the same weights, which is not copied
+    """
+
+    def __init__(self, policy: LanguagePolicy, base: SharedBase | None = None, model: "PreTrainedModel | None" = None) -> None:
+        super().__init__()
+        self.base = base
+        if base is not None:
+            model = policy.model
+        elif model is not None:
+            model.requires_grad_(False)
+        else:
+            model = copy.deepcopy(policy.model).requires_grad_(False)
+            model.zero_grad(set_to_none=True)  # an optimizer may keep gradients, which are copied too
+        options = {"bf16": policy.bf16, "padding_free": policy.padding_free}
+        self.policy = LanguagePolicy(model, None, policy.pad_id, policy.temperature, policy.chunk, **options)
+        self.policy.frozen = True
+
+    @torch.no_grad()
+    def log_probs(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
+        """log π_ref of the tokens, zeros outside the mask.   [B, T]"""
+        with nullcontext() if self.base is None else self.base.using(None):
+            log_probs: Tensor = self.policy(inputs, actions, mask).log_probs
+        return log_probs
+
+
+def _scatter(values: Tensor, batch: PackedBatch, mask: Tensor) -> Tensor:
+    """Values of the K decisions at their places in the responses, and zeros elsewhere.   [K] -> [B, T]"""
+    return values.new_zeros(mask.shape).index_put((batch.rows, batch.steps), values)
