@@ -16,7 +16,7 @@ from rich.console import Console
 import surefoot
 import surefoot.runs.factory
 from surefoot.errors import SurefootError
-from surefoot.language.memory import check, estimate, passes, planner, quick_peak
+from surefoot.language.memory import check, estimate, parameters, passes, planner, quick_peak
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length, least_needed, running_peak, upper_bound, workload_of
 from surefoot.language.memory.parameters import count_parameters
 from surefoot.language.memory.planner import (
@@ -280,8 +280,8 @@ def deep_model(name: str) -> Any:
 
 def test_the_layers_that_are_counted_repeat_in_the_rest() -> None:
     for name, depths in {"llama": (2, 3), "sliding and full attention": (3, 5), "dense layers among experts": (9,)}.items():
-        assert tuple(passes.sample_depths(deep_model(name))) == depths, name
-    assert tuple(passes.sample_depths(model("llama").config)) == (2,)
+        assert tuple(parameters.sample_depths(deep_model(name))) == depths, name
+    assert tuple(parameters.sample_depths(model("llama").config)) == (2,)
 
 
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -322,7 +322,7 @@ def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(
         return [counted.peak for counted in (*learned, *scored, read, drawn)]
 
     line = counts()
-    monkeypatch.setattr(passes, "sample_depths", lambda config: (passes.layer_count(config),))
+    monkeypatch.setattr(passes, "sample_depths", lambda config: (parameters.layer_count(config),))
     assert line == counts()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.language.memory import counts, passes
+from surefoot.language.memory import counts, parameters, passes
 from surefoot.language.memory.counts import SIZES, counted_again, shipped_counts
 from surefoot.language.memory.planner import llama_of
 from surefoot.recipes.models import AdapterSettings
@@ -66,7 +66,7 @@ def test_a_count_in_the_package_equals_a_new_one() -> None:
     with counted_again() as made:
         passes.prompt_reading(config, 64, 512, None)
         passes.decoding(config, 64, 1, 512, 64, 1.0, None)
-        passes.adapter_size(config, AdapterSettings())
+        parameters.adapter_size(config, AdapterSettings())
     assert len(made) > 3
     assert made.items() <= shipped_counts()["0.5B"].items(), f"run python benchmarks/{SCRIPT.name}"
 
