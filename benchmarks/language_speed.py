@@ -66,7 +66,7 @@ def make_work(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-    from surefoot.language.models.loading import ALPHABET, character_tokenizer
+    from surefoot.language.models.pocket import ALPHABET, character_tokenizer
 
     tokenizer = character_tokenizer()
     shape = {

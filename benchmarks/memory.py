@@ -34,7 +34,7 @@ from surefoot.language.memory import estimate
 from surefoot.language.memory.check import workload_of
 from surefoot.language.memory.parameters import count_parameters
 from surefoot.language.memory.storages import StorageTracker
-from surefoot.language.models.loading import character_tokenizer
+from surefoot.language.models.pocket import character_tokenizer
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world
 

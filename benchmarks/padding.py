@@ -41,7 +41,7 @@ def make_work(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from surefoot.language.models.loading import ALPHABET, character_tokenizer
+    from surefoot.language.models.pocket import ALPHABET, character_tokenizer
 
     tokenizer = character_tokenizer(context=512)
     shape = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 6, "intermediate_size": 560}

@@ -81,7 +81,7 @@ class Settings:
         """A model with random weights, rows, and a reward."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from surefoot.language.models.loading import character_tokenizer
+        from surefoot.language.models.pocket import character_tokenizer
 
         self.folder.mkdir(parents=True, exist_ok=True)
         tokenizer = character_tokenizer(context=1024)

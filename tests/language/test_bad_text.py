@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.language.models.loading import character_tokenizer, load_model
+from surefoot.language.models.loading import load_model
+from surefoot.language.models.pocket import character_tokenizer
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.runs.checkpoint import load_checkpoint
 

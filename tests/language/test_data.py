@@ -16,7 +16,7 @@ from surefoot.language.data.datasets import demonstrations, pairs, prompts, repe
 from surefoot.language.data.preview import preview
 from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.loading import pocket
+from surefoot.language.models.pocket import pocket
 from surefoot.language.sampling.pairs import pair_row
 
 TOKENS = Tokens(pocket()[1])

@@ -20,7 +20,7 @@ from surefoot.language.data import cache, datasets, preparation, processes, sour
 from surefoot.language.data.datasets import demonstrations, pairs, prompts
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.loading import pocket
+from surefoot.language.models.pocket import pocket
 from surefoot.language.online.world import prompts_hash
 from surefoot.language.supervised.demonstrations import demonstration_rows
 from surefoot.language.supervised.labels import kto_rows, scored_rows

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import left_padded, right_padded
-from surefoot.language.models.loading import ALPHABET, context_length, load_model, pocket, save_model
+from surefoot.language.models.loading import context_length, load_model, save_model
+from surefoot.language.models.pocket import ALPHABET, pocket
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 
 from . import tiny
@@ -236,7 +237,7 @@ def shard_missing(folder: Path) -> None:
 
 
 def foreign_tokenizer(folder: Path) -> None:
-    from surefoot.language.models.loading import character_tokenizer
+    from surefoot.language.models.pocket import character_tokenizer
 
     character_tokenizer("".join(map(chr, range(32, 300)))).save_pretrained(folder)
 

@@ -356,7 +356,7 @@ def test_a_run_trains_on_a_public_model_and_its_critic_starts_from_it(
 def test_a_critic_starts_only_from_a_decoder_with_the_policys_tokens(
     folders: dict[str, Path], rows: Path, tmp_path: Path
 ) -> None:
-    from surefoot.language.models.loading import character_tokenizer
+    from surefoot.language.models.pocket import character_tokenizer
 
     other = classifier(tmp_path / "other", {0: "LABEL_0"}, tokenizer=character_tokenizer("abc"))
     sentiment = encoder(tmp_path / "sentiment")

@@ -11,7 +11,7 @@ from surefoot.language.data.datasets import demonstrations, pairs, prompts
 from surefoot.language.data.preview import preview
 from surefoot.language.data.sources import open_rows, read_rows
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.loading import pocket
+from surefoot.language.models.pocket import pocket
 
 TOKENS = Tokens(pocket()[1])
 PLAIN = Tokens(pocket()[1])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from surefoot.errors import SurefootError
 from surefoot.language.calls import DeadlineExceeded, with_deadline
 from surefoot.language.data.tokens import Tokens, left_padded, positions, right_padded
-from surefoot.language.models.loading import ALPHABET, character_tokenizer, pocket
+from surefoot.language.models.pocket import ALPHABET, character_tokenizer, pocket
 
 from . import tiny
 

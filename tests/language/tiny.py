@@ -12,7 +12,7 @@ FAMILIES = ("llama", "qwen2", "gpt2", "gemma")
 
 def tokenizer(context: int = 128) -> Any:
     """One token per character of printable ASCII; pad, EOS and unk are three tokens."""
-    from surefoot.language.models.loading import character_tokenizer
+    from surefoot.language.models.pocket import character_tokenizer
 
     made = character_tokenizer(context=context)
     assert len(made) == VOCABULARY

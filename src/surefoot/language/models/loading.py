@@ -2,7 +2,6 @@
 
 import re
 import socket
-import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,24 +13,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from surefoot.core.seeding import derived_seed
 from surefoot.core.sharding.files import stored_tensors
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import read_table
 from surefoot.language import quiet_transformers, require_transformers
 from surefoot.language.models.adapters import merged_state
+from surefoot.language.models.pocket import pocket, pocket_config
 from surefoot.language.models.quantised import has_quantised
 from surefoot.runs.checkpoint import atomic_folder, non_finite_numbers
 
 if TYPE_CHECKING:
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedConfig,
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-        PreTrainedTokenizerFast,
-    )
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
@@ -446,89 +438,3 @@ def logits_close(a: Tensor, b: Tensor, exact: bool = True) -> bool:
     """Equal up to the rounding of the model's dtype; not ``exact``: that of activations in 8 bits."""
     rounding = 1e-3 if exact and a.dtype in (torch.float32, torch.float64) else 3e-2
     return a.shape == b.shape and bool((a - b).abs().max() <= rounding * b.abs().max())
-
-
-ALPHABET = "".join(character for character in string.printable if character.isprintable()) + "\n"
-"""printable ASCII and the line break"""
-PAD, EOS, UNK = "⟨pad⟩", "⟨eos⟩", "⟨unk⟩"
-ROLES = ("system", "user", "assistant")
-SPECIALS = (PAD, EOS, UNK, *(f"⟨{role}⟩" for role in ROLES))
-"""not ASCII, so no text of the alphabet can contain one"""
-WIDTH, LAYERS, HEADS, FEED_FORWARD, CONTEXT = 128, 4, 4, 352, 1024
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('the roles are system, user and assistant') }}{% endif %}"
-    "{{ '⟨' + message['role'] + '⟩' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '⟨assistant⟩' }}{% endif %}"
-)
-
-
-def pocket(alphabet: str = ALPHABET, seed: int = 1) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
-    """Create a tiny Llama and its tokenizer: one token per character of the alphabet, weights from the seed alone.
-
-    About 0.8 M parameters: width 128, 4 layers, 4 heads, feed-forward 352, context 1024. Text of the alphabet survives
-    encoding and decoding; other characters become ⟨unk⟩. Pad, EOS and unk are separate tokens; there is no BOS. Needs the extra
-    ``language``.
-
-    Raises SurefootError if the alphabet is empty or repeats a character.
-    """
-    require_transformers("model='pocket'")
-    from transformers import LlamaForCausalLM
-
-    tokenizer = character_tokenizer(alphabet)
-    config = pocket_config(tokenizer)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derived_seed(seed, "pocket"))
-        model = LlamaForCausalLM(config)
-    return model.eval(), tokenizer
-
-
-def pocket_config(tokenizer: "PreTrainedTokenizerFast | None" = None) -> "LlamaConfig":
-    """The model's configuration, for its own tokenizer by default."""
-    from transformers import LlamaConfig
-
-    tokenizer = tokenizer or character_tokenizer()
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        intermediate_size=FEED_FORWARD,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-
-
-def character_tokenizer(alphabet: str = ALPHABET, context: int = CONTEXT) -> "PreTrainedTokenizerFast":
-    """A tokenizer with one token per character, after the special tokens.
-
-    Raises SurefootError if the alphabet is empty or repeats a character.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    if not alphabet or len(set(alphabet)) < len(alphabet):
-        raise SurefootError(f"alphabet={alphabet!r}: must have at least one character, and each only once")
-    vocabulary = {token: index for index, token in enumerate((*SPECIALS, *alphabet))}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        extra_special_tokens=list(SPECIALS[3:]),
-        chat_template=TEMPLATE,
-        model_max_length=context,
-        clean_up_tokenization_spaces=False,
-    )

@@ -49,7 +49,6 @@ from surefoot.language.models.loading import (
     read_weights,
     write_weights,
 )
-from surefoot.language.models.loading import pocket as pocket
 from surefoot.language.models.padding_free import Reading, end_to_end, padded
 from surefoot.recipes.models import ModelRecipe
 from surefoot.runs.checkpoint import non_finite_numbers
