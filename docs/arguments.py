@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from surefoot.recipes.base import Section
+from surefoot.recipes.fields import KINDS
 from surefoot.recipes.presets import presets
-from surefoot.recipes.reading import KINDS
 from surefoot.recipes.rows import ROW_FIELDS
 
 OWN = ("kind", "task", "algorithm")

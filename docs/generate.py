@@ -32,7 +32,8 @@ from surefoot.core.algorithms import ALGORITHMS, LADDER, Objective, Reuse, switc
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
 from surefoot.inspector.clip_table import clip_table_page
-from surefoot.recipes.reading import make_recipe, recipe_fields
+from surefoot.recipes.fields import recipe_fields
+from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
 from surefoot.runs.metrics import METRICS, SHOWN, TIMING, Metric
 from surefoot.runs.reading import History

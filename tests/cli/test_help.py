@@ -12,8 +12,9 @@ from click.shell_completion import ShellComplete
 
 from surefoot.cli.main import COMMANDS, cli
 from surefoot.cli.options import ALIASES, changes_from
+from surefoot.recipes.fields import recipe_fields
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import make_recipe, recipe_fields
+from surefoot.recipes.reading import make_recipe
 
 
 def flag(name: str) -> str:

@@ -6,10 +6,11 @@ from contextlib import nullcontext
 import pytest
 
 from surefoot import Penalty, SurefootError
-from surefoot.recipes import reading
+from surefoot.recipes import fields as descriptions
 from surefoot.recipes.base import nearest_divisor
+from surefoot.recipes.fields import KINDS, recipe_fields
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import KINDS, OTHER_LIBRARIES, make_recipe, merge_tables, recipe_fields, to_table
+from surefoot.recipes.reading import OTHER_LIBRARIES, make_recipe, merge_tables, to_table
 from surefoot.runs import api
 
 
@@ -96,7 +97,7 @@ def test_every_field_has_a_description():
 
 
 def test_two_classes_of_recipes_have_different_names():
-    modules = reading._recipe_modules()
+    modules = descriptions._recipe_modules()
     own = [
         name for module in modules for name, cls in vars(module).items() if getattr(cls, "__module__", "") == module.__name__
     ]
@@ -111,9 +112,9 @@ def test_a_package_installed_without_sources_has_the_same_fields_without_texts(m
     def getsource(module):
         raise OSError("could not get source code")
 
-    monkeypatch.setattr("surefoot.recipes.reading.inspect.getsource", getsource)
-    monkeypatch.setattr("surefoot.recipes.reading._texts_under_fields", reading._texts_under_fields.__wrapped__)
-    monkeypatch.setattr("surefoot.recipes.reading._fields_of", reading._fields_of.__wrapped__)
+    monkeypatch.setattr("surefoot.recipes.fields.inspect.getsource", getsource)
+    monkeypatch.setattr("surefoot.recipes.fields._texts_under_fields", descriptions._texts_under_fields.__wrapped__)
+    monkeypatch.setattr("surefoot.recipes.fields._fields_of", descriptions._fields_of.__wrapped__)
     fields = list(recipe_fields())
     assert [(name, field.type, field.default) for name, field in fields] == expected
     assert not any(field.meaning for _, field in fields)

@@ -15,7 +15,7 @@ import pytest
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.recipes.reading import KINDS
+from surefoot.recipes.fields import KINDS
 from surefoot.runs import display as displays
 
 ROOT = Path(__file__).resolve().parent.parent.parent

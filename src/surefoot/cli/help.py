@@ -72,7 +72,7 @@ class RecipeCommand(click.Command):
 
     def _recipe_options(self) -> dict[str, click.Option]:
         """The flags of recipe fields by the dotted names of their fields."""
-        from surefoot.recipes.reading import recipe_fields
+        from surefoot.recipes.fields import recipe_fields
 
         by_name = {option.name: option for option in self.params if isinstance(option, click.Option)}
         names = (name for name, _ in recipe_fields())
@@ -93,7 +93,7 @@ class RecipeCommand(click.Command):
 
     def _fields_of(self, task: str) -> dict[str, click.Option]:
         """The flags of a task's kind of recipe. Raises SurefootError if it is no task, which may be a misspelled topic."""
-        from surefoot.recipes.reading import recipe_fields
+        from surefoot.recipes.fields import recipe_fields
 
         recipe, kind = self._recipe_options(), kind_of_task(task)
         if kind is None:
@@ -116,7 +116,7 @@ def records(ctx: click.Context, options: Iterable[click.Parameter]) -> list[tupl
 
 def kinds() -> list[str]:
     """The kinds of recipes."""
-    from surefoot.recipes.reading import KINDS
+    from surefoot.recipes.fields import KINDS
 
     return list(KINDS)
 

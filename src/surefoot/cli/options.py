@@ -118,7 +118,7 @@ class FiniteFloat(click.FloatRange):
 
 def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind", "task")) -> Callable[..., Any]:
     """Add a flag for every field of the recipe, such as ``--objective.gae-lambda 0.9``."""
-    from surefoot.recipes.reading import BOOLEAN, recipe_fields
+    from surefoot.recipes.fields import BOOLEAN, recipe_fields
 
     for name, field in reversed(list(recipe_fields())):
         if name in without:

@@ -221,7 +221,7 @@ def runs_below(root: Path) -> Iterator[Path]:
 
 def scores_of(kind: str) -> tuple[str, ...]:
     """The metrics that show how good the result of a kind of run is, the most reliable first."""
-    from surefoot.recipes.reading import KINDS  # imports pydantic, which the server doesn't need to begin
+    from surefoot.recipes.fields import KINDS  # imports pydantic, which the server doesn't need to begin
 
     return KINDS[kind].scores if kind in KINDS else ()
 

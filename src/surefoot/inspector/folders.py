@@ -121,8 +121,8 @@ class RunFolders:
 
     def recipe(self, run: int) -> dict[str, Any]:
         """The resolved recipe of a run: each field, its meaning, and where its value comes from."""
+        from surefoot.recipes.fields import recipe_fields
         from surefoot.recipes.presets import settings_of
-        from surefoot.recipes.reading import recipe_fields
 
         path = self.path(run)
         recipe, preset = read_toml(path / "config.toml"), None

@@ -20,8 +20,9 @@ from typing import Any
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
+from surefoot.recipes.fields import recipe_fields
 from surefoot.recipes.presets import preset_of
-from surefoot.recipes.reading import flatten, make_recipe, merge_tables, recipe_fields, to_table
+from surefoot.recipes.reading import flatten, make_recipe, merge_tables, to_table
 
 EXAMPLE = "a list of choices such as [0.98, 0.99], or a range such as { low = 1e-5, high = 1e-2, log = true }"
 RANGE = ("low", "high", "log", "step")

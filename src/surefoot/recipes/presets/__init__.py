@@ -18,6 +18,7 @@ from surefoot.errors import SurefootError, did_you_mean
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import check_id
+from surefoot.recipes.fields import recipe_fields
 from surefoot.recipes.reading import (
     as_tables,
     flatten,
@@ -25,7 +26,6 @@ from surefoot.recipes.reading import (
     make_recipe,
     merge_tables,
     none_to_text,
-    recipe_fields,
     text_to_none,
     to_table,
     with_changes,
