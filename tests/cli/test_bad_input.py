@@ -82,7 +82,7 @@ CASES = [
     (["train", "CartPole-v1", "--environment", "{wheels = 3}", "--steps", "256"], ["could not be made", "wheels"]),
     (["train", "CartPole-v1", "--algorithm", "REINFORCE", "--optimizer.critic-learning-rate", "1e-3"], ["has no critic"]),
     (["train", "CartPole-v1", "--device", "cuda:7", "--dry-run"], ["device='cuda:7'", "can't be used here"]),
-    (["train", "CartPole-v1", "--start", "missing", "--dry-run"], ["missing", "no such run folder"]),
+    (["train", "CartPole-v1", "--start", "missing", "--dry-run"], ["start: missing", "no such run folder"]),
     (["train"], ["WHAT"]),
     (["train", "missing.toml"], ["missing.toml", "can't be read"]),
     (["train", "robot.py", "--steps", "10"], ["task='robot.py'", "as in 'robot.py:make'"]),

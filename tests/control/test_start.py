@@ -100,7 +100,7 @@ def test_an_agent_that_was_passed_is_kept_for_a_run_that_starts_again(run: Path,
             {"normalise": {"observations": False}},
             r"^normalise\.observations=False: start='.*' was trained with True; set that$",
         ),
-        ({"start": "nowhere"}, "^nowhere: no such run folder"),
+        ({"start": "nowhere"}, "^start: nowhere: no such run folder"),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_leaves_no_folder(

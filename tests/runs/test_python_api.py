@@ -173,6 +173,21 @@ def test_arguments_of_an_evaluation_are_checked(arguments: dict[str, Any], messa
         surefoot.evaluate(agent, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda path: surefoot.train("CartPole-v1", steps=256, run_dir=path), "run_dir=3: must be the path of a folder"),
+        (lambda path: surefoot.resume(path), "run_dir=3: must be the path of a folder"),
+        (lambda path: surefoot.load(path), "folder=3: must be the path of a folder"),
+    ],
+    ids=["train", "resume", "load"],
+)
+def test_a_folder_that_is_not_a_path_is_rejected(call: Any, line: str) -> None:
+    with pytest.raises(SurefootError) as caught:
+        call(3)
+    assert str(caught.value) == line
+
+
 def test_a_callback_that_is_no_function_is_rejected_before_training(tmp_path: Path) -> None:
     not_a_function: Any = 3
     with pytest.raises(SurefootError, match="callback=3: is not a function"):

@@ -95,8 +95,11 @@ class ControlWorld:
         """
         name = self.recipe.start or "agent"
         if agent is None:
-            checkpoint = checkpoint_to_load(Path(name))
-            parts = load_checkpoint(checkpoint)
+            try:
+                checkpoint = checkpoint_to_load(Path(name))
+                parts = load_checkpoint(checkpoint)
+            except SurefootError as error:
+                raise SurefootError(f"start: {error}") from None
             if "spaces" not in parts:
                 raise SurefootError(f"start={name!r}: has no agent; name an agent or a run in environments")
             agent = Agent.from_parts(parts, checkpoint, self.functions)

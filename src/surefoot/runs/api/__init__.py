@@ -21,6 +21,7 @@ from surefoot.runs.api.loading import load, load_result
 from surefoot.runs.api.objects import (
     Task,
     are_rows,
+    as_path,
     functions_again,
     plain_fields,
     reject,
@@ -116,11 +117,11 @@ def train(
     >>> int(action) in (0, 1)
     True
     """
+    folder = None if run_dir is None else as_path(run_dir, "run_dir")
     fields, functions = take_objects(plain_fields(fields))
     fields, begin = take_agent(fields, run_dir)
     fields, rows = take_rows(fields, run_dir)
     resolved = resolve_recipe(task_reference(task), fields, algorithm, preset)
-    folder = None if run_dir is None else Path(run_dir)
     title = f"{resolved.recipe.title}, seed {resolved.recipe.seed}" + ("" if folder is None else f" -> {folder}")
     shown = _display(display, title)
     made = None if isinstance(task, str) else task
@@ -174,7 +175,7 @@ def resume(
     join_ranks()
     several = check_callbacks(callbacks)
     fields = {"reward": reward, "network": network, "optimizer": optimizer, "objective": objective, "rollout": rollout}
-    run_dir, shown = Path(run_dir), _display(display, f"resuming {run_dir}")
+    run_dir, shown = as_path(run_dir, "run_dir"), _display(display, f"resuming {run_dir}")
     again = partial(functions_again, **fields)
     return continue_run(run_dir, again, shown, callback, several, task, steps=steps, allow_changes=allow_changes)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import hub
-from surefoot.runs.api.objects import functions_again, reject
+from surefoot.runs.api.objects import as_path, functions_again, reject
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.folder import checkpoint_to_load, is_model
 
@@ -39,7 +39,7 @@ def load(folder: str | Path, *, trust_remote_code: bool = False, network: Any = 
     >>> surefoot.load("cartpole").recipe.task
     'CartPole-v1'
     """
-    path = hub.local_folder(folder)
+    path = hub.local_folder(as_path(folder, "folder"))
     if is_model(path):
         from surefoot.language.models.language_model import load_saved
 

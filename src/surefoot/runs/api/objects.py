@@ -99,6 +99,13 @@ def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def as_path(value: object, field: str) -> Path:
+    """A path that was passed as an argument. Raises SurefootError for anything else."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise SurefootError(f"{field}={value!r}: must be the path of a folder")
+    return Path(value)
+
+
 def task_reference(task: Task) -> str:
     """A callable's name as a recipe writes it, ``module:qualified.name``; a string is its own."""
     if isinstance(task, str):
