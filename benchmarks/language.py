@@ -105,8 +105,8 @@ def for_readme() -> str:
         pairs = [(result[of]["start"]["gold"], result[of]["trained"]["gold"]) for result in records]
         before, after = np.mean(pairs, 0)
         rose = sum(new > old for old, new in pairs)
-        parts.append(f"on {label} from {before:.2f} to {after:.2f} (up on {rose} of {len(records)})")
-    return f"The output above is one seed. Over {len(records)} seeds the mean of gold goes {', '.join(parts)}."
+        parts.append(f"from {before:.2f} to {after:.2f} on {label} (it rises on {rose} of {len(records)} seeds)")
+    return f"The output above is one seed. Over {len(records)} seeds, mean gold reward goes {' and '.join(parts)}."
 
 
 def with_part(page: str, text: str) -> str:

@@ -150,7 +150,7 @@ def test_a_dry_run_prints_a_recipe_that_can_be_run(surefoot, tmp_path):
     out = surefoot("train", "CartPole-v1", "--dry-run", "--rollout.environments", "4")
     assert "# batch: 4 environments x 32 steps = 128 steps" in out
     assert "# iterations: 100,000 / 128 = 782" in out
-    assert "# parameters: 9,155 in all, 4,545 of them in a separate critic" in out
+    assert "# parameters: 9,155 in total, 4,545 of them in a separate critic" in out
     (tmp_path / "mine.toml").write_text(out)
     assert surefoot("train", "mine.toml", "--dry-run").splitlines() == [
         line for line in out.splitlines() if not line.startswith("# preset cartpole: ")
@@ -182,7 +182,7 @@ def test_the_arithmetic_of_trpo_separates_policy_and_critic(surefoot, tmp_path):
     out = surefoot("train", "CartPole-v1", "--algorithm", "TRPO", "--dry-run")
     assert "# updates of the critic: 20 epochs x 1 minibatches = 20 per iteration" in out
     assert "# updates of the policy: 1 natural step per iteration on all 256 steps: 10 + 1 Fisher-vector products" in out
-    assert f"# updates in all: {391 * 21:,}" in out
+    assert f"# total updates: {391 * 21:,}" in out
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def spread(scores: list[float | None]) -> str:
 
 @click.command()
 @click.argument("run", type=RUN)
-@click.option("--steps", type=COUNT, help="Extend the run to this many steps in all.")
+@click.option("--steps", type=COUNT, help="Extend the run to this many steps in total.")
 @click.option("--allow-changes", is_flag=True, help="Accept changes to config.toml since the checkpoint.")
 @rank_options
 @quiet_option
@@ -192,7 +192,7 @@ def resume(
 
 @click.command()
 @click.argument("recipe", type=PATH)
-@click.option("--rounds", "count", type=COUNT, default=3, show_default=True, help="Rounds in all.")
+@click.option("--rounds", "count", type=COUNT, default=3, show_default=True, help="Total number of rounds.")
 @click.option(
     "--judge",
     metavar="TERM",

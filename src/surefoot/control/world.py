@@ -119,7 +119,7 @@ class ControlWorld:
         if self.recipe.engine == "auto":
             name, reason = self.recipe.engine_choice()
             engine = [f"engine: {name} ({reason})"]
-        lines = [f"parameters: {count:,} in all, {critic:,} of them in a separate critic", *batch_arithmetic(self.recipe)]
+        lines = [f"parameters: {count:,} in total, {critic:,} of them in a separate critic", *batch_arithmetic(self.recipe)]
         return [*lines, *engine]
 
     def checkpoint_parts(self) -> dict[str, Any]:
@@ -322,5 +322,5 @@ def batch_arithmetic(recipe: ControlRecipe) -> list[str]:
     return [
         *lines,
         f"iterations: {recipe.steps:,} / {recipe.batch_size:,} = {iterations:,}",
-        f"updates in all: {iterations * updates:,}",
+        f"total updates: {iterations * updates:,}",
     ]

@@ -80,15 +80,14 @@ def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     seconds = time.monotonic() - started
     result = on_first(lambda: api.evaluate(api.load(folder), episodes=20, seed=seed))
     shown = visible(str(folder))
-    verdict = "reached" if result.mean_return >= SOLVED else "NOT reached"
+    verdict = "solved" if result.mean_return >= SOLVED else "NOT solved"
     print()
-    print(f"CartPole-v1: greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes.")
+    scored = f"greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes"
+    print(f"CartPole-v1: {scored}; {verdict} ({SOLVED:.0f} or more).")
     rows = on_first(lambda: read_metrics(folder / "metrics.jsonl"))
     steps, returns = rows[-1]["steps"], [row["episode_return"] for row in rows if row["episode_return"] is not None]
-    print(
-        f"In training, episodes returned {returns[0]:.1f} at first, {max(returns):.1f} at best and {returns[-1]:.1f} at last."
-    )
-    print(f"{SOLVED:.0f} was {verdict}, with {steps:,} steps in {seconds:.0f} s. The run is in {shown}/")
+    print(f"Training return: first {returns[0]:.1f}, best {max(returns):.1f}, last {returns[-1]:.1f}.")
+    print(f"{steps:,} steps in {seconds:.0f} s; the run is in {shown}/")
     here = command_here()
     print("Try next:")
     print(f"  {here} inspect {shown}                         # every step and its arithmetic, in a browser")

@@ -111,7 +111,8 @@ def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> d
     print(f"{'better than SFT by gold':28}{''.join(won)}")
     print("* in no preference pair and no training prompt")
     seconds, shown = stages.seconds, visible(str(ppo.parent))
-    print(f"The reward model orders {accuracy:.0%} of held-out pairs as they were labelled. {seconds:.0f} s in all, {shown}/")
+    print(f"The reward model ranks {accuracy:.0%} of held-out pairs as labelled.")
+    print(f"{seconds:.0f} s in total; the runs are in {shown}/")
     print()
     for row in known["samples"][:4] + others["samples"][:2]:
         print(f"  {row['prompt'].strip():12} SFT: {row['start']}\n{'':15}PPO: {row['response']}")

@@ -108,7 +108,7 @@ def compare(sft: Path, runs: Mapping[str, Path], test: Path, stages: Stages) -> 
     for line, label in LINES:
         shares = (of["pass_at"][line] if line.isdigit() else of[line] for of in results.values())
         print(f"{label:30}" + "".join(f"{share:>8.1%}" for share in shares))
-    print(f"{stages.seconds:.0f} s in all, {visible(str(stages.folder))}/\n")
+    print(f"{stages.seconds:.0f} s in total; the runs are in {visible(str(stages.folder))}/\n")
     shown = rows[:6]
     prompts = [row["prompt"] for row in shown]
     models = {"SFT": sft, **runs}
@@ -122,8 +122,8 @@ def compare(sft: Path, runs: Mapping[str, Path], test: Path, stages: Stages) -> 
         print(f"  {prompt}   " + "    ".join(answers))
     likely, able = results["SFT"]["sampled_accuracy"], results["SFT"]["pass_at"][str(SAMPLES)]
     print(
-        f"\nTraining makes likely what the model can already do: {likely:.0%} of its samples were right before, and one\n"
-        f"of {SAMPLES} at {able:.0%} of the problems. If almost no sample is right, a verifier has nothing to reward."
+        f"\nTraining makes right answers that the model already samples more likely: at first {likely:.0%} of samples were\n"
+        f"right, and at least one of {SAMPLES} on {able:.0%} of the problems. If none is right, a verifier rewards nothing."
     )
     ppo, folder, test_rows, start = (visible(str(path)) for path in (runs["PPO"], stages.folder, test, sft))
     here = command_here()

@@ -122,7 +122,7 @@ class RoundsSettings:
 def run_rounds(
     settings: RoundsSettings, folder: Path, rounds: int, display_for: DisplayFor, log: Callable[[str], None] = print
 ) -> list[dict[str, Any]]:
-    """Run rounds until there are ``rounds`` in all; return the report of each. Finished rounds are kept, a stopped one goes on.
+    """Run rounds until there are ``rounds``; return the report of each. Finished rounds are kept, a stopped one goes on.
 
     log   called with a line before sampling, which has no display
 

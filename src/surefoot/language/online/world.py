@@ -344,7 +344,7 @@ class LanguageWorld:
             f"batch: {recipe.sampling.prompts} prompts x {recipe.sampling.samples} samples = {recipe.responses:,} responses",
             f"updates: {epochs} epochs x {minibatches} minibatches = {epochs * minibatches:,} per iteration",
             f"iterations: {recipe.steps:,} / {recipe.responses:,} = {iterations:,}{at_most}",
-            f"updates in all: {iterations * epochs * minibatches:,}",
+            f"total updates: {iterations * epochs * minibatches:,}",
             *mixed,
             *self.memory.summary(),
         ]
