@@ -1,4 +1,4 @@
-"""The documentation says what is so: its Python runs, its commands run, its links lead somewhere, its reference is fresh.
+"""The documentation: Python examples run, commands run, links work, and the reference is current.
 
 In README.md and every page under docs/:
 

@@ -1,4 +1,4 @@
-"""Every example runs, in a folder of its own, on a small budget."""
+"""Every example runs on a small budget in its own folder."""
 
 import ast
 import runpy

@@ -1,4 +1,4 @@
-"""The scripts for GPUs run here with tiny sizes on the CPU: every step passes, and a wrong number fails its step."""
+"""The GPU scripts run here with tiny sizes on the CPU: every step passes, and a wrong number fails its step."""
 
 import json
 import subprocess

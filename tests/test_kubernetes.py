@@ -1,4 +1,4 @@
-"""The files of the how-to for Kubernetes parse, fit each other, and run commands that exist. No cluster has run them."""
+"""The files of the Kubernetes how-to parse, fit each other, and run existing commands. No cluster has run them."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The ledger: verdicts follow from intervals alone, cells continue, and the page is what the results give."""
+"""The ledger: verdicts follow from intervals alone, cells resume, and the page matches the results."""
 
 import json
 import runpy

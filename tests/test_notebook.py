@@ -1,4 +1,4 @@
-"""The ladder's notebook: what is saved is its text, run without an error; and whoever runs it sees no error either."""
+"""The ladder's notebook: it equals its source and runs without an error."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The wheel, built and installed outside the checkout, is the whole product: typed, with its recipes, and it runs."""
+"""The wheel, built and installed outside the checkout: typed, with its recipes, and working."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What benchmarks, examples and the scripts of the docs import from Surefoot exists, also what they import in functions."""
+"""Everything that benchmarks, examples and docs scripts import from Surefoot exists, also inside functions."""
 
 import ast
 import importlib

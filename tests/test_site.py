@@ -1,4 +1,4 @@
-"""The documentation site: every page is in it, every link leads somewhere, and it needs neither a server nor a network."""
+"""The documentation site: every page, working links, no server and no network."""
 
 import runpy
 import tomllib

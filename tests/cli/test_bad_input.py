@@ -1,4 +1,4 @@
-"""Bad input is one line (field, value, remedy) on stderr, exit code 2, and nothing is lost."""
+"""Bad input is reported in one line (field, value, remedy) on stderr with exit code 2, and no work is lost."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The command line as a user types it."""
+"""The commands: options, output and exit codes."""
 
 import gc
 import json

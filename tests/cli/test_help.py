@@ -1,4 +1,4 @@
-"""What a newcomer types: help in pieces, short flags, names of algorithms and runs, and what the Tab key completes."""
+"""Help pages, short flags, names of algorithms and runs, and shell completion."""
 
 import os
 import subprocess

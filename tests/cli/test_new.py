@@ -1,4 +1,4 @@
-"""``surefoot new``: its tests pass, its recipe trains, and it overwrites nothing."""
+"""``surefoot new``: the files it writes pass their tests and train, and existing files are never overwritten."""
 
 import json
 import sys

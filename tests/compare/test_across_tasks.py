@@ -1,4 +1,4 @@
-"""Scores of several tasks: aggregates, stratified intervals, profiles and probabilities of improvement keep their laws."""
+"""Scores of several tasks: aggregates, stratified intervals, profiles and probabilities of improvement."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""compare-algorithms: who is compared, in which settings, and what the report says."""
+"""``compare-algorithms``: the algorithms and settings it compares, and its report."""
 
 import json
 

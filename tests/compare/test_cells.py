@@ -1,4 +1,4 @@
-"""Cells: finished ones are skipped, interrupted ones resume to the same numbers, failures lose nothing."""
+"""Cells: finished ones are skipped, interrupted ones resume to the same numbers, and failures lose no results."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Gradient noise at a frozen θ: what is estimated, and that only the estimators differ."""
+"""Gradient noise at a frozen θ: the estimated quantities, and that only the estimators differ."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The ladder as a command: what is shared, what differs, what it leaves behind."""
+"""``surefoot ladder``: shared settings, differences between rungs, and output files."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Runs are read, grouped and compared; the HTML page loads nothing and shows text as text."""
+"""Reports of runs: reading, grouping and comparing; the HTML page loads nothing and escapes text."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Interquartile mean, bootstrap intervals and tables: against definitions and against a second way to the same number."""
+"""Interquartile mean, bootstrap intervals and tables, against their definitions and independent computations."""
 
 import numpy as np
 import pytest

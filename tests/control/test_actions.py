@@ -1,4 +1,4 @@
-"""Laws of Box actions: finite bounds are the policy's −1 … 1 wherever it acts, and bounds of ±1 cost no bit."""
+"""Box actions: finite bounds map to −1 … 1 for the policy, and bounds of ±1 change no bit."""
 
 import shutil
 import tomllib

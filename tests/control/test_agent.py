@@ -1,4 +1,4 @@
-"""Laws of what training gives: an agent that acts, is judged, is saved and comes back, the same for the same seed."""
+"""Agents after training: acting, evaluation, saving and loading, with the same results for the same seed."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Laws of Atari's preprocessing, on the real emulator: what is seen, what ends, what is learned from and what is counted."""
+"""Atari preprocessing on the real emulator: observations, ends of episodes, training rewards and scores."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Vector environments of an id's own and EnvPool's: what a step means, what is rejected, and how modes are checked."""
+"""Vector environments of Gymnasium ids and EnvPool: steps, rejected forms, and autoreset modes."""
 
 import sys
 from collections.abc import Callable

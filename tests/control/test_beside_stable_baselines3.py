@@ -1,4 +1,4 @@
-"""An iteration of PPO beside Stable-Baselines3's, on its own rollouts: the same advantages, and the same weights after it.
+"""One iteration of PPO on Stable-Baselines3's own rollouts gives the same advantages and the same weights.
 
 The peer normalises advantages by the unbiased deviation of a minibatch, and Surefoot by the biased one; so neither does here.
 """

@@ -1,4 +1,4 @@
-"""Laws of collecting: what a rollout holds is what happened, whole or cut, and a value that is not finite costs one rollout."""
+"""Rollout collection: stored steps match the environments', episodes may be cut, and a non-finite value stops one rollout."""
 
 import math
 from collections.abc import Callable, Sequence

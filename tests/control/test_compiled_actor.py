@@ -1,4 +1,4 @@
-"""The compiled actor does what the agent does: the same actions from the same noise, whatever was learned in between."""
+"""The compiled actor samples the same actions as the agent from the same noise, also after updates."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Laws of the action distributions: they agree with torch's, sample what they say, and never take what can't be taken."""
+"""Action distributions: they agree with torch's, sample with the right probabilities, and never take masked actions."""
 
 import json
 import math

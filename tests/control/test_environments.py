@@ -1,4 +1,4 @@
-"""Laws of environments: every autoreset mode yields the same kept transitions, episodes replay, faults are named."""
+"""Environments: every autoreset mode keeps the same transitions, episodes replay, and errors name the environment."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Laws of exported agents: another program, given raw observations alone, does what the agent does."""
+"""Exported agents: another program gets the agent's actions from raw observations."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Laws of the numbers in ``info``: those of an episode's last step become metrics, by name, however environments are run."""
+"""Numbers in ``info``: those of an episode's last step become metrics by name, with every backend."""
 
 import json
 from collections.abc import Callable

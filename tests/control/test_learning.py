@@ -1,4 +1,4 @@
-"""It learns: returns against bars, on fixed seeds; small and few. The full comparisons are in benchmarks/."""
+"""Returns after short trainings on fixed seeds pass a bar. The full comparisons are in benchmarks/."""
 
 from typing import Any
 

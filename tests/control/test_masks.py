@@ -1,4 +1,4 @@
-"""Laws of action masks: what is forbidden is never done, has no probability and gets no gradient; faults are named."""
+"""Action masks: a masked action is never taken, has probability 0 and gets no gradient; bad masks are reported."""
 
 import math
 from functools import cache, partial

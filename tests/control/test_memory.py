@@ -1,4 +1,4 @@
-"""Policies with an LSTM: what is remembered, what is forgotten, and when."""
+"""Policies with an LSTM: when the state is kept and when it is reset."""
 
 import runpy
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Laws of trunks: what each encoder computes, and what a network of the user's own must be and may rely on."""
+"""Trunks: the function of each encoder, and the contract for custom networks."""
 
 import math
 import sys

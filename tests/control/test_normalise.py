@@ -1,4 +1,4 @@
-"""Laws of the running normalisers: exact over all that was kept, frozen while acting, and part of the agent."""
+"""Running normalisers: exact over all kept steps, frozen while acting, and saved with the agent."""
 
 import json
 import math

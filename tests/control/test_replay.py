@@ -1,4 +1,4 @@
-"""A traced piece of an episode can be replayed and recorded; what comes out otherwise than in training is rejected."""
+"""Traced episodes can be replayed and recorded; a replay that differs from training is rejected."""
 
 import shutil
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Ends, scores and batches in another form than Gymnasium's are reported in one line; a close() that raises loses nothing."""
+"""Invalid ends, scores and batches from environments are reported in one line; an error in close() loses nothing."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What MuJoCo has to say is heard once, where it matters, and leaves no files."""
+"""MuJoCo's warnings are reported once, with their step, and leave no files."""
 
 import logging
 import subprocess

@@ -1,4 +1,4 @@
-"""Laws of spaces: what is seen comes through leaf by leaf, every kind of action arrives, all of it survives a file."""
+"""Spaces: observations keep every leaf, all kinds of actions reach the environment, and both survive saving."""
 
 import json
 import math

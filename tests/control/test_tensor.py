@@ -1,4 +1,4 @@
-"""Tensor environments: what a step means, what stays on the device, what is rejected, and runs from start to end."""
+"""Tensor environments: steps, device placement, rejected forms, and whole runs."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The law of truncation, end to end: an endless task that is cut is worth what the endless task is worth.
+"""Truncation: a truncated endless task has the value of the endless task.
 
 A reward of 1 per step for ever is worth 1/(1 − γ). The episode is cut every 50 steps and the observation does not tell the
 time, so an agent that takes the cut for an end learns clearly less.

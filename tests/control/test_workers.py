@@ -1,4 +1,4 @@
-"""Laws of worker processes: the same steps to the last bit, and whatever goes wrong is named and leaves nothing behind."""
+"""Worker processes: the same steps to the last bit, and every failure is reported and cleaned up."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""The program of docs/how-to/several-machines.md: what it prints, and what becomes of a rank whose companion dies or stops."""
+"""The program of docs/how-to/several-machines.md: its output, and the end of a rank whose peer dies or stops."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""Directions between the parts, kept by reading the imports of every file; and what ``surefoot --help`` may load.
+"""Import directions between packages, checked in the source of every file; and the modules that ``surefoot --help`` loads.
 
 ``functional`` imports torch alone, ``core`` imports ``functional`` and itself. ``control`` and ``language`` never import each
 other. ``recipes`` needs no torch. Only ``__main__`` imports ``cli``.

@@ -1,4 +1,4 @@
-"""What each action is worth: every baseline against forward sums in plain Python, over random masks and ends of both kinds."""
+"""Credit assignment: every baseline against forward sums in plain Python, over random masks and both kinds of ends."""
 
 from collections.abc import Callable
 from dataclasses import replace

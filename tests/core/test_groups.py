@@ -1,4 +1,4 @@
-"""GRPO and its kin: each against its paper's formula written out, groups against plain Python, the ratio of whole responses.
+"""GRPO and its relatives against the formulas of their papers written out in plain Python.
 
 The formulas below are loops over responses and tokens; nothing in them imports a formula of the product.
 """

@@ -1,4 +1,4 @@
-"""A sampler that is not the policy, corrected by weights: exact without a bound, and nothing at all where there is no gap."""
+"""Importance weights for a sampler that is not the policy: exact without a cap, and no effect without a mismatch."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The gradient of a batch does not depend on how the batch is written down.
+"""The gradient of a batch does not depend on its layout.
 
 Not on the size of micro-batches, the amount and content of padding, the order of rows, or what masked entries hold. All in
 float64, where equal means equal to rounding, for every aggregation, with every term of the loss on and ratios that clip.

@@ -1,4 +1,4 @@
-"""PPO is REINFORCE plus five fixes: each rung is the one below with one switch turned, and with it off, the same gradient.
+"""PPO is REINFORCE plus five fixes: each rung differs from the one below by one switch, and with it off, the gradient is equal.
 
 A fix does not only vanish when its switch is off; it also does nothing where there is nothing to fix. Those are the stronger
 laws here: a critic that says 0 is no baseline, one that says the mean is the mean, λ = 1 is no GAE, a ratio of 1 needs no

@@ -1,4 +1,4 @@
-"""The learner and the loop: how often θ moves, how far, what stops it, and that a broken batch leaves no mark.
+"""Learner and loop: number and size of the steps, early stopping, and no effect of a failed batch.
 
 ``test_ladder.py`` and ``test_invariances.py`` check what a gradient is; here is what is done with it.
 """

@@ -1,4 +1,4 @@
-"""TRPO's step: the natural gradient to its full length, the bound on the KL kept, and θ as it was where there is no step.
+"""TRPO's step: the natural gradient to its full length, the KL bound kept, and θ unchanged if there is no step.
 
 The pieces have laws of their own in ``tests/functional/test_natural_gradient.py``. Here they meet policies and batches; what
 is claimed of a step is computed again from the probabilities of the policies before and after.

@@ -1,4 +1,4 @@
-"""RMSprop and weight decay: their formulas, a resume, and what they can't be combined with."""
+"""RMSprop and weight decay: formulas, resume, and rejected combinations."""
 
 from pathlib import Path
 from typing import Any

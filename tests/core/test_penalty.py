@@ -1,4 +1,4 @@
-"""The penalty on the KL: which gradient it has, where it has none, and when β moves."""
+"""The KL penalty: its gradient, where it is zero, and the updates of β."""
 
 import copy
 import json

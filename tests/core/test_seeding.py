@@ -1,4 +1,4 @@
-"""Streams of randomness: the laws of surefoot.core.seeding."""
+"""Random streams of ``surefoot.core.seeding``."""
 
 import torch
 from hypothesis import given

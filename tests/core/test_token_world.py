@@ -1,4 +1,4 @@
-"""A token world learns through the very same loop, credit and learner as control: only its collector is its own.
+"""A token world learns with the same loop, credit and learner as control; only its collector differs.
 
 ``token_world.py`` is that collector. Here are the conventions that it must keep (SPEC section 5), and learning against bars.
 """

@@ -1,4 +1,4 @@
-"""Traces: every number adds up whatever the objective, a visit shows θ as it was, and nothing about an update changes."""
+"""Traces: the numbers add up for every objective, a visit has the state of θ at its time, and tracing changes no update."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Two processes with unequal shares of a batch do what one process does with all of it, bit for bit alike on both.
+"""Two processes with unequal shares of a batch take the step of one process with all of it, with equal bits on both.
 
 One pair of gloo ranks is started for the whole file and answers every question; the tests compare with one process. The
 shares have unequal masks, so that a mean of means would show.

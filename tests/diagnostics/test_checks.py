@@ -1,4 +1,4 @@
-"""``surefoot check``: this machine, a recipe before it is run, a run; each with a fix, and an exit code to go by."""
+"""``surefoot check`` of the machine, a recipe and a run: each problem has a remedy, and the exit code shows the result."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A reward that is the same for everything is reported while the run goes on, once."""
+"""A reward that is constant is reported during the run, once."""
 
 import json
 from pathlib import Path

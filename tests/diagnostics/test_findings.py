@@ -1,4 +1,4 @@
-"""What findings are: silent on healthy runs, right on stored sick ones, plain values for a program, told once in a run."""
+"""Findings: none on healthy runs, the right ones on stored bad runs, and each reported once."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs of control that are made sick on purpose, really trained: the doctor names what is wrong, and nothing that is not."""
+"""Control runs with planted faults, really trained: the findings name the fault and nothing else."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Runs of language that are made sick on purpose, really trained on a tiny model: the doctor names what is wrong."""
+"""Language runs with planted faults, really trained on a tiny model: the findings name the fault."""
 
 import json
 from pathlib import Path

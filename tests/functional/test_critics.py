@@ -1,4 +1,4 @@
-"""Laws of the critic's loss and of how well it explains returns."""
+"""The critic's loss and explained variance."""
 
 import math
 import statistics

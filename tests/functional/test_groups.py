@@ -1,4 +1,4 @@
-"""Laws of baselines taken from a group of answers to one prompt."""
+"""Group baselines: answers to the same prompt."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""Laws of KL divergence: what its estimators estimate, as metrics and as losses, and the rules that steer its weight.
+"""KL estimators, as metrics and as losses, and the rules that adapt the coefficient.
 
 Distributions are small enough to sum over every outcome, so expectations here are exact.
 """

@@ -1,4 +1,4 @@
-"""Laws of log-probability and entropy from logits."""
+"""Log-probability and entropy from logits."""
 
 import math
 import weakref

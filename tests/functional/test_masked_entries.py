@@ -1,4 +1,4 @@
-"""Laws that hold for every function with a mask, and for every function: masks, flags, dtypes, shapes, signatures.
+"""Laws of all functions: masks, flags, dtypes, shapes and signatures.
 
 The tables below name every public function once; a function that is in none of them fails the last tests.
 """

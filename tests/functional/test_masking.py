@@ -1,4 +1,4 @@
-"""Laws of masked statistics and of the one reducer."""
+"""Masked statistics and the reducer."""
 
 import math
 import statistics

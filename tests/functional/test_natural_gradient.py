@@ -1,4 +1,4 @@
-"""Laws of the trust-region step's pieces: curvature, its inverse, and the search along a direction."""
+"""Parts of the trust-region step: curvature, its inverse, and the line search."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Laws of losses on pairs."""
+"""Losses on pairs."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Laws of the bottom of the chain on text: where a score goes, and what the reference costs."""
+"""Token rewards: the position of the score, and the KL penalty against the reference."""
 
 import math
 

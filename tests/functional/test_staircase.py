@@ -1,4 +1,4 @@
-"""Laws of the staircase: TD residual, n-step advantage, GAE, returns, and the successor values below them all."""
+"""TD residuals, n-step advantages, GAE, returns, and successor values."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Laws of the objective: the four quadrants, pessimism, clip bounds, and what the gradient is an estimate of."""
+"""The surrogate objective: the four quadrants, pessimism, clip bounds, and its gradient."""
 
 import math
 

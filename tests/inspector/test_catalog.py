@@ -1,4 +1,4 @@
-"""The table of runs: it shows what the folders have, its tags and trash lose nothing, and no one else can use them."""
+"""The table of runs: it matches the folders, tags and trash lose nothing, and requests of others are rejected."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The chain of a token where rewards are dense and where others speak between the model's turns, in a real browser."""
+"""The calculation of a token with dense rewards and with several turns, in a real browser."""
 
 import math
 from collections.abc import Callable, Mapping

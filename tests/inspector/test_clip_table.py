@@ -1,4 +1,4 @@
-"""The clip table in a real browser: every cell is what surefoot.functional says, and each way to move about works."""
+"""The clip table in a real browser: cells equal surefoot.functional, and every way to navigate works."""
 
 import json
 import os

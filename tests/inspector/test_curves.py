@@ -1,4 +1,4 @@
-"""Columns follow a file that grows and is cut back; few points of many iterations lose no extreme."""
+"""Columns follow a file that grows or is truncated; downsampled curves keep all extremes."""
 
 import json
 import math

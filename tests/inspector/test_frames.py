@@ -1,4 +1,4 @@
-"""The frame beside a traced step is of that very step: real videos, decoded by a real browser."""
+"""The frame beside a traced step is the frame of that step: real videos, decoded by a real browser."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The inspector in a real browser: curves that live, the chain of a step and of a token, what is found, and hostile text."""
+"""The inspector in a real browser: live curves, the calculation of a step and of a token, findings, and hostile text."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""No program gets the address with the token as an argument: a file that its owner alone can read leads a browser there."""
+"""No program gets the address with the token as an argument: the browser opens a file that only its owner can read."""
 
 import errno
 import os

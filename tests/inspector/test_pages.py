@@ -1,4 +1,4 @@
-"""The inspector's pages in a real browser: what they open on, the table of runs, findings, recipes, phones, invitations."""
+"""The inspector's pages in a real browser: start page, table of runs, findings, recipes, small screens, invitations."""
 
 import json
 import re

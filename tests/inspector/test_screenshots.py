@@ -1,4 +1,4 @@
-"""The pictures in the docs, retaken from the runs that ``make demo`` left: SUREFOOT_SCREENSHOTS=1 pytest tests/inspector."""
+"""Retake the pictures of the docs from the runs of ``make demo``: SUREFOOT_SCREENSHOTS=1 pytest tests/inspector."""
 
 import os
 from collections.abc import Callable

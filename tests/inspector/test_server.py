@@ -1,4 +1,4 @@
-"""The server answers one browser on this machine, changes nothing, and knows no file that it was not built with."""
+"""The server accepts one browser on this machine, changes nothing, and serves only its own files."""
 
 import http.client
 import json

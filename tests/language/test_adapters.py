@@ -1,4 +1,4 @@
-"""Adapters: only they are trained and kept, the base is the reference bit for bit, and every role reads through its own."""
+"""Adapters: only they are trained and saved, the base is the reference bit for bit, and each role uses its own."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Several attempts at a problem: what is counted, against the responses that were written."""
+"""Several attempts at a problem: the counts match the written responses."""
 
 import json
 from pathlib import Path

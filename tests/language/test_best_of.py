@@ -1,4 +1,4 @@
-"""The best of n: which responses are chosen, rows that training reads, and one line for what can't be."""
+"""Best of n: the chosen responses, rows for training, and errors in one line."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How well a critic foretells: against numbers computed by hand, and asked at the right places of real answers."""
+"""Calibration of a critic, against numbers computed by hand and on real responses."""
 
 import json
 import math

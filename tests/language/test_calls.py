@@ -1,4 +1,4 @@
-"""The user's code is interrupted whatever it hangs in, nobody else's alarm is lost, and calls in threads keep their order."""
+"""Calls of user code: time limits always end them, other alarms survive, and calls in threads keep their order."""
 
 import re
 import signal

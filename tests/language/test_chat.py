@@ -1,4 +1,4 @@
-"""Talking to a model: what it is asked, what is shown while it writes, and what its text may not do to a terminal."""
+"""``surefoot chat``: prompts, streamed output, and escaped control characters."""
 
 import builtins
 import io

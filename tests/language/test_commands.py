@@ -1,4 +1,4 @@
-"""The commands about text, as a user types them: what they print, and one line for what can't be."""
+"""The commands for language: output, and errors in one line."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Files become token ids, or one line that says which file and which line of it is wrong."""
+"""Files become token ids, or an error that names the file and the line."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Ids of large files are on disk: the same as in memory, never half-written, damaged or of another tokenizer."""
+"""Cached ids of large files equal those in memory, and are never used half-written, damaged or for another tokenizer."""
 
 import importlib
 import json

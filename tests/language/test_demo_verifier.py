@@ -1,4 +1,4 @@
-"""The demo of verifiers: its data are apart, its stages are ordinary runs, and what it proposes to type works."""
+"""The verifier demo: separate data, ordinary runs as stages, and commands that work."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Rewards of steps and tokens: on which token they land, that they add up, and what is rejected."""
+"""Rewards of steps and tokens: their positions, their sums, and rejected forms."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Responses that are finished are scored by servers while others are sampled, with the scores of a call after all of them."""
+"""Reward servers score finished responses during sampling, with the same scores as afterwards."""
 
 import threading
 import time

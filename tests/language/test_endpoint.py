@@ -1,4 +1,4 @@
-"""Rewards over HTTP, asked of a real server on this machine: what it gets, and what happens when it is down, slow or wrong."""
+"""Rewards over HTTP, with a real local server: requests, and servers that are down, slow or wrong."""
 
 import json
 import threading

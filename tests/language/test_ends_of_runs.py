@@ -1,4 +1,4 @@
-"""How runs of language end, and go on: what they leave, and what must not have changed since the checkpoint."""
+"""How language runs end and resume: their files, and changes that are rejected."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The law of every sampling engine: the same request gets responses with the same meaning, whoever draws them."""
+"""Every sampling engine gives responses with the same meaning for the same request."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``surefoot.evaluate`` of models: those that were trained, those that were loaded, and the folder of their run."""
+"""``surefoot.evaluate`` of models: trained ones, loaded ones, and the folder of a run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a language model forgets while PPO pleases a reward: the likelihood of held-out demonstrations, at every evaluation."""
+"""Forgetting during PPO: the log-likelihood of held-out demonstrations at every evaluation."""
 
 import json
 from pathlib import Path

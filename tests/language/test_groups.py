@@ -1,4 +1,4 @@
-"""GRPO and its kin in recipes for text: what is filled in and rejected, dynamic sampling, the penalty on length, learning."""
+"""GRPO and its relatives in language recipes: defaults, rejections, dynamic sampling, length penalty, learning."""
 
 import json
 from dataclasses import asdict, replace

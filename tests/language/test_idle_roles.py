@@ -1,4 +1,4 @@
-"""Models that rest on the CPU: they are on the device in their own passes alone, and no number changes."""
+"""Idle models on the CPU: they are on the device only during their own passes, and no number changes."""
 
 import importlib.util
 from dataclasses import replace

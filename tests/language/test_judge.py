@@ -1,4 +1,4 @@
-"""A language model as judge, asked at a real server on this machine: questions, scores, concurrency, and answers in prose."""
+"""A language model as judge, with a real local server: questions, scores, concurrency, and prose answers."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""KTO and reward models from labelled answers: single answers, each good or bad, through the same loop as pairs."""
+"""KTO and reward models from labelled answers, with the same loop as pairs."""
 
 import json
 import math

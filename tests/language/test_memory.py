@@ -1,4 +1,4 @@
-"""The memory planner: what it counts is what a run takes, it rejects what can't fit, and nothing that would."""
+"""The memory planner: its counts equal those of a run, and it rejects exactly what does not fit."""
 
 import gc
 import importlib.util

@@ -1,4 +1,4 @@
-"""Counts that are kept: those of the package equal new ones, and others are counted once on a machine."""
+"""Stored counts: those of the package equal new ones, and others are counted once per machine."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The memory of one of several ranks: laws of the plan, what two ranks take, and what the check names."""
+"""Memory of one of several ranks: laws of the plan, measurements on two ranks, and the check."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Demonstrations mixed into the updates: the gradient is the sum of both, in an order that resumes; else nothing changes."""
+"""Demonstrations mixed into updates: the gradient is the sum of both, and their order resumes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A reward model's folder as a reward: its own tokenizer, batches that don't matter, one line for what can't be."""
+"""A reward model's folder as a reward: its own tokenizer, batches that don't affect scores, errors in one line."""
 
 import pytest
 import torch

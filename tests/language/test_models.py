@@ -1,4 +1,4 @@
-"""Models come in whole or are rejected in one line, and go out whole or not at all."""
+"""Models are loaded completely or rejected in one line, and saved completely or not at all."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""PPO on text with its four roles: what a rollout holds, learning against a bar, exact resume, bad input."""
+"""PPO on text with its four roles: rollouts, learning against a bar, exact resume, bad input."""
 
 import json
 from dataclasses import replace

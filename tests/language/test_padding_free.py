@@ -1,4 +1,4 @@
-"""Rows read end to end, without padding: everything is as with padding. The oracle is the padded pass."""
+"""Passes without padding equal the padded pass."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Laws of rows that are passed from Python: they train as a file of them does, and the run's folder keeps them for resuming."""
+"""Rows passed from Python train like a file of the same rows, and are saved in the run's folder for resuming."""
 
 import json
 import shutil

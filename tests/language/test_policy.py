@@ -1,4 +1,4 @@
-"""A language model as a policy. The oracle reads one row at a time, unpadded, with the model's own logits."""
+"""A language model as a policy, against the model's own logits on one unpadded row at a time."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""``precision``: every role follows it, what is trained keeps float32 values, and runs resume exactly."""
+"""``precision``: every role follows it, trained weights keep float32 values, and runs resume exactly."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows that begin with the same prompt read it once: everything is as if each read it. The oracle is the padded pass."""
+"""Rows with the same prompt share one reading of it, with the results of the padded pass."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bases in 4 and 8 bits: all roles share the same rounded weights, and files hold what was trained."""
+"""Bases in 4 and 8 bits: all roles share the same rounded weights, and files hold the trained ones."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Runs of language on two ranks: one folder, the responses of one process, exact resume, and errors of rewards."""
+"""Language runs on two ranks: one folder, the responses of one process, exact resume, and errors of rewards."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The reference of online runs: it exists if something reads it, and measuring it changes nothing that is trained."""
+"""The reference of online runs: it exists only if it is used, and measuring its KL changes no training."""
 
 from pathlib import Path
 from typing import Any

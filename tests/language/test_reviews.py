@@ -1,4 +1,4 @@
-"""The domain of the demo: what gold counts, that demonstrations are what they say, that labels follow gold."""
+"""The domain of the demo: gold scores, demonstrations, and labels that follow gold."""
 
 import math
 import statistics

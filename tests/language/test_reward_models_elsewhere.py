@@ -1,4 +1,4 @@
-"""TRL's trainers and vLLM read the reward models that are written here, and compute their scores.
+"""TRL's trainers and vLLM read the saved reward models and compute the same scores.
 
 They run in environments of their own: SUREFOOT_TRL_PYTHON and SUREFOOT_VLLM_PYTHON name their Python.
 """

@@ -1,4 +1,4 @@
-"""Rewards: what functions may take and give, what is masked, what is rejected in one line, and sums."""
+"""Rewards: arguments and results of functions, masking, rejections in one line, and sums."""
 
 import math
 import re

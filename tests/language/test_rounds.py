@@ -1,4 +1,4 @@
-"""Iterated rounds: what is labelled and trained on, what each run starts from, and that a stop anywhere changes nothing."""
+"""Iterated rounds: their data, their starting points, and exact resume from any stop."""
 
 import json
 import random

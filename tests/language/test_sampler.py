@@ -1,4 +1,4 @@
-"""Responses are drawn from the model's own distribution, whichever path decodes them, and nothing else has a say in them."""
+"""Responses are sampled from the model's own distribution with every decoder, whatever else is in the batch."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -1,4 +1,4 @@
-"""Public data sets' shapes become the rows that Surefoot reads, and labelled answers become pairs."""
+"""Public data sets become the rows that Surefoot reads, and labelled answers become pairs."""
 
 import json
 from pathlib import Path

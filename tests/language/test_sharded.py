@@ -1,4 +1,4 @@
-"""Models sharded over two ranks learn as one process does with whole models: the same gradient, step and metrics."""
+"""Models sharded over two ranks learn like whole models in one process: the same gradient, step and metrics."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs of sharded models: their checkpoints continue on any number of ranks, and their folders are those of other runs."""
+"""Runs of sharded models: checkpoints continue on any number of ranks, and folders have the usual files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Rows are the same from every kind of file, one at a time, and what can't be read is one line."""
+"""Rows are the same from every file format, read one at a time; errors are one line."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""The time of an iteration by arithmetic: laws of the formulas, of the plan, and of what is measured; the command."""
+"""The time of an iteration by arithmetic: formulas, plan, measurements, and the command."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Process reward models: trained from labels of steps, written as token classifiers, and read back as rewards of steps."""
+"""Process reward models: trained from step labels, saved as token classifiers, and used as rewards of steps."""
 
 import json
 from pathlib import Path

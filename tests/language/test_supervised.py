@@ -1,4 +1,4 @@
-"""SFT and reward models are REINFORCE on rows that are all worth 1: the same loop, and the losses everybody knows."""
+"""SFT and reward models: REINFORCE on rows that are all worth 1 equals the usual losses."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tasks: a verifier knows right from wrong, training and test share no problem, and a seed says it all."""
+"""Tasks: verifiers tell right answers from wrong ones, training and test share no problem, and seeds determine everything."""
 
 import json
 import random

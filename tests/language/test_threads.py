@@ -1,4 +1,4 @@
-"""Calls that wait are made at the same time: environments, and requests to reward servers. Results do not show it."""
+"""Slow environments and reward requests run concurrently, without an effect on results."""
 
 import threading
 from collections.abc import Iterator

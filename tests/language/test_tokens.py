@@ -1,4 +1,4 @@
-"""What is padded with, what ends a response, and what of a conversation is trained."""
+"""Padding, end tokens, and the trained parts of a conversation."""
 
 import html
 from collections.abc import Callable

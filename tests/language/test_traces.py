@@ -1,4 +1,4 @@
-"""Traces of text: the chain of a tiny model's tokens adds up, with their strings, and a resumed run writes the same."""
+"""Traces of text: a token's calculation adds up, with its string, and a resumed run writes the same traces."""
 
 import json
 from pathlib import Path

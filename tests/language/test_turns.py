@@ -1,4 +1,4 @@
-"""Responses of several turns: what a rollout of them holds, what may not matter, what goes wrong, and learning."""
+"""Responses of several turns: rollouts, invariances, errors, and learning."""
 
 import json
 from collections.abc import Callable

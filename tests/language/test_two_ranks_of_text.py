@@ -1,4 +1,4 @@
-"""Two processes that share prompts, or rows, do what one does with all of them: the same responses and the same step."""
+"""Two processes that share prompts or rows take the step of one process with all of them."""
 
 import json
 from collections.abc import Iterator

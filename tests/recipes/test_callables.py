@@ -1,4 +1,4 @@
-"""Functions and classes of the user, by name, from modules and from files."""
+"""Functions and classes of the user by name, from modules and files."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Presets, algorithms by name, and trust regions: what a name or a file becomes."""
+"""Presets, algorithms by name, trust regions, and recipe files."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Where each value of a resolved recipe comes from: the default, the preset, or the recipe itself."""
+"""The origin of each value of a resolved recipe: default, preset, or the recipe itself."""
 
 from dataclasses import asdict
 from typing import Any

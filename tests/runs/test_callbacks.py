@@ -1,4 +1,4 @@
-"""Callbacks get every event of a run, with the agent and the state; what they change is kept, and their errors surface."""
+"""Callbacks get every event of a run with the agent and the state; their changes are kept, and their errors are raised."""
 
 import math
 import os

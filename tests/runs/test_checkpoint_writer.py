@@ -1,4 +1,4 @@
-"""Checkpoints are written while training goes on: from copies, one after another, and an error of the writer ends the run."""
+"""Checkpoints are written during training from copies, one after another; an error of the writer ends the run."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Bits flipped and files cut off anywhere in a run: no traceback, no hang, and no other answer that nobody notices."""
+"""Flipped bits and truncated files anywhere in a run: no traceback, no hang, and no wrong result without an error."""
 
 import json
 import os

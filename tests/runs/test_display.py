@@ -1,4 +1,4 @@
-"""What a person sees: every number the issue of a run needs, unhealthy ones with the reason; plain lines when piped."""
+"""The display: every number that a run needs, unhealthy ones with the reason, and plain lines in a pipe."""
 
 import io
 import json

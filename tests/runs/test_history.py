@@ -1,4 +1,4 @@
-"""metrics.jsonl: everybody reads the same rows; what is damaged is skipped, kept and reported, and is never a traceback."""
+"""metrics.jsonl: all readers return the same rows; damaged lines are skipped, kept and reported."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Agents and models on the hub: what is uploaded and what is not, what comes back, and what goes wrong.
+"""Agents and models on the hub: uploaded files, downloads, and errors.
 
 The hub is a server on this machine with the paths of the real one, LFS included.
 """

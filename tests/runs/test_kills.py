@@ -1,4 +1,4 @@
-"""Kills at random moments and at random calls that change the disk, of runs of control and of language, and of their resumes.
+"""Kills at random moments and at random file system calls, of control and language runs and their resumes.
 
 SUREFOOT_KILLS=200,60 asks for so many of control and of language; ``-s`` shows how many hit what.
 """

@@ -1,4 +1,4 @@
-"""What a run uses of the machine is in every row of its metrics, and is measured, not guessed."""
+"""Machine usage in the metrics is measured, in every row."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Runs that an older version began and stopped halfway continue as that version continued them.
+"""Runs begun by an older version resume with the same numbers.
 
 ``fixtures/<run>`` holds config, metrics and checkpoint of a run; ``fixtures/<run>.expected.json`` the rows of metrics.jsonl,
 times removed, that the older version wrote when it resumed the run to its end.

@@ -1,4 +1,4 @@
-"""Laws of functions and classes that are passed from Python: a run records their names, and needs some of them again."""
+"""Functions and classes passed from Python: a run records their names, and resuming needs some of them again."""
 
 import math
 import sys

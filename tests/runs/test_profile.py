@@ -1,4 +1,4 @@
-"""``--profile``: seconds that add up, traces of operations, and a run that is otherwise the same to the last bit."""
+"""``--profile``: seconds that add up, traces of operations, and the same numbers as without it."""
 
 import gzip
 import json

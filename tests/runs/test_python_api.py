@@ -1,4 +1,4 @@
-"""What Python's users meet first: names by completion, typed arguments, results, the display, evaluation of anything."""
+"""The Python API: completion, typed arguments, results, display, and evaluation."""
 
 import importlib
 import inspect

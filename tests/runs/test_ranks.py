@@ -1,4 +1,4 @@
-"""Several ranks are one run: the same data split between them, one folder, one decision to stop, and one error for all."""
+"""Several ranks are one run: split data, one folder, a common decision to stop, and one error."""
 
 import os
 import re

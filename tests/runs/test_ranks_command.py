@@ -1,4 +1,4 @@
-"""``--ranks`` from the command line: one line per problem on one rank, and unattended restarts that continue exactly."""
+"""``--ranks`` on the command line: errors in one line, and automatic restarts that continue exactly."""
 
 import os
 import random

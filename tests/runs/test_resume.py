@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is the run that never was: weights, moments, normalisers, streams, metrics, bit for bit."""
+"""A killed and resumed run equals an uninterrupted one bit for bit: weights, moments, normalisers, streams, metrics."""
 
 import os
 import random

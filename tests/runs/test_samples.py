@@ -1,4 +1,4 @@
-"""What a model says while it trains: a few answers on display, all in the run's folder; its text is shown, never obeyed."""
+"""Samples during training: a few on the display, all in the run's folder, with control characters escaped."""
 
 import io
 import json

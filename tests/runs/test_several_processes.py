@@ -1,4 +1,4 @@
-"""Where a launcher starts several processes, a command that is one process is rejected, and one process trains as ever."""
+"""Under a launcher, commands for one process are rejected, and one process trains as usual."""
 
 from pathlib import Path
 

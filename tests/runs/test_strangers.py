@@ -1,4 +1,4 @@
-"""Runs and agents of strangers: whatever lies in their files, a command that reads them says one line and waits for nothing."""
+"""Untrusted runs and agents: whatever their files contain, commands report one line and never hang."""
 
 import gc
 import hashlib

@@ -1,4 +1,4 @@
-"""Traces on the disk: whole files of a whole run, the same bytes after a resume, within their limit, and no pickles."""
+"""Traces on disk: complete files, equal bytes after a resume, limited size, and no pickles."""
 
 import pickle
 from dataclasses import replace

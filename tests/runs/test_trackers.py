@@ -1,4 +1,4 @@
-"""Trackers have every step once, also after a kill; one that fails never ends a run. Each store is read back."""
+"""Trackers get every step once, also after a kill; a failing tracker never ends a run. Each store is read back."""
 
 import json
 import os

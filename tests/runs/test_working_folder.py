@@ -1,4 +1,4 @@
-"""The working folder may be a stranger's: what only reads imports nothing from it. What runs a task of one's own finds it."""
+"""An untrusted working folder: commands that only read import nothing from it; commands that run a task find it."""
 
 import json
 import os

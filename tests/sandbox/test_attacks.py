@@ -1,4 +1,4 @@
-"""The battery: each attack scores 0, ends in time, leaves no process and no file. Those that read do read without a sandbox."""
+"""Attacks on the sandbox: each scores 0, ends in time, and leaves no process and no file."""
 
 import os
 import re

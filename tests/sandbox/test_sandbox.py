@@ -1,4 +1,4 @@
-"""The sandbox: each limit binds, every namespace is new, and it dies with the process that started it."""
+"""The sandbox: each limit works, every namespace is new, and it ends with the process that started it."""
 
 import errno
 import json

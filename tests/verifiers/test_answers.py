@@ -1,4 +1,4 @@
-"""Short answers: what counts as the same text and as the same number."""
+"""Short answers: equality of texts and of numbers."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Mathematics and JSON schemas, verified by packages in processes with a time limit."""
+"""Mathematics and JSON schemas, verified in processes with a time limit."""
 
 import importlib.util
 import json as encoding

@@ -1,4 +1,4 @@
-"""Code against tests: what tests may look like, what passes, what scores what. The battery of attacks is in tests/sandbox."""
+"""Code against tests: forms of tests, passing programs, and scores. Attacks are in tests/sandbox."""
 
 import json
 import time
