@@ -123,7 +123,7 @@ def test_a_run_in_runs_is_known_by_its_name_alone(surefoot: Any, command: Any, t
     assert code == 2
     assert err.startswith("surefoot: carts: no such run folder")
     code, _, err = command("train", "CartPole-v1", *small, "--start", "cart", "--name", "next")
-    assert (code, err) == (2, "surefoot: cart: no such run folder; did you mean runs/cart?\n")
+    assert (code, err) == (2, "surefoot: start: cart: no such run folder; did you mean runs/cart?\n")
     (tmp_path / "cart").mkdir()
     code, _, err = command("resume", "cart")
     assert (code, err.startswith("surefoot: cart: is empty")) == (2, True), "what is here comes first"
