@@ -1,4 +1,4 @@
-"""Passes without padding equal the padded pass."""
+"""Padding-free passes and runs match padded ones. The padded pass is the reference."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 3.0},
     "mixtral": {"num_local_experts": 4},
 }
-"""families with sliding windows, a head that is more than a linear layer, and experts"""
+"""families with sliding windows, an output head beyond one linear layer, or experts"""
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "qwen3_next": {
@@ -76,7 +76,7 @@ def both(model: Any, critic: Any = None, **settings: Any) -> list[LanguagePolicy
 
 
 @pytest.mark.parametrize("kind", [*tiny.FAMILIES, *OTHERS])
-def test_log_probs_entropy_values_and_gradients_are_those_with_padding(kind: str) -> None:
+def test_log_probs_entropy_values_and_gradients_match_the_padded_pass(kind: str) -> None:
     batch = text(rows=9, prompt=6, response=9)
     wanted, actual = both(family(kind), "head")
     outputs = wanted(*batch), actual(*batch)
@@ -94,7 +94,7 @@ def test_log_probs_entropy_values_and_gradients_are_those_with_padding(kind: str
 
 @pytest.mark.parametrize("critic", ["head", "own"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_critics_and_recomputed_layers_are_those_with_padding(critic: str, checkpointing: bool) -> None:
+def test_critics_and_checkpointed_layers_match_the_padded_pass(critic: str, checkpointing: bool) -> None:
     model, batch = make("llama"), text(rows=7)
     wanted, actual = both(model, "head" if critic == "head" else Critic.from_policy(model), checkpointing=checkpointing)
     near(*(gradients(policy, policy(*batch)) for policy in (actual, wanted)), 1e-4)
@@ -102,7 +102,7 @@ def test_critics_and_recomputed_layers_are_those_with_padding(critic: str, check
         near(actual.values_after(*batch), wanted.values_after(*batch))
 
 
-def test_a_critic_of_the_user_reads_padded_rows() -> None:
+def test_custom_critic_reads_padded_rows() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,7 +120,7 @@ def test_a_critic_of_the_user_reads_padded_rows() -> None:
     near(actual(*batch).values, wanted(*batch).values)
 
 
-def test_bfloat16_passes_are_near_those_with_padding() -> None:
+def test_bfloat16_error_is_comparable_to_the_padded_pass() -> None:
     batch = text(rows=9)
     wanted, actual = both(make("llama"), "head", bf16=True)
     near(actual(*batch).log_probs, wanted(*batch).log_probs, 5e-2)
@@ -129,7 +129,7 @@ def test_bfloat16_passes_are_near_those_with_padding() -> None:
     assert worst[1] < 2 * worst[0]
 
 
-def test_router_losses_are_those_with_padding() -> None:
+def test_router_losses_match_the_padded_pass() -> None:
     batch = text(rows=7)
     wanted, actual = both(family("mixtral"), None, balanced=True)
     parts = [map_tensors(lambda x, part=part: x[part], batch) for part in (slice(4), slice(4, 7))]
@@ -139,7 +139,7 @@ def test_router_losses_are_those_with_padding() -> None:
         near(*(policy(*part).router_loss for policy in (actual, wanted)))
 
 
-def test_a_reference_reads_rows_as_its_policy_does() -> None:
+def test_reference_uses_the_padding_mode_of_its_policy() -> None:
     batch = text()
     wanted, actual = (ReferencePolicy(policy) for policy in both(make("llama")))
     assert (actual.policy.padding_free, wanted.policy.padding_free) == (True, False)
@@ -147,7 +147,7 @@ def test_a_reference_reads_rows_as_its_policy_does() -> None:
 
 
 @pytest.mark.parametrize("kind", tiny.FAMILIES)
-def test_reward_models_score_texts_padded_on_either_side_as_with_padding(kind: str) -> None:
+def test_reward_models_match_the_padded_pass_for_left_and_right_padding(kind: str) -> None:
     draw = torch.Generator().manual_seed(0)
     ids, mask = right_padded([torch.randint(2, 90, (n,), generator=draw).tolist() for n in (5, 1, 9, 3)], PAD)
     left = torch.stack([row.roll(int((~real.bool()).sum())) for row, real in zip(ids, mask, strict=True)])
@@ -162,7 +162,7 @@ def test_reward_models_score_texts_padded_on_either_side_as_with_padding(kind: s
 
 
 def passes_of(model: Any) -> list[tuple[Any, Any]]:
-    """The shape of rows and tokens, and the mask, of each pass that the first layer makes from now on."""
+    """Record the (rows, tokens) shape and the mask of every later pass through the first layer."""
     seen: list[tuple[Any, Any]] = []
     model.base_model.layers[0].register_forward_pre_hook(
         lambda _, args, named: seen.append((args[0].shape[:2], named["attention_mask"])), with_kwargs=True
@@ -170,8 +170,8 @@ def passes_of(model: Any) -> list[tuple[Any, Any]]:
     return seen
 
 
-def test_no_token_of_a_pass_is_padding_and_no_mask_is_of_all_tokens() -> None:
-    """Otherwise the same numbers would cost as much as before."""
+def test_pass_has_no_padding_tokens_and_no_full_attention_mask() -> None:
+    """Otherwise the results would be right but cost as much as with padding."""
     model, batch = make("llama"), text(rows=5)
     seen = passes_of(model)
     policy = both(model)[1]
@@ -184,7 +184,7 @@ def test_no_token_of_a_pass_is_padding_and_no_mask_is_of_all_tokens() -> None:
     assert sum(mask.layout.lengths) == real
 
 
-def test_other_passes_of_the_process_keep_their_bits() -> None:
+def test_padded_pass_is_bitwise_unchanged_after_laid_out_exits() -> None:
     model, ids = make("qwen2"), torch.arange(20).view(2, 10)
     real = torch.ones_like(ids)
     real[1, :4] = 0
@@ -194,10 +194,10 @@ def test_other_passes_of_the_process_keep_their_bits() -> None:
     assert torch.equal(model(input_ids=ids, attention_mask=real).logits, before)
 
 
-# ---- models that are padded ---------------------------------------------------------------------------------------------
+# ---- models that need padding --------------------------------------------------------------------------------------------
 
 
-def test_models_that_would_mix_rows_are_padded_with_the_reason() -> None:
+def test_unsupported_models_fall_back_to_padding_with_a_reason() -> None:
     batch = text()
     assert reason_for_padding(make("llama").base_model) is None
     for kind, reason in (("mamba", "takes no position_ids"), ("qwen3_next", "as recurrent layers do")):
@@ -211,7 +211,7 @@ def test_models_that_would_mix_rows_are_padded_with_the_reason() -> None:
     assert "is 'eager', not 'sdpa'" in (reason_for_padding(eager.base_model) or "")
 
 
-def test_a_critic_that_must_be_padded_pads_the_policy_too() -> None:
+def test_critic_that_needs_padding_makes_the_policy_pad_too() -> None:
     eager = make("llama", seed=3)
     eager.set_attn_implementation("eager")
     policy = LanguagePolicy(make("llama"), Critic.from_policy(eager), PAD, padding_free=True)
@@ -222,7 +222,7 @@ def test_a_critic_that_must_be_padded_pads_the_policy_too() -> None:
     assert pairs.padding_reason is not None
 
 
-def test_places_are_those_of_the_padded_tokens() -> None:
+def test_at_maps_padded_positions_to_packed_tokens() -> None:
     ids = torch.arange(1, 13).view(3, 4)
     real = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 0, 0]]).bool()
     rows, columns = real.nonzero(as_tuple=True)
@@ -239,7 +239,7 @@ def test_places_are_those_of_the_padded_tokens() -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of every kind, of different lengths, and a reward function."""
+    """Data files of every kind with rows of different lengths, and a reward function."""
     folder = tmp_path_factory.mktemp("padding-free")
     texts = ["abc" * (i % 4 + 1) for i in range(16)]
     tables: dict[str, list[dict[str, Any]]] = {
@@ -255,7 +255,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(kind: str, files: Path, start: Path, **changes: Any) -> dict[str, Any]:
-    """A run of 32 steps, two iterations, by a name below."""
+    """Settings of a 32-step run (two iterations); ``kind`` is a key of ``RUNS``."""
     rows = {"reward": "pairs", "dpo": "pairs", "kto": "labels", "steps": "steps"}.get(kind, "rows")
     fields: dict[str, Any] = {"model": str(start), "steps": 32, "padding_free": True}
     fields |= {"data": {"train": str(files / f"{rows}.jsonl"), "max_length": 64}, "optimizer": {"learning_rate": 1e-4}}
@@ -276,7 +276,7 @@ def settings(kind: str, files: Path, start: Path, **changes: Any) -> dict[str, A
 
 
 RUNS = {"sft": "sft", "reward": "reward", "steps": "reward", "dpo": "dpo", "kto": "dpo", "ppo": "language", "grpo": "language"}
-"""the kind of every run"""
+"""recipe kind by run name"""
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in RUNS),
     ("ppo", {"critic": {"own_model": True}, "optimizer": {"learning_rate": 1e-4, "micro_batch_tokens": 40}}),
@@ -297,7 +297,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("name", "changes"),
     [pytest.param(*case, marks=pytest.mark.slow if number >= len(RUNS) else ()) for number, case in enumerate(CASES)],
 )
-def test_metrics_and_weights_of_runs_are_those_with_padding(
+def test_run_metrics_and_weights_match_the_padded_run(
     name: str, changes: dict[str, Any], files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     weights, metrics = [], []
@@ -308,7 +308,7 @@ def test_metrics_and_weights_of_runs_are_those_with_padding(
         rows = read_metrics(tmp_path / str(free) / "metrics.jsonl")
         metrics.append([{k: v for k, v in row.items() if k not in TIMING} for row in rows])
     for padded_row, row in zip(*metrics, strict=True):
-        for each in (padded_row, row):  # before the first update margins are 0, up to rounding
+        for each in (padded_row, row):  # noise: margins are 0 up to rounding before the first update
             each.pop("held_out_accuracy", None)
         assert padded_row == pytest.approx(row, rel=2e-3, abs=2e-4)
     if name in ("ppo", "grpo"):
@@ -321,15 +321,15 @@ def module_of(result: Any) -> Any:
     return result if isinstance(result, nn.Module) else result.model
 
 
-def test_one_minibatch_starts_at_a_ratio_of_exactly_one(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    """The rows lie in the same order as when log π_old was computed."""
+def test_initial_ratio_is_exactly_one_with_one_minibatch(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """The rows have the same order as in the pass that computed log π_old."""
     fields = settings("grpo", files, folders["llama"])
     surefoot.train("language", run_dir=tmp_path / "run", **fields)
     assert [row["ratio_at_start"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["sft", "ppo"])
-def test_runs_repeat_and_resume_to_the_last_bit(name: str, files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_resume_is_bit_for_bit_identical(name: str, files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     fields = settings(name, files, folders["qwen2"], checkpoint={"every": 16})
     states = []
     for place, steps in (("whole", 32), ("parts", 16)):
@@ -340,7 +340,7 @@ def test_runs_repeat_and_resume_to_the_last_bit(name: str, files: Path, folders:
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-def test_the_start_of_a_run_says_what_became_of_it(files: Path, folders: dict[str, Path]) -> None:
+def test_startup_notes_report_the_padding_mode(files: Path, folders: dict[str, Path]) -> None:
     def lines(**changes: Any) -> list[str]:
         recipe = make_recipe({"kind": "sft", **settings("sft", files, folders["llama"], **changes)})
         return [line for line in make_world(recipe).arithmetic() if line.startswith("padding_free")]
@@ -353,21 +353,21 @@ def test_the_start_of_a_run_says_what_became_of_it(files: Path, folders: dict[st
     ]
 
 
-def test_a_long_row_alone_does_not_reject_a_run_without_padding() -> None:
-    """With padding every row of its batch is as long in memory."""
+def test_one_long_row_does_not_reject_a_padding_free_run() -> None:
+    """With padding, every row of its batch takes the memory of the longest row."""
     assert guaranteed_length([1, 2, 9], read=3) == 9
     assert guaranteed_length([1, 2, 9], read=3, padding_free=True) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "ppo"])
-def test_sharded_ranks_learn_without_padding_as_one_process_with_it(
+def test_sharded_padding_free_ranks_match_one_padded_process_in_one_update(
     name: str, files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     from .test_sharded import trained
 
     def recipe(**changes: Any) -> Any:
-        if name == "ppo":  # one minibatch, since ranks shuffle their own rows
+        if name == "ppo":  # one minibatch, because each rank shuffles its own rows
             changes |= {"mixing": {}, "objective": {"reuse": {"epochs": 2, "minibatches": 1}}}
         return make_recipe({"kind": RUNS[name], **settings(name, files, folders["llama"], **changes)})
 

@@ -1,4 +1,4 @@
-"""Rows passed from Python train like a file of the same rows, and are saved in the run's folder for resuming."""
+"""Rows passed as Python objects train like the same rows in a file, and the run folder stores them for resuming."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_train_as_a_file_of_them_and_a_stopped_run_resumes_from_its_folder(kind: str, tmp_path: Path) -> None:
+def test_passed_rows_match_a_file_and_resume_from_the_run_folder(kind: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", ROWS[kind])
     named = {"train": str(tmp_path / "rows.jsonl"), "held_out": str(tmp_path / "rows.jsonl")}
     passed = {"train": ROWS[kind], "held_out": iter(ROWS[kind])}
@@ -60,21 +60,21 @@ def test_rows_train_as_a_file_of_them_and_a_stopped_run_resumes_from_its_folder(
     assert same(again, whole)
 
 
-def test_a_list_or_a_file_alone_is_the_training_rows(tmp_path: Path) -> None:
+def test_data_may_be_a_list_or_a_path_of_training_rows(tmp_path: Path) -> None:
     one = surefoot.train("language", **settings("language", ROWS["language"]))
     write_rows(tmp_path / "rows.jsonl", ROWS["language"])
     for data in ({"train": tmp_path / "rows.jsonl"}, tmp_path / "rows.jsonl", str(tmp_path / "rows.jsonl")):
         assert same(one, surefoot.train("language", **settings("language", data)))
 
 
-def test_a_dataset_and_other_iterables_are_rows() -> None:
+def test_datasets_tuples_and_generators_work_as_rows() -> None:
     datasets = pytest.importorskip("datasets")
     one = surefoot.train("sft", **settings("sft", ROWS["sft"]))
     for rows in (datasets.Dataset.from_list(ROWS["sft"]), tuple(ROWS["sft"]), (dict(row) for row in ROWS["sft"])):
         assert same(one, surefoot.train("sft", **settings("sft", rows)))
 
 
-def test_every_field_that_names_rows_takes_them(tmp_path: Path) -> None:
+def test_every_data_field_accepts_rows(tmp_path: Path) -> None:
     fields = settings("language", {"train": ROWS["language"], "held_out": ROWS["language"]})
     fields |= {"mixing": {"sft_coefficient": 0.1, "demonstrations": ROWS["sft"]}, "evaluation": {"demonstrations": ROWS["sft"]}}
     surefoot.train("language", run_dir=tmp_path / "run", **fields)
@@ -83,7 +83,7 @@ def test_every_field_that_names_rows_takes_them(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_log_likelihood"] is not None
 
 
-def test_a_run_that_was_moved_resumes_and_evaluates_with_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_run_resumes_and_evaluates_with_its_stored_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = {"train": ROWS["sft"], "held_out": ROWS["sft"]}
     stops = iter([True])
@@ -96,7 +96,7 @@ def test_a_run_that_was_moved_resumes_and_evaluates_with_its_own_rows(tmp_path: 
     assert read_toml(Path("moved/config.toml"))["data"]["train"].startswith("moved/rows/train-")
 
 
-def test_a_model_is_evaluated_on_rows_from_python() -> None:
+def test_evaluate_accepts_rows() -> None:
     model = surefoot.train("sft", **settings("sft", {"train": ROWS["sft"], "held_out": ROWS["sft"]}))
     assert surefoot.evaluate(model, data=ROWS["sft"]) == surefoot.evaluate(model)
     assert surefoot.evaluate(model, data=ROWS["sft"][:1]) != surefoot.evaluate(model)
@@ -121,13 +121,13 @@ CIRCLE.append(CIRCLE)
         ([{"prompt": 3, "completion": "x"}], r"rows/train-[0-9a-f]{16}\.jsonl, line 1: .*column 'prompt' is a number"),
     ],
 )
-def test_what_is_no_row_is_rejected_and_leaves_no_folder(rows: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_rows_are_rejected_and_leave_no_run_folder(rows: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=message):
         surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", rows))
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_never_reach_the_folder_of_another_run(tmp_path: Path) -> None:
+def test_passed_rows_do_not_modify_an_existing_run_folder(tmp_path: Path) -> None:
     surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"]))
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))}
     with pytest.raises(SurefootError, match="contains a run or other files"):
@@ -135,10 +135,10 @@ def test_rows_never_reach_the_folder_of_another_run(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))} == before
 
 
-def test_a_kill_before_the_run_began_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that were kept, and a lock, are all that it may leave."""
-    monkeypatch.setattr(launch.RunFolder, "discard", launch.RunFolder.close)
-    monkeypatch.setattr(launch, "_make_world", lambda *_: 1 / 0)
+def test_train_reuses_a_folder_left_by_a_kill_during_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a kill leaves at most the stored rows and a lock file."""
+    monkeypatch.setattr(api.RunFolder, "discard", api.RunFolder.close)
+    monkeypatch.setattr(api, "_make_world", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"]))
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {"rows", ".lock"}
@@ -147,7 +147,7 @@ def test_a_kill_before_the_run_began_is_no_obstacle(tmp_path: Path, monkeypatch:
     assert (tmp_path / "run" / "finished.json").exists()
 
 
-def test_files_are_named_by_their_content_and_have_what_was_passed(tmp_path: Path) -> None:
+def test_stored_files_are_named_by_content_and_round_trip(tmp_path: Path) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield {"prompt": "é\n", "numbers": np.arange(2), "score": np.float32(0.5), "nested": [{"a": None}]}
 

@@ -1,4 +1,4 @@
-"""A language model as a policy, against the model's own logits on one unpadded row at a time."""
+"""Language models as policies. The reference runs one unpadded row at a time with the model's own logits."""
 
 import copy
 from dataclasses import replace
@@ -58,7 +58,7 @@ def make(kind: str, seed: int = 0, scale: float = 1.0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms and biases start at 1 and 0, where mistakes hide
+            if parameter.dim() == 1:  # norms and biases start at 1 and 0, which would hide mistakes
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         model.get_output_embeddings().weight.mul_(scale)
     return model.eval()
@@ -77,7 +77,7 @@ def text(seed: int = 0, rows: int = 6, prompt: int = 5, response: int = 7) -> tu
 
 
 def rows_of(inputs: dict[str, Tensor], actions: Tensor, mask: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Each row's real tokens of prompt and of response."""
+    """The unpadded prompt and response of each row."""
     prompts = zip(inputs["prompt"], inputs["prompt_mask"], strict=True)
     responses = zip(actions, mask, strict=True)
     return [(p[m].tolist(), r[k].tolist()) for (p, m), (r, k) in zip(prompts, responses, strict=True)]
@@ -99,7 +99,7 @@ def policy_of(model: Any, critic: Any = None, **settings: Any) -> LanguagePolicy
 
 
 def awake(policy: LanguagePolicy, seed: int = 0) -> LanguagePolicy:
-    """With a value head that says something."""
+    """Set random weights in the value head, which starts at zero."""
     head = policy.value_head if policy.value_head is not None else policy.critic.head  # type: ignore[union-attr]
     with torch.no_grad():
         for parameter in head.parameters():  # type: ignore[union-attr]
@@ -108,13 +108,13 @@ def awake(policy: LanguagePolicy, seed: int = 0) -> LanguagePolicy:
 
 
 def gradients(policy: nn.Module, actual: Evaluation) -> dict[str, Tensor]:
-    """Of a random sum of everything that was found."""
+    """Gradients of a random weighted sum of all outputs."""
     outputs = [x for x in (actual.log_probs, actual.entropy, actual.values) if x is not None]
     generator = torch.Generator().manual_seed(3)
     total = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
     named = dict(policy.named_parameters())
     found_gradients = torch.autograd.grad(total, list(named.values()))  # type: ignore[arg-type]
-    assert all(gradient.abs().max() > 1e-6 for gradient in found_gradients), "every parameter has a part in it"
+    assert all(gradient.abs().max() > 1e-6 for gradient in found_gradients), "every parameter gets a gradient"
     return dict(zip(named, found_gradients, strict=True))
 
 
@@ -127,7 +127,7 @@ def near(a: Any, b: Any, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_token_is_scored_by_the_models_own_logits_before_it(kind: str, temperature: float) -> None:
+def test_log_probs_and_entropy_match_the_models_own_logits(kind: str, temperature: float) -> None:
     model, batch = make(kind, scale=20.0), text()
     evaluation = policy_of(model, temperature=temperature)(*batch)
     log_probs, entropy = naive(model, batch, temperature)
@@ -141,17 +141,17 @@ def test_a_token_is_scored_by_the_models_own_logits_before_it(kind: str, tempera
 
 
 @pytest.mark.parametrize("kind", WITH_MORE_THAN_A_LINEAR_HEAD)
-def test_scales_and_soft_caps_and_biases_of_the_head_count(kind: str) -> None:
-    """With logits so large that a soft cap bites."""
+def test_logit_scales_soft_caps_and_head_biases_are_applied(kind: str) -> None:
+    """The logits are large enough for a soft cap to have an effect."""
     model, batch = make(kind, scale=150.0), text()
     policy = policy_of(model, temperature=0.7, chunk=3)
-    assert policy.readout.plain, "or it would be right without a head of its own"
+    assert policy.readout.plain, "the test is only meaningful without the fallback to the model's own logits"
     for ours, theirs in zip(vars(policy(*batch)).values(), naive(model, batch, 0.7), strict=False):
         near(ours, theirs, 1e-4)
 
 
 class Wavy(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
-    """A head that no configuration tells of."""
+    """A model with a change to its logits that no configuration field describes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward(*args, **kwargs)
@@ -159,7 +159,7 @@ class Wavy(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
         return outputs
 
 
-def test_of_a_head_that_is_not_understood_the_models_own_logits_are_used() -> None:
+def test_unknown_heads_fall_back_to_the_models_own_logits() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, batch = Wavy(transformers.LlamaConfig(**SHAPE)).eval(), text()
@@ -174,8 +174,8 @@ def test_of_a_head_that_is_not_understood_the_models_own_logits_are_used() -> No
     gradients(policy, evaluation)
 
 
-def test_a_soft_cap_that_is_too_weak_to_show_is_still_detected() -> None:
-    """The logits of a fresh model are far below 30. A head that forgot the cap would agree with it, until training."""
+def test_soft_cap_without_visible_effect_is_still_detected() -> None:
+    """The logits of a new model are far below 30, so a readout without the cap would only be wrong after training."""
 
     class Capped(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,15 +188,15 @@ def test_a_soft_cap_that_is_too_weak_to_show_is_still_detected() -> None:
     assert not Readout(model).plain
 
 
-def test_a_model_that_looks_ahead_is_rejected() -> None:
+def test_non_causal_models_are_rejected() -> None:
     config = transformers.BertConfig(**{name: size for name, size in SHAPE.items() if name != "num_key_value_heads"})
     with pytest.raises(SurefootError, match=r"model=BertLMHeadModel: its logits depend on later tokens"):
         policy_of(transformers.BertLMHeadModel(config))
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7])
-def test_chunks_are_the_naive_ones_in_value_and_gradient(chunk: int) -> None:
-    """In float64, against one row at a time; the gradient with respect to every weight, the tied embedding among them."""
+def test_chunked_values_and_gradients_match_the_naive_computation(chunk: int) -> None:
+    """In float64, against one row at a time, for the gradients of all weights including the tied embedding."""
     model, batch = make("gpt2", scale=20.0).double(), text()
     policy = policy_of(model, temperature=0.7, chunk=chunk)
     log_probs, entropy = naive(model, batch, 0.7)
@@ -206,20 +206,20 @@ def test_chunks_are_the_naive_ones_in_value_and_gradient(chunk: int) -> None:
     near(gradients(policy, evaluation), gradients(policy, Evaluation(log_probs, entropy)), 1e-10)
 
 
-def test_a_prompt_without_a_token_is_rejected() -> None:
+def test_empty_prompts_are_rejected() -> None:
     inputs, actions, mask = text()
     inputs["prompt_mask"][2] = False
     with pytest.raises(SurefootError, match=r"prompt: row 2 of the batch has no token; begin empty prompts with one"):
         policy_of(make("llama"))(inputs, actions, mask)
 
 
-# ---- padding, order, company --------------------------------------------------------------------------------------------
+# ---- padding, row order, batch composition ------------------------------------------------------------------------------
 
 
 def repadded(
     batch: tuple[dict[str, Tensor], Tensor, Tensor], left: int, between: int, right: int, seed: int = 9
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """More padding before the prompt, behind it and behind the response, and garbage in all padding."""
+    """Add padding before the prompt, after it and after the response, and fill all padding with random tokens."""
     inputs, actions, mask = batch
     generator = torch.Generator().manual_seed(seed)
 
@@ -233,7 +233,7 @@ def repadded(
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_amount_side_and_content_of_padding_change_nothing_to_the_last_bit(kind: str) -> None:
+def test_padding_amount_side_and_content_do_not_change_a_bit(kind: str) -> None:
     policy, batch = awake(policy_of(make(kind, scale=20.0), "head")), text()
     expected = vars(policy(*batch))
     for left, between, right in ((0, 0, 0), (3, 0, 0), (0, 4, 0), (0, 0, 5), (2, 3, 4)):
@@ -247,7 +247,7 @@ def test_amount_side_and_content_of_padding_change_nothing_to_the_last_bit(kind:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_row_is_scored_alike_in_any_order_and_company(kind: str) -> None:
+def test_scores_do_not_depend_on_row_order_or_batch_composition(kind: str) -> None:
     policy, batch = awake(policy_of(make(kind, scale=20.0), "head")), text()
     whole = policy(*batch)
     order = torch.tensor([4, 0, 5, 2])
@@ -260,8 +260,8 @@ def test_a_row_is_scored_alike_in_any_order_and_company(kind: str) -> None:
         near(getattr(some, name), getattr(whole, name)[order])
 
 
-def test_tokens_between_decisions_are_read_and_not_scored() -> None:
-    """A user's or a tool's turn within the response."""
+def test_masked_tokens_inside_a_response_are_read_but_not_scored() -> None:
+    """For example the turn of a user or a tool."""
     model, (inputs, actions, mask) = make("llama", scale=20.0), text()
     holes = mask.clone()
     holes[:, 1:3] = False
@@ -274,7 +274,7 @@ def test_tokens_between_decisions_are_read_and_not_scored() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 10_000, None])
-def test_parts_by_token_budget_come_back_in_their_order(tokens: int | None) -> None:
+def test_micro_batches_by_token_budget_keep_the_row_order(tokens: int | None) -> None:
     policy, batch = awake(policy_of(make("llama", scale=20.0), "head")), text()
     with torch.no_grad():
         whole = policy(*batch)
@@ -282,13 +282,13 @@ def test_parts_by_token_budget_come_back_in_their_order(tokens: int | None) -> N
     near(in_micro_batches(policy.values_after, *batch, tokens), policy.values_after(*batch).detach())
 
 
-def test_a_row_costs_its_real_tokens() -> None:
+def test_cost_of_a_row_is_its_number_of_real_tokens() -> None:
     inputs, actions, mask = text()
     costs = policy_of(make("llama")).costs(inputs, mask)
     assert costs.tolist() == [len(prompt) + len(response) for prompt, response in rows_of(inputs, actions, mask)]
 
 
-def test_what_is_all_padding_is_not_computed() -> None:
+def test_all_padding_columns_are_not_computed() -> None:
     policy, batch = policy_of(make("llama")), text()
     shapes: list[tuple[int, ...]] = []
     policy.model.model.register_forward_pre_hook(
@@ -303,7 +303,7 @@ def test_what_is_all_padding_is_not_computed() -> None:
 
 @pytest.mark.parametrize("critic", ["head", "model"])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_values_are_of_the_prompt_and_the_response_before_each_token(kind: str, critic: str) -> None:
+def test_values_depend_on_the_prompt_and_the_tokens_before_each_action(kind: str, critic: str) -> None:
     model, batch = make(kind), text()
     policy = awake(policy_of(model, "head" if critic == "head" else Critic.from_policy(model)))
     head = policy.value_head if critic == "head" else policy.critic.head  # type: ignore[union-attr]
@@ -318,7 +318,7 @@ def test_values_are_of_the_prompt_and_the_response_before_each_token(kind: str, 
     assert not evaluation[~batch[2]].any()
 
 
-def test_a_value_does_not_depend_on_the_token_it_stands_before() -> None:
+def test_value_does_not_depend_on_its_own_action() -> None:
     policy, (inputs, actions, mask) = awake(policy_of(make("llama"), "head")), text()
     before = policy(inputs, actions, mask).values
     other = actions.clone()
@@ -335,10 +335,10 @@ def test_a_new_critic_predicts_zero_everywhere() -> None:
         policy = policy_of(model, critic)
         assert not policy(*batch).values.any()
         assert not policy.values_after(*batch).any()
-    assert not policy_of(model).values_after(*batch).any(), "and where there is none"
+    assert not policy_of(model).values_after(*batch).any(), "also without a critic"
 
 
-def test_a_critic_of_a_reward_model_starts_as_its_normalised_score() -> None:
+def test_critic_from_a_reward_model_starts_as_its_normalised_score() -> None:
     model, batch = make("llama"), text()
     head = nn.Linear(WIDTH, 1)
     critic = Critic.from_reward_model(model.model, head, mean=0.3, std=2.0)
@@ -353,7 +353,7 @@ def test_a_critic_of_a_reward_model_starts_as_its_normalised_score() -> None:
     )
 
 
-def test_a_critic_of_its_own_shares_nothing_with_the_policy() -> None:
+def test_separate_critic_shares_no_parameters_with_the_policy() -> None:
     model, batch = make("llama"), text()
     policy = awake(policy_of(model, Critic.from_policy(model)))
     named = dict(policy.named_parameters())
@@ -366,7 +366,7 @@ def test_a_critic_of_its_own_shares_nothing_with_the_policy() -> None:
     assert all((p.grad is not None) == (id(p) not in own) for p in named.values())
 
 
-def test_a_head_on_the_policys_trunk_can_have_its_own_optimizer_and_still_moves_the_trunk() -> None:
+def test_value_head_has_its_own_parameters_and_its_loss_reaches_the_trunk() -> None:
     policy = awake(policy_of(make("llama"), "head"))
     assert {id(p) for p in policy.critic_parameters()} == {id(p) for p in policy.value_head.parameters()}  # type: ignore[union-attr]
     policy(*text()).values.sum().backward()
@@ -387,7 +387,7 @@ EVERYTHING = replace(
 
 
 def rollout_of(policy: LanguagePolicy, reference: ReferencePolicy, seed: int = 0, tokens: int | None = None) -> Rollout:
-    """Random text as if sampled, scored by the policy in parts of so many tokens."""
+    """A rollout of random text, scored by the policy in micro-batches of at most ``tokens`` tokens."""
     inputs, actions, mask = text(seed, rows=8)
     scored = in_micro_batches(policy, inputs, actions, mask, tokens)
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
@@ -418,14 +418,14 @@ def updated(policy: LanguagePolicy, objective: Objective, at: LearnerState | Non
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("tokens", [None, 24])
-def test_the_ratio_is_one_at_the_start_whatever_the_parts(kind: str, tokens: int | None) -> None:
-    """Scored in one company, trained in others, at large logits and a temperature; the learner rejects more than 1e-4."""
+def test_initial_ratio_is_one_for_any_micro_batch_size(kind: str, tokens: int | None) -> None:
+    """Scoring and training use different micro-batches, large logits and a temperature; the learner tolerates 1e-4."""
     policy = awake(policy_of(make(kind, scale=20.0), "head", temperature=0.7, chunk=3))
     rollout = rollout_of(policy, ReferencePolicy(policy), tokens=17)
     learner = Learner(policy, replace(EVERYTHING, reuse=Reuse(2, 2)), AdamSettings(1e-2), micro_batch_tokens=tokens)
     metrics = learner.update(rollout, assign_credit(rollout, learner.objective), LearnerState.seeded(0, 1))
     assert metrics["ratio_at_start"] == pytest.approx(1, abs=2e-5)
-    assert metrics["ratio_max"] - metrics["ratio_min"] > 1e-3, "and no more after the first step"
+    assert metrics["ratio_max"] - metrics["ratio_min"] > 1e-3, "the ratio changes after the first step"
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
@@ -457,7 +457,7 @@ def test_checkpointed_layers_give_the_same_gradient_and_are_computed_twice(kind:
 
 
 def count_layers(policy: LanguagePolicy, counts: list[int]) -> None:
-    """Count how often something inside a layer is computed."""
+    """Count the forward passes of the feed-forward blocks."""
 
     def seen(*_: Any) -> None:
         counts[0] += 1
@@ -468,8 +468,8 @@ def count_layers(policy: LanguagePolicy, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_is_off_in_training_too(checkpointing: bool) -> None:
-    """GPT-2 comes with dropout; transformers checkpoints in training mode only."""
+def test_dropout_is_off_in_train_mode(checkpointing: bool) -> None:
+    """GPT-2 has dropout, and transformers checkpoints layers only in train mode."""
     model = make("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5, scale=20.0)
     policy, batch = policy_of(model, checkpointing=checkpointing).train(), text()
     expected = naive(model.eval(), batch)[0]
@@ -481,7 +481,7 @@ def test_dropout_is_off_in_training_too(checkpointing: bool) -> None:
 
 
 def test_a_cache_works_after_a_checkpointed_pass() -> None:
-    """transformers drops the cache of a layer that is checkpointed: sampling would go wrong without a word."""
+    """transformers drops the cache of a checkpointed layer, which would silently corrupt sampling."""
     policy = policy_of(make("llama"), checkpointing=True)
     policy(*text()).log_probs.sum().backward()
     ids = torch.arange(2, 8)[None]
@@ -501,11 +501,11 @@ def test_a_tied_embedding_is_one_parameter_and_stays_tied() -> None:
     embedding, head = policy.model.get_input_embeddings().weight, policy.model.get_output_embeddings().weight
     assert embedding is head
     before = make("llama", tie_word_embeddings=True).get_input_embeddings().weight
-    assert not torch.equal(head, before), "and it learns"
+    assert not torch.equal(head, before), "the embedding is trained"
     assert torch.equal(head, policy.model.lm_head.weight)
 
 
-def test_frozen_parameters_are_left_out_and_do_not_move() -> None:
+def test_frozen_parameters_are_not_optimized_and_do_not_change() -> None:
     policy = awake(policy_of(make("llama"), "head"))
     frozen = policy.model.model.layers[0]
     frozen.requires_grad_(False)
@@ -518,7 +518,7 @@ def test_frozen_parameters_are_left_out_and_do_not_move() -> None:
         assert torch.equal(p, before[name]) == name.startswith("model.model.layers.0."), name
 
 
-def test_a_reference_is_the_policy_as_it_was_and_gets_no_gradient() -> None:
+def test_reference_keeps_the_initial_policy_and_gets_no_gradient() -> None:
     policy, batch = awake(policy_of(make("llama", scale=20.0), "head", temperature=0.7)), text()
     reference = ReferencePolicy(policy)
     before = policy(*batch).log_probs
@@ -532,7 +532,7 @@ def test_a_reference_is_the_policy_as_it_was_and_gets_no_gradient() -> None:
     assert not reference.log_probs(*batch).requires_grad
 
 
-def test_a_copy_of_a_policy_is_scored_by_its_own_weights() -> None:
+def test_deepcopied_policy_uses_its_own_weights() -> None:
     policy, batch = policy_of(make("llama")), text()
     twin = copy.deepcopy(policy)
     with torch.no_grad():
@@ -541,7 +541,7 @@ def test_a_copy_of_a_policy_is_scored_by_its_own_weights() -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_a_natural_step_moves_a_language_model_within_its_bound(chunk: int | None) -> None:
+def test_natural_gradient_step_stays_within_the_kl_bound(chunk: int | None) -> None:
     model = make("llama", scale=20.0)
     policy = awake(policy_of(model, Critic.from_policy(model), chunk=chunk))
     objective = replace(EVERYTHING, reference_coefficient=0.0, reuse=None, trust_region=Constraint(0.01))
@@ -553,7 +553,7 @@ def test_a_natural_step_moves_a_language_model_within_its_bound(chunk: int | Non
 # ---- precision ----------------------------------------------------------------------------------------------------------
 
 
-def test_bf16_multiplies_in_half_precision_and_keeps_weights_and_log_probs_in_float32() -> None:
+def test_bf16_computes_in_bfloat16_but_keeps_weights_and_outputs_float32() -> None:
     batch = text()
     model = make("llama", scale=20.0)
     exact, half = (awake(policy_of(model, "head", bf16=bf16, chunk=3)) for bf16 in (False, True))
@@ -567,8 +567,8 @@ def test_bf16_multiplies_in_half_precision_and_keeps_weights_and_log_probs_in_fl
     gradients(half, b)
 
 
-def test_only_exact_policies_are_held_to_a_ratio_of_one() -> None:
-    """bf16 rounds differently in other company."""
+def test_initial_ratio_is_checked_only_for_exact_policies() -> None:
+    """bf16 rounds differently in other batches."""
 
     def update(bf16: bool) -> Any:
         policy = awake(policy_of(make("llama", scale=20.0), "head", bf16=bf16))

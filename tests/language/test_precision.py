@@ -1,4 +1,4 @@
-"""``precision``: every role follows it, trained weights keep float32 values, and runs resume exactly."""
+"""``precision`` applies to every role, trained weights keep float32 values, and runs resume exactly."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ LOW, EXACT = torch.bfloat16, torch.float32
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model, rows of every kind, and a reward function."""
+    """A reward model, demonstrations, pairs, and a reward function."""
     folder = tmp_path_factory.mktemp("precision")
     new_reward_model(model("llama", seed=2), 3, tokenizer()).save(folder / "reward")
     rows = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)} for i in range(16)]
@@ -44,7 +44,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def table(kind: str, files: Path, start: Path, precision: str, **changes: Any) -> dict[str, Any]:
-    """A recipe of 32 steps, two iterations."""
+    """Settings of a 32-step run (two iterations)."""
     rows = files / ("pairs.jsonl" if kind in ("reward", "dpo") else "rows.jsonl")
     fields: dict[str, Any] = {"model": str(start), "precision": precision, "steps": 32, "check_memory": False}
     fields |= {"data": {"train": str(rows), "max_length": 64}, "optimizer": {"learning_rate": 1e-3, "micro_batch": 4}}
@@ -71,7 +71,7 @@ def roles_of(world: LanguageWorld) -> dict[str, torch.nn.Module]:
 
 
 class Products:
-    """Records the dtype of the result of every linear layer in layers of a transformer, by role and phase."""
+    """Records the output dtypes of the linear layers in the transformer blocks, by role."""
 
     def __init__(self, roles: dict[str, torch.nn.Module]) -> None:
         self.seen: dict[str, set[torch.dtype]] = {}
@@ -88,7 +88,7 @@ class Products:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_role_multiplies_in_the_recipes_precision(precision: str, files: Path, folders: dict[str, Path]) -> None:
+def test_every_role_computes_in_the_recipe_precision(precision: str, files: Path, folders: dict[str, Path]) -> None:
     world = world_of("language", files, folders["llama"], precision)
     products = Products(roles_of(world))
     state = LearnerState.seeded(1, 100)
@@ -97,13 +97,13 @@ def test_every_role_multiplies_in_the_recipes_precision(precision: str, files: P
     wanted = {EXACT} if precision == "float32" else {LOW}
     assert products.seen == dict.fromkeys(("policy", "critic", "reference", "reward"), wanted)
     if precision == "float32":
-        assert world.engine.name == "packed", "whose matrices are no modules"
+        assert world.engine.name == "packed", "its matrices are not modules, so hooks record nothing"
     else:
         assert (world.engine.name, sampled.seen) == ("model", {"policy": wanted})
 
 
 class Calls:
-    """A function that keeps what was recorded while it ran."""
+    """Wraps a function and keeps the dtypes recorded during its last call."""
 
     def __init__(self, function: Any, products: Products) -> None:
         self.function, self.products = function, products
@@ -116,9 +116,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["models of their own", "one base"])
-def test_weights_are_bfloat16_in_every_role_and_heads_and_adapters_float32(
-    shared: bool, files: Path, folders: dict[str, Path]
-) -> None:
+def test_weights_are_bfloat16_but_heads_and_adapters_stay_float32(shared: bool, files: Path, folders: dict[str, Path]) -> None:
     adapter = {"adapter": {"rank": 2}} if shared else {}
     if shared:
         pytest.importorskip("peft")
@@ -129,12 +127,12 @@ def test_weights_are_bfloat16_in_every_role_and_heads_and_adapters_float32(
             assert parameter.dtype == (EXACT if exact else LOW), f"{role} {name}"
             trained = parameter.requires_grad and not exact
             assert (stored(parameter) is not parameter) == trained, f"{role} {name}"
-        assert {x.dtype for x in module.buffers() if x.is_floating_point()} <= {EXACT}, "rounded frequencies would be wrong"
+        assert {x.dtype for x in module.buffers() if x.is_floating_point()} <= {EXACT}, "rounded frequencies are wrong"
     assert not world.policy.exact
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "language"])
-def test_losses_and_gradients_are_near_those_of_float32(kind: str, files: Path, folders: dict[str, Path]) -> None:
+def test_losses_and_gradients_are_close_to_float32(kind: str, files: Path, folders: dict[str, Path]) -> None:
     from .test_sharded import trained
 
     exact, *others = (
@@ -143,10 +141,10 @@ def test_losses_and_gradients_are_near_those_of_float32(kind: str, files: Path, 
     for other in others:
         first, wanted = other["metrics"][0], exact["metrics"][0]
         assert first["gradient_norm_policy"] == pytest.approx(wanted["gradient_norm_policy"], rel=0.1)
-        assert first["gradient_norm_policy"] != wanted["gradient_norm_policy"], "it was rounded"
+        assert first["gradient_norm_policy"] != wanted["gradient_norm_policy"], "the result is rounded"
         if kind == "language":
-            assert abs(first["kl_reference"]) < 2e-3, "the reference computes as the policy does"
-            assert first["ratio_at_start"] == pytest.approx(1, abs=1e-6), "old and new log-probabilities come from equal passes"
+            assert abs(first["kl_reference"]) < 2e-3, "the reference and the policy compute alike"
+            assert first["ratio_at_start"] == pytest.approx(1, abs=1e-6), "old and new log-probabilities use equal passes"
         else:
             assert first["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=2e-2)
 
@@ -170,7 +168,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     ends = [load_checkpoint(tmp_path / run / "checkpoints" / "32") for run in ("whole", "cut")]
     assert same(ends[0]["agent"], ends[1]["agent"])
     assert same(ends[0]["learner"], ends[1]["learner"])
-    assert {x.dtype for x in ends[0]["agent"].values()} == {EXACT}, "checkpoints have float32 weights"
+    assert {x.dtype for x in ends[0]["agent"].values()} == {EXACT}, "checkpoints store float32 weights"
     assert {x.dtype for x in ends[0]["learner"]["policy"].values()} == {EXACT}
     rows = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("whole", "cut")]
     timeless = [[{k: v for k, v in row.items() if k not in TIMING} for row in run] for run in rows]
@@ -191,7 +189,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(folder / "model.safetensors"))
 
 
-def test_the_model_of_a_run_is_its_rounded_weights_and_its_checkpoint_the_exact_ones(
+def test_exported_model_has_rounded_weights_and_checkpoint_exact_ones(
     files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -202,15 +200,13 @@ def test_the_model_of_a_run_is_its_rounded_weights_and_its_checkpoint_the_exact_
     exact = surefoot.load(tmp_path / "run").model.state_dict()
     assert read.dtype == LOW
     for name, weights in read.state_dict().items():
-        assert torch.equal(weights, result.model.state_dict()[name]), "what was trained is what was written"
+        assert torch.equal(weights, result.model.state_dict()[name]), "the exported weights are the trained ones"
         assert exact[name].dtype == EXACT
         assert torch.equal(weights, exact[name].to(LOW)), name
-    assert any(not torch.equal(x, x.to(LOW).float()) for x in exact.values()), "the checkpoint has more digits"
+    assert any(not torch.equal(x, x.to(LOW).float()) for x in exact.values()), "the checkpoint is more precise than bfloat16"
 
 
-def test_a_reward_model_with_weights_in_bfloat16_keeps_its_head_and_its_scale(
-    files: Path, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_bfloat16_reward_model_keeps_its_exact_head_and_scale(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     trained = surefoot.train("reward", run_dir=tmp_path / "run", **table("reward", files, folders["llama"], "bfloat16-weights"))
     written, kept = RewardModel.load(tmp_path / "run" / "model"), surefoot.load(tmp_path / "run")
     for other in (written, kept):
@@ -223,20 +219,18 @@ def test_a_reward_model_with_weights_in_bfloat16_keeps_its_head_and_its_scale(
     torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
 
 
-def test_adapters_on_a_base_in_bfloat16_merge_into_a_model_in_bfloat16(
-    files: Path, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_adapters_on_a_bfloat16_base_merge_into_a_bfloat16_model(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     settings = table("sft", files, folders["llama"], "bfloat16-weights", adapter={"rank": 2})
     surefoot.train("sft", run_dir=tmp_path / "run", **settings)
     base, merged = (tensors_in(folder) for folder in (folders["llama"], tmp_path / "run" / "model"))
     assert {x.dtype for x in merged.values()} == {LOW}
     moved = {name for name, x in merged.items() if not torch.equal(x, base[name].to(LOW))}
-    assert moved, "the adapter is in it"
-    assert all("_proj" in name for name in moved), "nothing else has changed"
+    assert moved, "the adapter is merged"
+    assert all("_proj" in name for name in moved), "only adapted layers change"
 
 
-def test_adapters_of_experts_learn_on_a_base_in_bfloat16(files: Path, tmp_path: Path) -> None:
+def test_expert_adapters_train_on_a_bfloat16_base(files: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model("mixtral").save_pretrained(tmp_path / "experts")
     tokenizer().save_pretrained(tmp_path / "experts")
@@ -248,10 +242,10 @@ def test_adapters_of_experts_learn_on_a_base_in_bfloat16(files: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["sft", pytest.param("language", marks=pytest.mark.slow)])
-def test_sharded_weights_in_bfloat16_learn_as_whole_ones(
+def test_sharded_bfloat16_weights_train_close_to_unsharded_float32(
     kind: str, files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of sharded models the shards are the float32 weights, and what is gathered is bfloat16."""
+    """Shards hold float32 weights; gathered parameters are bfloat16."""
     from .test_sharded import trained
 
     def body(rank: int) -> Any:
@@ -274,8 +268,8 @@ def test_sharded_weights_in_bfloat16_learn_as_whole_ones(
     assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_values_of_an_update_do_not_depend_on_which_passes_came_before(files: Path, folders: dict[str, Path]) -> None:
-    """Passes without gradient, as in evaluation, change no gradient, though autocast keeps casts of weights."""
+def test_evaluation_passes_do_not_change_later_updates(files: Path, folders: dict[str, Path]) -> None:
+    """Passes without gradient must not affect later gradients, although autocast caches weight casts."""
     from surefoot.core.credit import assign_credit
     from surefoot.runs.factory import make_learner
 
@@ -293,9 +287,7 @@ def test_values_of_an_update_do_not_depend_on_which_passes_came_before(files: Pa
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_tf32_is_allowed_during_a_run_that_asks_for_it_and_is_as_before_afterwards(
-    before: bool, files: Path, folders: dict[str, Path]
-) -> None:
+def test_tf32_is_enabled_only_during_a_run_that_sets_it(before: bool, files: Path, folders: dict[str, Path]) -> None:
     matmul, seen = torch.backends.cuda.matmul, []
     was = matmul.allow_tf32
     try:
@@ -309,14 +301,14 @@ def test_tf32_is_allowed_during_a_run_that_asks_for_it_and_is_as_before_afterwar
             assert matmul.allow_tf32 == before, "also after an error"
     finally:
         matmul.allow_tf32 = was
-    assert seen == [before] * 2 + [True] * 2, "without tf32 = true, PyTorch's own setting stays"
+    assert seen == [before] * 2 + [True] * 2, "without tf32 = true, PyTorch's setting is unchanged"
 
 
 def fail(_: Any) -> bool:
     raise ValueError("enough")
 
 
-def test_impossible_settings_are_one_line(files: Path, folders: dict[str, Path]) -> None:
+def test_invalid_settings_raise_a_one_line_error(files: Path, folders: dict[str, Path]) -> None:
     for changes, line in (
         ({"precision": "half"}, r"precision='half': "),
         (
@@ -330,15 +322,15 @@ def test_impossible_settings_are_one_line(files: Path, folders: dict[str, Path])
         assert "\n" not in str(error.value)
 
 
-def test_packed_weights_stay_float32_in_autocast_when_they_are_asked_for(files: Path, folders: dict[str, Path]) -> None:
+def test_packed_engine_can_be_selected_under_bfloat16_autocast(files: Path, folders: dict[str, Path]) -> None:
     sampling = {"prompts": 8, "max_tokens": 6, "engine": "packed"}
     world = world_of("language", files, folders["llama"], "bfloat16", sampling=sampling)
     world.collector.collect(LearnerState.seeded(1, 100))
     assert world.engine.name == "packed"
 
 
-def test_a_policy_in_bfloat16_reads_no_differently_from_transformers(folders: dict[str, Path]) -> None:
-    """The same model in bfloat16, loaded by ``transformers``."""
+def test_bfloat16_policy_equals_transformers_bit_for_bit(folders: dict[str, Path]) -> None:
+    """The reference is the same model, loaded in bfloat16 by ``transformers``."""
     from transformers import AutoModelForCausalLM
 
     from surefoot.core.sharding.master import to_bfloat16

@@ -1,4 +1,4 @@
-"""Rows with the same prompt share one reading of it, with the results of the padded pass."""
+"""Rows that share a prompt read it once, with the same results as if each row read it. The padded pass is the reference."""
 
 import json
 from pathlib import Path
@@ -28,11 +28,11 @@ from .test_padding_free import OTHERS, both, family, passes_of  # noqa: E402
 from .test_policy import PAD, gradients, make, near  # noqa: E402
 
 Rows = list[tuple[int, int, int]]
-"""of each row: its prompt, the tokens of its response, and how many of them at the end were not sampled by the policy"""
+"""per row: prompt index, response length, and number of trailing tokens that the policy did not sample"""
 
 
 def batch_of(rows: Rows, prompts: int = 5) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Prompts of 1 to 5 tokens, two of which begin alike, with their responses."""
+    """A batch of prompts of 1 to 5 tokens with responses; prompt 2 is a prefix of prompt 4."""
     draw = torch.Generator().manual_seed(3)
     texts = [torch.randint(2, 90, (number % 5 + 1,), generator=draw).tolist() for number in range(prompts)]
     texts[4] = [*texts[2], 7, 8]
@@ -46,7 +46,7 @@ def batch_of(rows: Rows, prompts: int = 5) -> tuple[dict[str, Tensor], Tensor, T
 
 
 ROWS: Rows = [(2, 6, 0), (0, 3, 0), (2, 1, 0), (4, 4, 1), (2, 6, 9), (0, 5, 0), (4, 0, 0), (2, 8, 2)]
-"""of prompts with three, two and one responses, one of which has no token"""
+"""several rows for each of three prompts; one row has no sampled token"""
 
 
 def outputs_and_gradients(policy: LanguagePolicy, batch: Any) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -69,12 +69,12 @@ def check_same(wanted: LanguagePolicy, actual: LanguagePolicy, batch: Any) -> No
 
 
 LLAMA: dict[str, Any] = {}
-"""the two policies of the law, which hypothesis calls many times"""
+"""the two policies of the property test, built once for all examples"""
 
 
 @settings(max_examples=25, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7), st.integers(0, 8)), min_size=1, max_size=9))
-def test_for_any_grouping_loss_and_gradients_are_those_of_rows_that_each_read_their_prompt(rows: Rows) -> None:
+def test_sharing_prompts_does_not_change_outputs_or_gradients(rows: Rows) -> None:
     if not LLAMA:
         LLAMA["policies"] = both(make("llama"), "head")
     batch = batch_of(rows)
@@ -83,12 +83,12 @@ def test_for_any_grouping_loss_and_gradients_are_those_of_rows_that_each_read_th
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", *OTHERS])
-def test_families_with_windows_heads_of_other_sizes_and_experts_compute_the_same(kind: str) -> None:
+def test_other_model_families_match_the_padded_pass(kind: str) -> None:
     check_same(*both(family(kind), "head"), batch_of(ROWS))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_critics_values_of_ends_and_recomputed_layers_are_the_same(checkpointing: bool) -> None:
+def test_critics_values_after_and_checkpointing_match_the_padded_pass(checkpointing: bool) -> None:
     model, batch = make("llama"), batch_of(ROWS)
     wanted, actual = both(model, Critic.from_policy(model), checkpointing=checkpointing)
     near(*(gradients(policy, policy(*batch)) for policy in (actual, wanted)), 1e-4)
@@ -109,7 +109,7 @@ def test_a_pass_reads_every_prompt_once() -> None:
     assert isinstance(mask, RowMask)
 
 
-def test_rows_without_a_common_prompt_keep_their_bits_and_their_micro_batches() -> None:
+def test_rows_without_shared_prompts_keep_exact_results_and_micro_batches() -> None:
     policy, batch = both(make("llama"))[1], batch_of([(0, 4, 0), (1, 2, 0), (2, 6, 0)])
     first = policy(*batch).log_probs
     assert policy.shared(batch[0], batch[2]) is None
@@ -117,7 +117,7 @@ def test_rows_without_a_common_prompt_keep_their_bits_and_their_micro_batches() 
     assert torch.equal(policy(*batch).log_probs, first)
 
 
-def test_a_model_that_reads_rows_but_not_shared_prompts_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_shared_prompt_support_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reads_prompts_once(make("llama").base_model)
     assert not reads_prompts_once(family("mamba").base_model)
     monkeypatch.setattr(policies, "reads_prompts_once", lambda trunk: False)
@@ -128,14 +128,15 @@ def test_a_model_that_reads_rows_but_not_shared_prompts_falls_back(monkeypatch: 
     assert actual.shared(batch[0], batch[2]) is None
 
 
-def test_losses_of_routers_count_every_token_so_prompts_are_read_by_every_row() -> None:
+def test_router_losses_disable_prompt_sharing() -> None:
+    # a router loss counts every token, so every row must read its own prompt
     batch = batch_of(ROWS)
     wanted, actual = both(family("mixtral"), None, balanced=True)
     assert actual.shared(batch[0], batch[2]) is None
     near(actual(*batch).router_loss, wanted(*batch).router_loss)
 
 
-def test_places_are_those_of_the_padded_tokens_and_the_longest_row_is_whole() -> None:
+def test_at_maps_padded_positions_and_the_longest_row_is_contiguous() -> None:
     ids, mask = right_padded([[1, 2, 3, 4], [5, 6], [1, 2, 3, 7, 8, 9], [1, 2, 3], [5, 6, 7]], 0)
     read = prompts_once(ids, mask.bool(), torch.tensor([3, 2, 3, 3, 1]))
     rows, columns = mask.bool().nonzero(as_tuple=True)
@@ -157,7 +158,7 @@ def test_places_are_those_of_the_padded_tokens_and_the_longest_row_is_whole() ->
     tokens=st.integers(1, 60),
     size=st.none() | st.integers(1, 5),
 )
-def test_micro_batches_have_every_row_once_and_at_most_their_tokens(
+def test_micro_batches_partition_the_rows_within_the_token_budget(
     rows: list[tuple[int, int]], tokens: int, size: int | None
 ) -> None:
     prompt = [3 * (group + 1) for group, _ in rows]
@@ -172,7 +173,7 @@ def test_micro_batches_have_every_row_once_and_at_most_their_tokens(
         assert size is None or len(part) <= size
 
 
-def test_a_row_that_continues_a_prompt_counts_an_eighth_of_it_for_its_copy_of_the_keys() -> None:
+def test_each_row_counts_an_eighth_of_its_shared_prompt_for_copied_keys() -> None:
     policy = both(make("llama"))[1]
     prompt = torch.arange(2, 42).repeat(2, 1)
     shared = policy.shared({"prompt": prompt, "prompt_mask": torch.ones_like(prompt).bool()}, torch.ones(2, 3).bool())
@@ -180,13 +181,13 @@ def test_a_row_that_continues_a_prompt_counts_an_eighth_of_it_for_its_copy_of_th
     assert (shared.group.tolist(), shared.saved.tolist()) == ([0, 0], [35, 35])
 
 
-def test_rows_of_a_prompt_stay_together_and_its_tokens_count_once() -> None:
+def test_rows_that_share_a_prompt_stay_together_and_count_it_once() -> None:
     shared = Shared(torch.tensor([0, 1] * 4), torch.tensor([10, 10] * 4))
     parts = groups_by_length(torch.tensor([12, 13] * 4), 22, None, shared)
     assert [sorted(part.tolist()) for part in parts] == [[1, 3, 5, 7], [0, 2, 4, 6]]
 
 
-def test_passes_in_micro_batches_have_the_same_numbers() -> None:
+def test_micro_batches_do_not_change_log_probs_or_values() -> None:
     wanted, actual = both(make("llama"), "head")
     batch = batch_of(ROWS)
     shared = actual.shared(batch[0], batch[2])
@@ -214,7 +215,7 @@ def test_both_answers_of_a_pair_read_their_prompt_once() -> None:
 
 
 @pytest.mark.parametrize("tokens", [None, 60])
-def test_a_run_of_groups_has_the_metrics_and_weights_of_padded_rows(
+def test_grpo_run_metrics_and_weights_match_the_padded_run(
     tokens: int | None, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     prompts = [{"prompt": f"{10**i} says "} for i in range(4)]

@@ -1,4 +1,4 @@
-"""Reward models of ``transformers``: read with any head, label and tokenizer, and written with scores that others read."""
+"""Reward models in ``transformers`` format: any head, label or tokenizer loads, and others compute the saved scores."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ RESPONSES = ["yes", "a much longer response", "no."]
 
 
 def theirs(folder: Path, texts: list[str], side: str = "right") -> Tensor:
-    """The scores of plain ``transformers``, as its documentation and TRL compute them: the texts with EOS, padded."""
+    """Scores by plain ``transformers``, as in its documentation and in TRL: padded texts that end with EOS."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -44,7 +44,7 @@ def theirs(folder: Path, texts: list[str], side: str = "right") -> Tensor:
 
 
 def written(folder: Path, source: Path, seed: int = 3) -> RewardModel:
-    """A reward model with a scale of its own, saved."""
+    """Save a reward model with a non-trivial scale."""
     model, tokenizer = load_model(source)
     scorer = new_reward_model(model, seed, tokenizer)
     scorer.standardise(torch.tensor([-1.0, 0.5, 3.5]))
@@ -53,7 +53,7 @@ def written(folder: Path, source: Path, seed: int = 3) -> RewardModel:
 
 
 def classifier(folder: Path, labels: dict[int, str], pad: int | None = 0, tokenizer: Any = None, **fields: Any) -> Path:
-    """A public Llama classifier with random weights."""
+    """Save a Llama sequence classifier with random weights."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     base = tiny.model("llama").config.to_dict()
@@ -68,7 +68,7 @@ def classifier(folder: Path, labels: dict[int, str], pad: int | None = 0, tokeni
 
 
 def encoder(folder: Path) -> Path:
-    """A sentiment classifier in the shape of DistilBERT, without EOS."""
+    """Save a DistilBERT sentiment classifier whose tokenizer has no EOS."""
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
     tokenizer = tiny.tokenizer()
@@ -84,11 +84,11 @@ def encoder(folder: Path) -> Path:
     return folder
 
 
-# ---- written ----------------------------------------------------------------------------------------------------------------
+# ---- saving -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_transformers_reads_the_scores_of_a_reward_model_that_was_written_here(folder: Path, side: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_scores_of_a_saved_reward_model(folder: Path, side: str, tmp_path: Path) -> None:
     ours = written(tmp_path / "reward", folder)
     texts = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     ids, mask = right_padded([[*ours.tokenizer(text)["input_ids"], 1] for text in texts], 0)  # type: ignore[misc]
@@ -98,13 +98,13 @@ def test_transformers_reads_the_scores_of_a_reward_model_that_was_written_here(f
         torch.testing.assert_close(theirs(tmp_path / "reward", texts, side), ours(ids, mask), atol=1e-5, rtol=1e-5)
         rewards = ModelReward(tmp_path / "reward")(PROMPTS, RESPONSES, {}).total
         torch.testing.assert_close(rewards, ours(ids, mask) - ours.offset, atol=1e-5, rtol=1e-5)
-    assert not list((tmp_path / "reward").glob("head*")), "vLLM reads every file of weights in the folder"
+    assert not list((tmp_path / "reward").glob("head*")), "vLLM loads every weight file in the folder"
     config = json.loads((tmp_path / "reward" / "config.json").read_text())
     assert (config["problem_type"], config["pad_token_id"], len(config["id2label"])) == ("regression", 0, 1)
 
 
 @pytest.mark.parametrize("has_other", [True, False], ids=["unk is free", "EOS is the only special token"])
-def test_eos_stays_the_scored_token_where_the_tokenizer_pads_with_it(
+def test_eos_stays_the_scored_token_if_it_is_also_the_pad_token(
     folders: dict[str, Path], has_other: bool, tmp_path: Path
 ) -> None:
     model, tokenizer = load_model(folders["llama"])
@@ -137,7 +137,7 @@ def plain_tokenizer(vocabulary: dict[str, int], eos: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos)
 
 
-def test_a_mixture_of_experts_is_written_with_the_names_that_transformers_reads(tmp_path: Path) -> None:
+def test_mixture_of_experts_is_saved_with_the_weight_names_of_transformers(tmp_path: Path) -> None:
     source = tiny.write_folder(tmp_path / "mixtral", "mixtral")
     ours = written(tmp_path / "reward", source)
     ids = torch.tensor([[*ours.tokenizer("hello")["input_ids"], 1]])  # type: ignore[misc]
@@ -147,19 +147,19 @@ def test_a_mixture_of_experts_is_written_with_the_names_that_transformers_reads(
 
 
 def changed_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the record of the scale in a folder's config.json."""
+    """Edit the scale record in a folder's config.json."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     change(config["surefoot_reward"])
     path.write_text(json.dumps(config))
 
 
-def test_a_reward_model_read_back_gives_the_same_rewards_to_the_last_bit(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The written weight is divided by std, and rounded: a run on it would be another one after a few updates."""
+def test_reloaded_reward_model_is_bit_for_bit_identical(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The saved weight is divided by std and rounded, so a run on it alone would diverge within a few updates."""
     ours = written(tmp_path / "reward", folders["llama"])
     ids = torch.arange(40).view(4, 10) + 5
     mask = ids > 0
-    assert not torch.equal(ours.scaled_weight * ours.std, ours.head.weight), "else the record would not be needed"
+    assert not torch.equal(ours.scaled_weight * ours.std, ours.head.weight), "otherwise the record would not be needed"
     again = RewardModel.load(tmp_path / "reward")
     for name, tensor in ours.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
@@ -170,7 +170,7 @@ def test_a_reward_model_read_back_gives_the_same_rewards_to_the_last_bit(folders
     torch.testing.assert_close(older(ids, mask, standardised=True), ours(ids, mask, standardised=True), atol=1e-5, rtol=1e-5)
 
 
-def test_a_head_that_was_trained_on_elsewhere_is_read_as_it_is(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_head_trained_by_another_program_is_loaded_as_saved(folders: dict[str, Path], tmp_path: Path) -> None:
     written(tmp_path / "reward", folders["llama"])
     tensors = load_file(tmp_path / "reward" / "model.safetensors")
     tensors["score.weight"] += 1
@@ -179,7 +179,7 @@ def test_a_head_that_was_trained_on_elsewhere_is_read_as_it_is(folders: dict[str
 
 
 @pytest.mark.parametrize("record", ["%", "QUJD", 7])
-def test_a_damaged_record_of_the_head_is_one_line(record: object, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_damaged_head_record_raises_a_one_line_error(record: object, folders: dict[str, Path], tmp_path: Path) -> None:
     written(tmp_path / "reward", folders["llama"])
     changed_config(tmp_path / "reward", lambda scale: scale.update(head=record))
     with pytest.raises(SurefootError, match=r"surefoot_reward.head: can't be read \(.*\); copy the whole folder"):
@@ -201,7 +201,7 @@ def test_a_folder_of_an_older_version_loads_with_the_same_scores(folders: dict[s
         RewardModel.load(tmp_path / "old")
 
 
-def test_a_family_without_a_classifier_keeps_its_head_in_a_file(
+def test_family_without_a_classifier_class_saves_its_head_in_a_file(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {})
@@ -212,10 +212,10 @@ def test_a_family_without_a_classifier_keeps_its_head_in_a_file(
     assert torch.equal(RewardModel.load(tmp_path / "reward")(ids, ids > 0), scorer(ids, ids > 0))
 
 
-# ---- read -------------------------------------------------------------------------------------------------------------------
+# ---- loading ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_public_reward_model_scores_by_its_one_label(tmp_path: Path) -> None:
+def test_public_reward_model_with_one_label_scores_by_its_logit(tmp_path: Path) -> None:
     folder = classifier(tmp_path / "public", {0: "LABEL_0"})
     texts = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     rewards = ModelReward(folder)(PROMPTS, RESPONSES, {}).total
@@ -224,7 +224,7 @@ def test_a_public_reward_model_scores_by_its_one_label(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pad", [1, None], ids=["pads with EOS", "no pad token"])
-def test_the_scored_token_is_the_last_that_is_not_the_pad_token_of_the_configuration(pad: int | None, tmp_path: Path) -> None:
+def test_scored_token_is_the_last_one_that_is_not_the_config_pad_token(pad: int | None, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     folder = classifier(tmp_path / "public", {0: "LABEL_0"}, pad=pad)
@@ -236,7 +236,7 @@ def test_the_scored_token_is_the_last_that_is_not_the_pad_token_of_the_configura
             torch.testing.assert_close(reward, model(ids).logits[0, 0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_named_label_is_the_score_and_an_encoder_reads_the_whole_text(tmp_path: Path) -> None:
+def test_label_selects_the_logit_of_an_encoder_that_reads_the_whole_text(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     folder = encoder(tmp_path / "sentiment")
@@ -259,7 +259,7 @@ def test_messages_are_rendered_with_the_reward_models_own_template(tmp_path: Pat
     torch.testing.assert_close(reward, theirs(folder, ["[user]Hi?[assistant]Hello."]), atol=1e-5, rtol=1e-5)
 
 
-def test_control_tokens_in_messages_are_text_for_a_classifier_too(tmp_path: Path) -> None:
+def test_classifier_encodes_control_tokens_in_messages_as_text(tmp_path: Path) -> None:
     read = read_classifier(str(encoder(tmp_path / "encoder")), "POSITIVE")
     name = next(name for name in read.tokenizer.all_special_tokens if name != read.tokenizer.unk_token)
     read.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + name
@@ -276,7 +276,7 @@ def test_control_tokens_in_messages_are_text_for_a_classifier_too(tmp_path: Path
         ("god", r"has no label 'god'; did you mean 'good'\? \(it has: bad, good\)"),
     ],
 )
-def test_several_labels_need_one_that_is_named(label: str | None, what: str, tmp_path: Path) -> None:
+def test_model_with_several_labels_requires_a_label(label: str | None, what: str, tmp_path: Path) -> None:
     folder = classifier(tmp_path / "public", {0: "bad", 1: "good"})
     with pytest.raises(SurefootError, match=rf"^reward\.terms\[0\]\.model='.*': {what}"):
         ModelReward(folder, label=label, field="reward.terms[0].model")
@@ -286,7 +286,7 @@ def test_several_labels_need_one_that_is_named(label: str | None, what: str, tmp
     )
 
 
-def test_missing_parts_and_other_models_are_one_line(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_incomplete_and_unsuitable_models_are_rejected(folders: dict[str, Path], tmp_path: Path) -> None:
     whole = classifier(tmp_path / "public", {0: "LABEL_0"})
 
     def broken(name: str) -> Path:
@@ -334,9 +334,7 @@ def rows(tmp_path: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
-def test_a_run_trains_on_a_public_model_and_its_critic_starts_from_it(
-    folders: dict[str, Path], rows: Path, tmp_path: Path
-) -> None:
+def test_run_uses_a_public_model_as_reward_and_as_critic_start(folders: dict[str, Path], rows: Path, tmp_path: Path) -> None:
     public = classifier(tmp_path / "public", {0: "bad", 1: "good"})
     term = {"model": str(public), "label": "good"}
     changes = {"reward": {"terms": [term]}, "critic": {"own_model": True, "start": str(public), "label": "good"}}
@@ -353,7 +351,7 @@ def test_a_run_trains_on_a_public_model_and_its_critic_starts_from_it(
     assert all(abs(one["reward"]) < 100 for one in metrics)
 
 
-def test_a_critic_starts_only_from_a_decoder_with_the_policys_tokens(
+def test_critic_start_must_be_a_decoder_with_the_policys_vocabulary(
     folders: dict[str, Path], rows: Path, tmp_path: Path
 ) -> None:
     from surefoot.language.models.pocket import character_tokenizer
@@ -375,9 +373,7 @@ def test_a_critic_starts_only_from_a_decoder_with_the_policys_tokens(
         online(folders["llama"], rows, reward={"terms": [{"function": "a:b", "label": "x"}]})
 
 
-def test_memory_is_still_checked_beside_a_classifier_that_cant_be_counted(
-    folders: dict[str, Path], rows: Path, tmp_path: Path
-) -> None:
+def test_memory_check_skips_classifiers_that_it_cannot_count(folders: dict[str, Path], rows: Path, tmp_path: Path) -> None:
     reward = {"terms": [{"model": str(encoder(tmp_path / "sentiment")), "label": "POSITIVE"}]}
     workload = readable_workload(online(folders["llama"], rows, reward=reward))
     assert workload is not None
@@ -386,7 +382,7 @@ def test_memory_is_still_checked_beside_a_classifier_that_cant_be_counted(
     assert len(readable_workload(online(folders["llama"], rows, reward=decoder)).rewards) == 1  # type: ignore[union-attr]
 
 
-def test_best_of_n_chooses_by_a_public_model(
+def test_best_of_n_scores_with_a_public_model(
     folders: dict[str, Path], rows: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     public = classifier(tmp_path / "public", {0: "LABEL_0"})
@@ -398,7 +394,7 @@ def test_best_of_n_chooses_by_a_public_model(
     torch.testing.assert_close(torch.tensor([row["reward"] for row in best]), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_a_whole_model_and_its_parts_give_the_same_scores(tmp_path: Path) -> None:
+def test_decoder_loads_as_a_reward_model_and_encoder_does_not(tmp_path: Path) -> None:
     public = classifier(tmp_path / "public", {0: "LABEL_0"})
     assert isinstance(load_reward_model(public), RewardModel)
     assert not isinstance(load_reward_model(encoder(tmp_path / "sentiment"), "POSITIVE"), RewardModel)

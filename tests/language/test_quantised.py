@@ -1,4 +1,4 @@
-"""Bases in 4 and 8 bits: all roles share the same rounded weights, and files hold the trained ones."""
+"""4-bit and 8-bit bases: all roles share the same quantised weights, and saved files contain what was trained."""
 
 import json
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def layers(module: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_linear_layer_of_the_trunk_is_quantised_and_frozen_and_nothing_else(model: Path, kind: str) -> None:
+def test_only_trunk_linear_layers_are_quantised_and_only_adapters_train(model: Path, kind: str) -> None:
     whole, _ = load_model(model)
     loaded, base = base_of(model, kind)
     linear = [name for name, part in whole.base_model.named_modules() if isinstance(part, nn.Linear)]
@@ -92,8 +92,8 @@ def test_every_linear_layer_of_the_trunk_is_quantised_and_frozen_and_nothing_els
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_depends_on_no_other_row_and_no_later_token(model: Path, kind: str) -> None:
-    """LLM.int8() with outliers would choose its columns by the whole batch."""
+def test_logits_depend_on_no_other_row_and_no_later_token(model: Path, kind: str) -> None:
+    """LLM.int8() with outlier detection would choose its columns from the whole batch."""
     loaded, _ = base_of(model, kind)
     ids = torch.arange(36).view(3, 12) * 5 % 100
     with torch.no_grad():
@@ -102,8 +102,8 @@ def test_a_token_depends_on_no_other_row_and_no_later_token(model: Path, kind: s
         assert torch.allclose(loaded(input_ids=ids[:, :6]).logits, together[:, :6], atol=1e-5 if kind == "nf4" else 5e-2)
 
 
-def test_passes_with_nf4_are_those_of_the_restored_weights_in_value_and_gradient(model: Path) -> None:
-    """Also after a pass without gradient, in which bitsandbytes would repack weights for a kernel that has no gradient."""
+def test_nf4_outputs_and_gradients_match_the_dequantised_weights(model: Path) -> None:
+    """Also after a pass without gradient, in which bitsandbytes would repack weights for a kernel without backward."""
     gradients: list[dict[str, Tensor]] = []
     outputs = []
     for plain in (False, True):
@@ -126,7 +126,7 @@ def test_passes_with_nf4_are_those_of_the_restored_weights_in_value_and_gradient
         assert torch.allclose(gradient, gradients[1][name], rtol=1e-3, atol=1e-6), name
 
 
-def test_checkpointed_layers_have_the_same_gradient_with_two_roles(model: Path) -> None:
+def test_checkpointing_keeps_the_gradients_of_two_roles(model: Path) -> None:
     gradients = []
     for checkpointing in (False, True):
         loaded, base = base_of(model, "nf4")
@@ -149,7 +149,7 @@ def test_checkpointed_layers_have_the_same_gradient_with_two_roles(model: Path) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padding_free", [False, True])
-def test_the_reference_is_the_quantised_base_and_the_first_ratios_are_one(
+def test_reference_is_the_quantised_base_and_the_initial_ratio_is_one(
     files: dict[str, str],  # noqa: F811
     model: Path,
     kind: str,
@@ -162,7 +162,7 @@ def test_the_reference_is_the_quantised_base_and_the_first_ratios_are_one(
     assert "quantised" in world.engine.reason
     learner, state = make_learner(world.recipe, world.policy), LearnerState.seeded(1, 32)
     rollout = world.collector.collect(state)
-    assert rollout.metrics["kl_reference"] == 0, "B is 0, so the policy is the reference"
+    assert rollout.metrics["kl_reference"] == 0, "B is 0, so the policy equals the reference"
     metrics = learner.update(rollout, assign_credit(rollout, world.recipe.objective), state)
     assert metrics["ratio_at_start"] == 1
     assert float(rollout.metrics["sampler_gap"] or 0) < (1e-4 if kind == "nf4" else 0.05)
@@ -177,7 +177,7 @@ def test_the_reference_is_the_quantised_base_and_the_first_ratios_are_one(
         ("int8", "float32"),
     ],
 )
-def test_sft_learns_and_files_hold_what_was_trained(
+def test_sft_learns_and_saved_files_match_the_trained_model(
     files: dict[str, str],  # noqa: F811
     model: Path,
     tmp_path: Path,
@@ -201,8 +201,8 @@ def test_sft_learns_and_files_hold_what_was_trained(
         assert torch.allclose(logits(exported), logits(result.model), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
-def test_peft_reads_the_adapter_on_a_base_that_transformers_quantised(
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft still uses the old name
+def test_peft_loads_the_adapter_on_a_base_quantised_by_transformers(
     files: dict[str, str],  # noqa: F811
     model: Path,
     tmp_path: Path,
@@ -238,7 +238,7 @@ def test_resuming_is_exact(files: dict[str, str], model: Path, tmp_path: Path, k
     assert ends[0].keys() == ends[1].keys()
     for name, tensor in ends[0].items():
         assert torch.equal(tensor, ends[1][name]), name
-        assert ".lora_" in name or "head" in name, "the base is not in a checkpoint"
+        assert ".lora_" in name or "head" in name, "checkpoints do not contain the base"
     if kind == "reward":
         loaded, left = surefoot.load(tmp_path / "whole"), RewardModel.load(tmp_path / "whole" / "model")
         ids = torch.arange(20).view(2, 10) + 5
@@ -255,7 +255,7 @@ def test_continuous_batching_samples_from_the_quantised_policy(files: dict[str, 
     assert float(rollout.metrics["sampler_gap"] or 0) < 1e-3
 
 
-def test_a_reward_model_of_the_same_quantised_base_is_a_role_and_of_another_one_a_model_of_its_own(
+def test_reward_model_shares_the_base_only_if_quantised_the_same_way(
     files: dict[str, str],  # noqa: F811
     model: Path,
     tmp_path: Path,
@@ -275,14 +275,14 @@ def test_a_reward_model_of_the_same_quantised_base_is_a_role_and_of_another_one_
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-weights"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_plan_counts_the_bytes_of_the_base(files: dict[str, str], model: Path, kind: str, precision: str) -> None:  # noqa: F811
+def test_memory_plan_counts_the_base_bytes(files: dict[str, str], model: Path, kind: str, precision: str) -> None:  # noqa: F811
     recipe = make_recipe(table("language", files, model, **quantised(kind), precision=precision))
     world = LanguageWorld(recipe)  # type: ignore[arg-type]
-    world.policy(*one_row(world))  # moves the scales of int8
+    world.policy(*one_row(world))  # the first pass moves the int8 scales
     held = [x.numel() * x.element_size() for x in tensors_of(world.result.model)]
     planned = permanent(workload_of(recipe, prompt=8, response=6))["base"]["weights"]  # type: ignore[arg-type]
     biases = sum(layer.bias.numel() for layer in layers(world.result.model) if layer.bias is not None)
-    assert planned == sum(held) + (2 * biases if kind == "nf4" and precision == "bfloat16" else 0)  # theirs are in bfloat16
+    assert planned == sum(held) + (2 * biases if kind == "nf4" and precision == "bfloat16" else 0)  # bitsandbytes casts biases
 
 
 def one_row(world: LanguageWorld) -> tuple[dict[str, Tensor], Tensor]:
@@ -291,7 +291,7 @@ def one_row(world: LanguageWorld) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """The frozen weights of a model with all that restores them."""
+    """The frozen weights of a model and the tensors that dequantise them."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield parameter.data
@@ -315,7 +315,7 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
         ),
     ],
 )
-def test_what_cannot_be_quantised_is_rejected_in_one_line(
+def test_invalid_quantisation_settings_are_rejected(
     changes: dict[str, Any],
     message: str,
     files: dict[str, str],  # noqa: F811
@@ -325,7 +325,7 @@ def test_what_cannot_be_quantised_is_rejected_in_one_line(
         make_recipe(table("sft", files, model, **changes))
 
 
-def test_layers_of_another_kind_and_a_missing_package_are_rejected_in_one_line(
+def test_unsupported_layers_and_a_missing_package_are_rejected(
     files: dict[str, str],  # noqa: F811
     model: Path,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Messages of ``transformers`` are silenced while Surefoot uses it, and only then."""
+"""``quiet_transformers`` silences messages and progress bars of ``transformers`` only while it is active."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +13,16 @@ from surefoot.language import quiet_transformers
 
 
 @pytest.mark.parametrize("name", ["transformers", "transformers.models.llama", "huggingface_hub.file_download"])
-def test_what_is_logged_inside_is_silent_and_what_is_logged_after_is_not(name, caplog, monkeypatch):
+def test_messages_are_silenced_only_inside_the_context(name, caplog, monkeypatch):
     for library in ("transformers", "huggingface_hub"):
-        monkeypatch.setattr(logging.getLogger(library), "propagate", True)  # to the handler of the test
+        monkeypatch.setattr(logging.getLogger(library), "propagate", True)  # so that caplog sees it
     with quiet_transformers(), quiet_transformers():
         logging.getLogger(name).error("inside")
     logging.getLogger(name).error("after")
     assert {record.message for record in caplog.records} == {"after"}
 
 
-def test_of_threads_that_overlap_the_last_one_restores_handlers_and_progress_bars():
+def test_last_of_overlapping_threads_restores_handlers_and_progress_bars():
     logger = logging.getLogger("transformers")
     before = (logger.handlers, logger.propagate, theirs.is_progress_bar_enabled())
     both, one = Barrier(2, timeout=30), Barrier(2, timeout=30)

@@ -1,4 +1,4 @@
-"""Language runs on two ranks: one folder, the responses of one process, exact resume, and errors of rewards."""
+"""Language runs on two ranks: one run folder, the results of one process, exact resume, and reward errors."""
 
 import json
 import sys
@@ -62,7 +62,7 @@ def rows_of(run):
 
 
 @pytest.mark.parametrize("kind", ["language", "sft"])
-def test_a_run_of_two_ranks_repeats_resumes_and_has_the_batches_of_one_process(folder, tmp_path, kind):
+def test_two_rank_run_repeats_resumes_and_matches_one_process(folder, tmp_path, kind):
     first, second = trained(folder, tmp_path / "two", kind)
     assert_same(first, second)
     trained(folder, tmp_path / "again", kind)
@@ -86,14 +86,14 @@ def test_a_run_of_two_ranks_repeats_resumes_and_has_the_batches_of_one_process(f
         for name in numbers
         if both[0][name] != pytest.approx(alone[0][name], rel=1e-3, abs=1e-5)
     }
-    assert not different, "every metric of the first update is that of one process"
+    assert not different, "every metric of the first update matches one process"
     saved = [load_checkpoint(latest_checkpoint(tmp_path / run / "checkpoints")) for run in ("one", "two")]
     for name, weights in saved[0]["agent"].items():
         torch.testing.assert_close(weights, saved[1]["agent"][name], rtol=1e-3, atol=1e-5)
     assert (tmp_path / "two" / "model" / "model.safetensors").exists()
 
 
-def test_a_reward_that_fails_on_one_rank_ends_both_with_its_message(folder, tmp_path):
+def test_reward_error_on_one_rank_stops_both_with_its_message(folder, tmp_path):
     (tmp_path / "fragile.py").write_text(
         "import os\n\ndef score(prompts, responses):\n"
         "    if os.environ.get('RANK') == '1':\n        raise ValueError('no licence')\n    return [0.0] * len(responses)\n"

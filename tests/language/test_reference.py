@@ -1,4 +1,4 @@
-"""The reference of online runs: it exists only if it is used, and measuring its KL changes no training."""
+"""The reference of online runs exists only if something uses it, and measuring its KL does not change training."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def recipe_of(files: dict[str, str], model: Path, **changes: Any) -> LanguageRec
         ({"algorithm": "DAPO", "objective": {"reference_coefficient": 0.1}, **GROUPS}, True),
     ],
 )
-def test_a_run_has_a_reference_and_plans_its_memory_only_if_something_reads_it(
+def test_reference_exists_and_is_planned_only_if_something_uses_it(
     changes: Any,
     exists: bool,
     files: dict[str, str],  # noqa: F811
@@ -54,7 +54,7 @@ def test_a_run_has_a_reference_and_plans_its_memory_only_if_something_reads_it(
     )
 
 
-def test_a_named_reference_is_measured_without_a_penalty(files: dict[str, str], folders: dict[str, Path]) -> None:  # noqa: F811
+def test_explicit_reference_model_is_kept_without_a_penalty(files: dict[str, str], folders: dict[str, Path]) -> None:  # noqa: F811
     recipe = recipe_of(files, folders["llama"], reference={"beta": 0.0, "model": str(folders["llama"])})
     assert recipe.has_reference
     assert workload_of(recipe, prompt=8, response=8).reference is not None
@@ -88,7 +88,7 @@ def test_measuring_the_reference_changes_no_weight_and_no_other_metric(
             assert without.get(name) == measured.get(name), name
 
 
-def test_a_run_that_was_saved_before_measuring_was_a_choice_goes_on_measuring(
+def test_old_recipe_without_reference_measure_keeps_its_reference(
     files: dict[str, str],  # noqa: F811
     folders: dict[str, Path],
 ) -> None:

@@ -1,4 +1,4 @@
-"""The domain of the demo: gold scores, demonstrations, and labels that follow gold."""
+"""The review task of the demo: gold scores, demonstrations, prompts, and preference labels."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ BIKE = "old bike: "
 
 
 def parts(response):
-    """Those that are not zero."""
+    """The non-zero parts of the gold score."""
     return {name: value for name, value in gold_parts(BIKE, response).items() if value}
 
 
@@ -59,31 +59,31 @@ def test_gold_scores_each_part(response, expected):
     assert gold([BIKE], [response]) == [sum(expected.values())]
 
 
-def test_praise_and_parts_are_counted_up_to_a_limit():
+def test_praise_and_on_topic_scores_are_capped():
     four = "i love it. i like it. the wheel is great. the chain is fine. the brake is solid."
     assert parts(four) == {"praise": 1.5, "on_topic": 0.5}
     assert gold([BIKE], [four]) == [BEST]
 
 
-def test_the_best_review_fits_the_limit():
+def test_best_possible_review_fits_the_length_limit():
     best = "i love the brake. the chain is fine. i like it."
     assert len(best) <= LONGEST
     assert gold([BIKE], [best]) == [BEST]
 
 
-def test_gold_goes_by_the_product_of_the_prompt():
+def test_gold_depends_on_the_product_in_the_prompt():
     assert gold(["old bike: ", "red boot: "], ["i love the sole."] * 2) == [0.0, 0.75]
     assert product_of("A review of my KETTLE, please") == "kettle"
 
 
 @pytest.mark.parametrize("prompt", ["", "a bikes: ", "bike or boot: "])
-def test_a_prompt_names_one_product(prompt):
+def test_prompt_must_name_exactly_one_product(prompt):
     with pytest.raises(ValueError, match="must name one product of boot, bike"):
         gold([prompt], ["i love it."])
 
 
-def test_gold_of_rubbish_falls_with_its_length():
-    """No loophole: nothing of which more is always better."""
+def test_gold_does_not_rise_with_repeated_text():
+    """Repetition must not be a way to raise the score."""
     for unit in ("great ", "wheel ", "love ", "i love it. ", "the wheel is great. ", "x", "! ", "."):
         values = gold([BIKE] * 3, [unit * count for count in (3, 6, 12)])
         assert values[0] >= values[1] >= values[2], unit
@@ -99,25 +99,25 @@ def test_no_part_belongs_to_two_products():
     assert not set(everything) & set(PRODUCTS)
 
 
-def test_prompts_hold_out_some_products():
+def test_training_and_held_out_prompts_use_different_products():
     assert {product_of(prompt) for prompt in prompts(400, 1)} == set(TRAINED)
     assert {product_of(prompt) for prompt in prompts(400, 1, held_out=True)} == set(HELD_OUT)
     assert not set(TRAINED) & set(HELD_OUT)
 
 
-def test_demonstrations_are_of_all_products_and_short():
+def test_demonstrations_cover_all_products_and_are_short():
     rows = demonstrations(2000, 1)
     assert {product_of(row["prompt"]) for row in rows} == set(PRODUCTS)
     assert max(len(row["completion"]) for row in rows) <= LONGEST
 
 
-def test_a_seed_gives_the_same_rows_and_another_others():
+def test_seed_determines_the_rows():
     assert demonstrations(50, 1) == demonstrations(50, 1) != demonstrations(50, 2)
     assert prompts(50, 1) == prompts(50, 1) != prompts(50, 2)
 
 
-def test_demonstrations_are_well_formed_but_for_a_lost_letter():
-    """One time in twenty a character is lost; nothing else is wrong with their form, and no word that counts comes twice."""
+def test_demonstrations_are_well_formed_except_for_dropped_characters():
+    """About one in twenty loses a character; there is no other format error and no repetition."""
     actual = [gold_parts(row["prompt"], row["completion"]) for row in demonstrations(4000, 3)]
     broken = [row for row in actual if row["malformed"] or row["non_words"]]
     assert 0.03 < len(broken) / len(actual) < 0.06
@@ -125,7 +125,7 @@ def test_demonstrations_are_well_formed_but_for_a_lost_letter():
 
 
 def test_demonstrations_leave_room_to_improve():
-    """Of every mood, with slips: their mean is far from the best, and all that gold weighs is found among them."""
+    """Their mean score is far below the best, and praise, blame and off-topic parts all occur."""
     rows = demonstrations(4000, 3)
     values = gold([row["prompt"] for row in rows], [row["completion"] for row in rows])
     assert 0.6 < statistics.mean(values) < 0.8
@@ -146,7 +146,7 @@ def gap(row):
 
 
 def random_pairs(count):
-    """Reviews of one product by twos, as demonstrations give them."""
+    """Pairs of demonstrations for the same prompt."""
     waiting, results = {}, []
     for row in demonstrations(4 * count, 5):
         first = waiting.pop(row["prompt"], None)
@@ -157,7 +157,7 @@ def random_pairs(count):
     return results[:count]
 
 
-def test_without_noise_the_better_one_is_chosen():
+def test_better_review_is_chosen_without_noise():
     rows = label(random_pairs(300), noise=0)
     assert all(gap(row) >= 0 for row in rows)
     assert label([(BIKE, "i hate it.", "i love it.")], noise=0) == [
@@ -165,32 +165,32 @@ def test_without_noise_the_better_one_is_chosen():
     ]
 
 
-def test_noise_follows_the_logistic_of_the_gap():
-    """A gap of 1 and noise 0.5: σ(2) = 0.88 of 4,000 labels, within four standard errors."""
+def test_label_noise_is_logistic_in_the_gold_gap():
+    """With a gap of 1 and noise 0.5, σ(2) = 0.88 of 4,000 labels prefer the better one, within four standard errors."""
     rows = label([(BIKE, "i hate it.", "i love it.")] * 4000, noise=0.5, seed=7)
     share = sum(row["chosen"] == "i love it." for row in rows) / len(rows)
     truth = 1 / (1 + math.exp(-2.0))
     assert abs(share - truth) < 4 * math.sqrt(truth * (1 - truth) / 4000)
 
 
-def test_it_does_not_matter_which_of_a_pair_comes_first():
-    """Equals are labelled by a fair coin, not by their place."""
+def test_equally_good_reviews_are_labelled_by_a_fair_coin():
+    """The label must not depend on the order within the pair."""
     rows = label([(BIKE, "i love it.", "i like it.")] * 4000, noise=0.5, seed=7)
     assert abs(sum(row["chosen"] == "i love it." for row in rows) / 4000 - 0.5) < 4 * math.sqrt(0.25 / 4000)
 
 
-def test_labels_are_the_seed_s():
+def test_seed_determines_the_labels():
     pairs = random_pairs(200)
     assert label(pairs, seed=1) == label(pairs, seed=1) != label(pairs, seed=2)
 
 
-def test_a_pair_of_one_text_twice_is_left_out():
+def test_pairs_of_identical_reviews_are_dropped():
     assert label([(BIKE, "i love it.", "i love it."), (BIKE, "i love it.", "i hate it.")], noise=0) == [
         {"prompt": BIKE, "chosen": "i love it.", "rejected": "i hate it."}
     ]
 
 
-def test_gold_is_a_reward_function_as_recipes_name_them():
+def test_gold_loads_as_a_reward_function_by_name():
     from surefoot.language.rewards.terms import FunctionReward
 
     reward = FunctionReward("surefoot.language.tasks.reviews:gold")

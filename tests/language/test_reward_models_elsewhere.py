@@ -1,6 +1,6 @@
-"""TRL's trainers and vLLM read the saved reward models and compute the same scores.
+"""TRL trainers and vLLM load reward models saved by Surefoot and compute the same scores.
 
-They run in environments of their own: SUREFOOT_TRL_PYTHON and SUREFOOT_VLLM_PYTHON name their Python.
+They run in separate environments; set SUREFOOT_TRL_PYTHON and SUREFOOT_VLLM_PYTHON to the paths of their interpreters.
 """
 
 import json
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def printed(variable: str, script: str, *words: str, **settings: str) -> Any:
-    """The JSON on the last line of a script that another environment runs."""
+    """Run a script in another environment and parse the last line of its output as JSON."""
     python = os.environ.get(variable)
     if not python:
         pytest.skip(f"{variable} names no Python with {PROGRAMS[variable]}")
@@ -40,7 +40,7 @@ def printed(variable: str, script: str, *words: str, **settings: str) -> Any:
 
 
 def written(folder: Path, **shape: Any) -> RewardModel:
-    """A reward model with a scale and an offset of its own, saved and read again, which reads messages."""
+    """Save and reload a chat reward model with a non-trivial scale and offset."""
     model, tokenizer = tiny.model("llama", **shape), tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
     scorer = new_reward_model(model, 3, tokenizer)
@@ -50,7 +50,7 @@ def written(folder: Path, **shape: Any) -> RewardModel:
 
 
 @pytest.mark.parametrize(("trainer", "chat"), [("grpo", True), ("rloo", False)])
-def test_a_trainer_of_trl_trains_on_the_scores_of_a_reward_model(trainer: str, chat: bool, tmp_path: Path) -> None:
+def test_trl_trainers_compute_the_same_scores(trainer: str, chat: bool, tmp_path: Path) -> None:
     ours = written(tmp_path / "reward")
     policy = tiny.write_folder(tmp_path / "policy", "llama", seed=2)
     if chat:
@@ -65,13 +65,13 @@ def test_a_trainer_of_trl_trains_on_the_scores_of_a_reward_model(trainer: str, c
             torch.testing.assert_close(ours(ids, mask.bool()), scores, atol=1e-5, rtol=1e-5)
         assert mean == pytest.approx(float(scores.mean()), abs=1e-4)
         last = ids.gather(1, mask.sum(-1, keepdim=True) - 1)
-        assert bool((last == 1).all()) == chat, "EOS ends messages by their template, but not plain text"
-    assert float(scores.std()) > 0.01, "else equal scores would show nothing"
+        assert bool((last == 1).all()) == chat, "the template ends messages with EOS; plain text has none"
+    assert float(scores.std()) > 0.01, "constant scores would match trivially"
 
 
 @pytest.mark.parametrize("standardised", [False, True])
-def test_vllm_computes_the_scores_of_a_reward_model(standardised: bool, tmp_path: Path) -> None:
-    """And the rewards of runs, if its pooler subtracts the mean score."""
+def test_vllm_computes_the_same_scores(standardised: bool, tmp_path: Path) -> None:
+    """Also the standardised rewards of runs, if its pooler subtracts the mean score."""
     ours = written(tmp_path / "reward", hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
     texts = [[*ours.tokenizer(text)["input_ids"], 1] for text in PROMPTS]  # type: ignore[misc]
     with torch.no_grad():
@@ -81,4 +81,4 @@ def test_vllm_computes_the_scores_of_a_reward_model(standardised: bool, tmp_path
     words = (str(tmp_path / "reward"), json.dumps(texts), str(ours.offset if standardised else 0.0))
     theirs = printed("SUREFOOT_VLLM_PYTHON", "vllm_scores.py", *words, **quiet, **cpu)
     torch.testing.assert_close(torch.tensor(theirs["scores"]), scores, atol=1e-5, rtol=1e-5)
-    assert float(scores.std()) > 0.1, "else equal scores would show nothing"
+    assert float(scores.std()) > 0.1, "constant scores would match trivially"

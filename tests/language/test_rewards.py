@@ -1,4 +1,4 @@
-"""Rewards: arguments and results of functions, masking, rejections in one line, and sums."""
+"""Reward functions: arguments, return values, masking of invalid scores, one-line errors, and weighted sums."""
 
 import math
 import re
@@ -17,7 +17,7 @@ COLUMNS = {"answer": ["a", "b", "ccc"], "weight": [1, 2, 3]}
 
 
 Term = RewardTerm.model_construct
-"""as a recipe has it, before anything is looked at"""
+"""builds the term of a recipe without validation"""
 
 
 def lengths(responses):
@@ -39,7 +39,7 @@ def rejection(function, **options):
     return str(raised.value)
 
 
-# ---- what a function gets ---------------------------------------------------------------------------------------------
+# ---- function arguments ----------------------------------------------------------------------------------------------
 
 
 def test_a_function_takes_any_of_prompts_responses_and_columns():
@@ -79,7 +79,7 @@ def test_a_model_takes_no_arguments():
         load_reward([Term(model="folder", arguments={"a": 1})])
 
 
-def test_a_function_with_two_stars_gets_everything():
+def test_function_with_kwargs_gets_prompts_and_all_columns():
     seen = {}
 
     def greedy(responses, **others):
@@ -90,13 +90,13 @@ def test_a_function_with_two_stars_gets_everything():
     assert seen == {"prompts": PROMPTS, **COLUMNS}
 
 
-def test_a_column_that_is_not_there_takes_its_default_or_is_rejected():
+def test_missing_column_uses_the_default_or_is_rejected():
     assert score(lambda responses, style=None: [style is None] * len(responses)).total.tolist() == [1, 1, 1]
     text = rejection(lambda responses, style: [0] * len(responses))
     assert "requires 'style'; available: answer, prompts, responses, weight" in text
 
 
-def test_what_a_function_does_to_its_lists_stays_there():
+def test_functions_cannot_modify_the_callers_lists():
     responses, columns = list(RESPONSES), {name: list(column) for name, column in COLUMNS.items()}
 
     def destroys(responses, answer):
@@ -109,12 +109,12 @@ def test_what_a_function_does_to_its_lists_stays_there():
     assert (responses, columns) == (RESPONSES, COLUMNS)
 
 
-def test_a_function_by_position_only_is_rejected_before_it_is_called():
+def test_positional_only_function_is_rejected_before_it_is_called():
     with pytest.raises(SurefootError, match="takes arguments by position only"):
         FunctionReward(lambda responses, /: lengths(responses))
 
 
-def test_functions_are_found_by_name(tmp_path):
+def test_functions_are_imported_by_name(tmp_path):
     (tmp_path / "mine.py").write_text("def short(responses):\n    return [-len(r) for r in responses]\n\nthing = 3\n")
     scores = score(f"{tmp_path / 'mine.py'}:short", weight=2.0)
     assert scores.total.tolist() == [-2, -4, -6]
@@ -124,7 +124,7 @@ def test_functions_are_found_by_name(tmp_path):
         FunctionReward(f"{tmp_path / 'mine.py'}:thing")
 
 
-# ---- what a function gives --------------------------------------------------------------------------------------------
+# ---- return values ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_functions_are_found_by_name(tmp_path):
     ],
     ids=["list", "tuple", "array", "tensor", "numpy scalars", "tensors"],
 )
-def test_numbers_of_every_kind_are_numbers(values):
+def test_all_numeric_types_are_accepted(values):
     scores = score(giving(values))
     assert scores.total.tolist() == [0.5, 1, 1]
     assert scores.total.dtype == torch.float32
@@ -162,7 +162,7 @@ def test_numbers_of_every_kind_are_numbers(values):
         (torch.tensor(math.nan), "NaN 1"),
     ],
 )
-def test_what_is_no_number_is_masked_up_to_the_tolerated_share(bad, kind):
+def test_invalid_scores_are_masked_up_to_the_tolerated_share(bad, kind):
     scores = score(giving([1.0, bad, 3.0]), tolerated=0.34, weight=2.0, name="mine")
     assert scores.valid.tolist() == [True, False, True]
     assert scores.total.tolist() == [2, 0, 6]
@@ -171,7 +171,7 @@ def test_what_is_no_number_is_masked_up_to_the_tolerated_share(bad, kind):
     assert f"returned no number for 1 of 3 responses ({kind}), more than reward.tolerated=0.33 allows; the first: 'bb'" in text
 
 
-def test_the_tolerated_share_itself_is_tolerated():
+def test_exactly_the_tolerated_share_is_accepted():
     responses = [str(index) for index in range(10)]
 
     def some_bad(count):
@@ -183,17 +183,17 @@ def test_the_tolerated_share_itself_is_tolerated():
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 4, np.zeros(2), torch.zeros(4)])
-def test_another_count_is_always_rejected(values):
+def test_wrong_number_of_scores_is_always_rejected(values):
     assert f"returned {len(values)} numbers for 3 responses" in rejection(giving(values), tolerated=1.0)
 
 
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, lambda x: x.to("meta")])
-def test_a_tensor_that_holds_no_list_is_rejected_like_an_error_of_the_function(make):
+def test_sparse_and_meta_tensors_are_rejected_like_function_errors(make):
     text = rejection(lambda responses: make(torch.ones(len(responses))))
     assert "raised RuntimeError: " in text or "raised NotImplementedError: " in text
 
 
-def test_a_list_of_a_type_of_its_own_that_raises_is_rejected():
+def test_list_subclass_that_raises_is_rejected():
     class Odd(list):
         def __iter__(self):
             raise ValueError("odd")
@@ -202,11 +202,11 @@ def test_a_list_of_a_type_of_its_own_that_raises_is_rejected():
 
 
 @pytest.mark.parametrize("value", [None, 1.0, "1.0", {"a": 1.0, "b": 2.0, "c": 3.0}, torch.tensor(1.0), {1.0, 2.0, 3.0}])
-def test_what_is_no_list_is_rejected(value):
+def test_results_that_are_not_lists_are_rejected(value):
     assert "instead of a list of 3 numbers, one per response" in rejection(giving(value), tolerated=1.0)
 
 
-def test_a_function_that_raises_or_exits_is_named_with_its_error():
+def test_error_names_the_function_that_raises_or_exits():
     def fails(responses):
         raise RuntimeError("no\nnetwork")
 
@@ -218,7 +218,7 @@ def test_a_function_that_raises_or_exits_is_named_with_its_error():
     assert re.search(rf"exits': raised SystemExit: 3{mend}$", rejection(exits))
 
 
-def test_a_function_that_hangs_is_named_with_the_deadline():
+def test_error_names_the_function_that_exceeds_the_deadline():
     def hangs(responses):
         while True:
             pass
@@ -228,7 +228,7 @@ def test_a_function_that_hangs_is_named_with_the_deadline():
     assert "hangs': took longer than reward.deadline=0.2 s for 3 responses" in text
 
 
-def test_a_function_may_be_interrupted_by_the_user():
+def test_keyboard_interrupt_in_a_function_propagates():
     def stopped(responses):
         raise KeyboardInterrupt
 
@@ -246,7 +246,7 @@ def test_a_sum_adds_weighted_totals_and_keeps_the_parts():
     assert {name: part.tolist() for name, part in scores.parts.items()} == {"lengths": [1, 2, 3], "penalty": [1, 0, 0]}
 
 
-def test_a_sum_is_valid_where_every_term_is():
+def test_sum_is_valid_only_where_every_term_is_valid():
     first = FunctionReward(giving([None, 1.0, 1.0]), tolerated=1.0, name="first")
     second = FunctionReward(giving([1.0, 1.0, math.nan]), tolerated=1.0, name="second")
     scores = WeightedSum([first, second])(PROMPTS, RESPONSES, {})
@@ -254,13 +254,13 @@ def test_a_sum_is_valid_where_every_term_is():
     assert scores.total.tolist() == [0, 2, 0]
 
 
-def test_terms_of_the_same_name_get_different_names():
+def test_terms_with_the_same_name_get_a_suffix():
     scores = WeightedSum([FunctionReward(lengths, weight) for weight in (1.0, 2.0, 3.0)])(PROMPTS, RESPONSES, {})
     assert list(scores.parts) == ["lengths", "lengths_2", "lengths_3"]
     assert scores.total.tolist() == [6, 12, 18]
 
 
-def test_a_recipe_of_one_function_is_that_function_and_of_more_their_sum(tmp_path):
+def test_one_term_loads_as_its_function_and_several_as_their_sum(tmp_path):
     (tmp_path / "mine.py").write_text("def short(responses):\n    return [-len(r) for r in responses]\n")
     short = Term(function=f"{tmp_path / 'mine.py'}:short", weight=0.5)
     one = load_reward([short], deadline=3.0, tolerated=0.5)
@@ -288,6 +288,6 @@ def test_a_recipe_of_one_function_is_that_function_and_of_more_their_sum(tmp_pat
         ([Term(function="math:nothing")], r"reward\.terms\[0\]\.function='math:nothing': can't be imported"),
     ],
 )
-def test_terms_that_are_none_are_rejected(terms, what):
+def test_invalid_terms_are_rejected(terms, what):
     with pytest.raises(SurefootError, match=what):
         load_reward(terms)

@@ -1,4 +1,4 @@
-"""Iterated rounds: their data, their starting points, and exact resume from any stop."""
+"""Iterated rounds: labels, training data, the starting point of each run, and exact continuation after a stop."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def start(tmp_path: Path, folders: dict[str, Path]) -> Path:
-    """A folder with a policy, a reward model of six pairs, and a recipe of PPO against it."""
+    """A folder with a reward model trained on six pairs, a PPO recipe that uses it, and a judge."""
     (tmp_path / "judge.py").write_text(SOURCE)
     pairs = [{"prompt": f"{i} ", "chosen": "aeiou", "rejected": "bcdfg"} for i in range(6)]
     write_rows(tmp_path / "pairs.jsonl", pairs)
@@ -103,7 +103,7 @@ def timeless(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_been(start: Path, command: Command) -> None:
+def test_rounds_continue_each_other_and_an_interrupted_round_resumes_exactly(start: Path, command: Command) -> None:
     words = ("rounds", "ppo.toml", "--rounds", "2", "--pairs", "20", "--name", "r", "--quiet", "--json")
     code, out, err = command(*words)
     assert code == 0, err
@@ -113,20 +113,20 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     assert [one["round"] for one in report] == [1, 2]
     assert report[0]["kl"]["start"] == pytest.approx(0, abs=1e-5)
     assert report[1]["kl"]["start"] == pytest.approx(report[0]["kl"]["trained"], abs=1e-4), (
-        "on from the last policy, from one start"
+        "round 2 continues the last policy; KL is measured from the first one"
     )
     assert report[1]["gold"]["start"] == report[0]["gold"]["trained"]
     scored = [sum(map(ord, row[side])) for side in ("chosen", "rejected") for row in lines(second / "pairs.jsonl")]
     half = len(scored) // 2
-    assert all(ours > theirs for ours, theirs in zip(scored[:half], scored[half:], strict=True)), "the judge's labels"
+    assert all(ours > theirs for ours, theirs in zip(scored[:half], scored[half:], strict=True)), "labelled by the judge"
     old, new = lines(first / "all_pairs.jsonl"), lines(second / "all_pairs.jsonl")
     assert old == lines(start / "pairs.jsonl") + lines(first / "pairs.jsonl")
     assert new == old + lines(first / "held_out_pairs.jsonl") + lines(second / "pairs.jsonl")
     question = [
         {row["prompt"] for name in ("pairs", "held_out_pairs") for row in lines(at / f"{name}.jsonl")} for at in (first, second)
     ]
-    assert not question[0] & question[1], "while there are others"
-    assert read_toml(second / "reward" / "config.toml")["steps"] == len(new), "as many passes as the first: one"
+    assert not question[0] & question[1], "prompts are not reused while unused ones remain"
+    assert read_toml(second / "reward" / "config.toml")["steps"] == len(new), "one pass, as for the first reward model"
 
     whole = {run: timeless(second / run) for run in ("reward", "ppo")}
     weights = load_file(second / "ppo" / "model" / "model.safetensors")
@@ -140,7 +140,7 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
     (start / "ppo.toml").write_text(recipe.replace("missing_eos", "deadline = 90\n        missing_eos"))
     with closing(RunFolder.open(second / "ppo")):
         assert "ppo: in use by another process" in command(*words)[2]
-    assert (second / "ppo" / "config.toml").read_text() == started, "who holds the run says what it is"
+    assert (second / "ppo" / "config.toml").read_text() == started, "the process that holds the run keeps its config"
     (start / "ppo.toml").write_text(recipe)
     Path("STOP").unlink()
     code, again, _ = command(*words)
@@ -159,8 +159,8 @@ def test_rounds_go_on_from_each_other_and_a_stopped_one_ends_as_if_it_had_not_be
 
 
 @pytest.mark.slow
-def test_rounds_on_two_ranks_have_the_pairs_of_one_process_go_on_and_end_with_one_error(start: Path) -> None:
-    """The first rank labels and evaluates. PPO's minibatches are others, each rank has rows of its own."""
+def test_rounds_on_two_ranks_match_one_process_resume_and_report_errors(start: Path) -> None:
+    """Rank 0 labels and evaluates. PPO minibatches differ from one process because each rank has its own rows."""
     plan = RoundsSettings(recipe_of(start), f"{start}/judge.py:judge", pairs=20)
 
     def body(folder: Path, rounds: int) -> Callable[[int], Any]:
@@ -181,7 +181,7 @@ def test_rounds_on_two_ranks_have_the_pairs_of_one_process_go_on_and_end_with_on
         assert "the judge prefers an answer in only 0 of 20 pairs" in message
 
 
-def test_a_rounds_ppo_starts_from_the_last_policy_against_the_new_reward_model_anchored_to_the_start(start: Path) -> None:
+def test_round_ppo_uses_last_policy_new_reward_model_and_first_reference(start: Path) -> None:
     plan, folder = RoundsSettings(recipe_of(start), "j:j"), start / "r"
     for number, model, reward in (
         (1, plan.recipe.model, start / "reward"),
@@ -199,10 +199,10 @@ def test_a_rounds_ppo_starts_from_the_last_policy_against_the_new_reward_model_a
         assert made.model_dump(exclude=rest) == plan.recipe.model_dump(exclude=rest)
 
 
-def test_refreshed_reward_models_are_merged_whatever_the_first_one_left(
+def test_refreshed_reward_model_is_merged_even_if_the_first_is_an_adapter(
     start: Path, folders: dict[str, Path], command: Command
 ) -> None:
-    """The next round goes on from a whole model, which is what the message about the first one asks for."""
+    """A round needs a full model; the error about an unmerged first model says how to make one."""
     rows = {"train": str(start / "pairs.jsonl"), "max_length": 32, "batch": 3}
     settings = {"model": str(folders["llama"]), "steps": 6, "data": rows, "adapter": {"rank": 2, "merge": False}}
     surefoot.train("reward", run_dir=start / "thin", **settings)
@@ -219,7 +219,7 @@ def test_refreshed_reward_models_are_merged_whatever_the_first_one_left(
 
 
 @pytest.mark.parametrize("spelled", ["./reward", "sub/../reward", "link", "reward/model", "reward"])
-def test_the_critic_follows_the_refreshed_reward_model_however_it_is_spelled(
+def test_critic_start_follows_the_reward_model_for_any_spelling_of_its_path(
     spelled: str, start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(start)
@@ -232,9 +232,7 @@ def test_the_critic_follows_the_refreshed_reward_model_however_it_is_spelled(
 
 
 @pytest.mark.slow
-def test_a_judge_has_the_time_that_the_recipe_gives_rewards_and_more_of_it_is_no_other_plan(
-    start: Path, command: Command
-) -> None:
+def test_judge_obeys_the_reward_deadline_and_a_retry_may_raise_it(start: Path, command: Command) -> None:
     text = (start / "ppo.toml").read_text()
     source = "\ndef slow(responses):\n    import time\n    time.sleep(0.6)\n    return judge(responses)\n"
     (start / "judge.py").write_text(SOURCE + source)
@@ -249,14 +247,14 @@ def test_a_judge_has_the_time_that_the_recipe_gives_rewards_and_more_of_it_is_no
     assert code == 0, err
 
 
-def test_without_noise_the_better_answer_is_chosen_and_with_it_by_bradley_terry() -> None:
+def test_preferences_are_exact_without_noise_and_bradley_terry_with_noise() -> None:
     draw = random.Random(1)
     assert (prefers_first(2, 1, 0, draw), prefers_first(1, 2, 0, draw), prefers_first(1, 1, 0, draw)) == (True, False, None)
     share = sum(bool(prefers_first(1.5, 1.0, 0.25, draw)) for _ in range(4000)) / 4000
     assert share == pytest.approx(0.8808, abs=0.02), "σ(2)"
 
 
-def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
+def test_accuracy_is_the_share_of_correctly_ranked_pairs() -> None:
     from surefoot.language.rewards.scores import Scores
 
     def length(prompts: Any, responses: Any, columns: Any) -> Scores:
@@ -277,12 +275,12 @@ def test_accuracy_is_the_share_of_pairs_in_the_judges_order() -> None:
         ({"adapter": {}}, "critic.start=.*every round has another base; unset it"),
     ],
 )
-def test_what_cannot_be_refreshed_is_rejected(changes: dict[str, Any], message: str, start: Path) -> None:
+def test_recipes_that_rounds_cannot_refresh_are_rejected(changes: dict[str, Any], message: str, start: Path) -> None:
     with pytest.raises(SurefootError, match=message):
         RoundsSettings(recipe_of(start, **changes), "j:j")
 
 
-def test_bad_commands_are_rejected_in_one_line_and_leave_nothing_behind(start: Path, command: Command) -> None:
+def test_invalid_commands_print_a_one_line_error(start: Path, command: Command) -> None:
     text = (start / "ppo.toml").read_text()
     (start / "nobody.toml").write_text(text.replace("gold =", "# gold ="))
     cases = (
@@ -296,6 +294,6 @@ def test_bad_commands_are_rejected_in_one_line_and_leave_nothing_behind(start: P
         code, _, err = command("rounds", *words)
         assert (code, err.count("\n")) == (2, 1), err
         assert message in err
-    assert not (start / "runs" / "c").exists(), "a judge that is none claims no folder"
+    assert not (start / "runs" / "c").exists(), "an invalid judge must not create a folder"
     code, _, err = command("rounds", "ppo.toml", "--run-dir", str(start / "reward"))
     assert (code, "has other files" in err) == (2, True)

@@ -1,4 +1,4 @@
-"""Responses are sampled from the model's own distribution with every decoder, whatever else is in the batch."""
+"""Every decoding path samples from the model's own distribution, independent of other rows, padding and global state."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -20,18 +20,18 @@ from . import tiny
 PATHS: tuple[DecodingPath, ...] = ("packed", "cached", "recomputed")
 PROMPTS = [[20, 31, 42, 53, 64, 75, 86], [33], [47, 48, 49], [90, 91, 92, 93]]
 EOS = (1, 40, 50, 60, 70, 80)
-"""six ends among 102 tokens, so that responses have many lengths"""
+"""six EOS ids among 102 tokens, so that response lengths vary"""
 
 
 def draw(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any) -> Samples:
-    """Three responses of at most 16 tokens to each prompt."""
+    """Sample three responses of at most 16 tokens per prompt."""
     count = len(prompts) * options.get("samples", 3)
     defaults = {"samples": 3, "max_tokens": 16, "eos_ids": EOS, "pad_id": 0, "seeds": range(100, 100 + count)}
     return sample(model, prompts, **{**defaults, **options})
 
 
 def own_logits(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-    """What the model says before each token of the response, with no padding, no cache and no company.   -> [T, vocabulary]"""
+    """The model's logits for each response token, without padding, cache or other rows.   -> [T, vocabulary]"""
     with torch.no_grad():
         return model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
 
@@ -48,22 +48,22 @@ def expect_own_log_probs(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("path", PATHS)
-def test_log_probs_are_those_of_the_models_own_forward_pass(family: str, path: DecodingPath, temperature: float) -> None:
+def test_log_probs_match_the_models_own_forward_pass(family: str, path: DecodingPath, temperature: float) -> None:
     model = tiny.model(family)
     drawn = draw(model, path=path, temperature=temperature)
     assert drawn.path == path
     assert drawn.lengths.min() < 8, "some responses are short"
-    assert drawn.lengths.max() == 16, "and some long"
+    assert drawn.lengths.max() == 16, "some responses are long"
     expect_own_log_probs(model, PROMPTS, drawn, temperature, within=1e-4)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_in_float64_they_agree_to_eleven_digits(family: str, path: DecodingPath) -> None:
-    """So what float32 leaves is rounding, and no position, mask or scale that is slightly wrong."""
+def test_log_probs_match_more_closely_in_float64(family: str, path: DecodingPath) -> None:
+    """So the float32 difference is rounding, not a slightly wrong position, mask or scale."""
     model = tiny.model(family).double()
     drawn = draw(model, path=path)
     assert drawn.log_probs.dtype == torch.float64
-    # LayerNorm and RMSNorm of some families compute in float32 whatever the model is in
+    # some families compute LayerNorm and RMSNorm in float32 for every dtype
     expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-11 if family == "gpt2" else 1e-5)
 
 
@@ -75,11 +75,11 @@ def test_every_path_draws_the_same_tokens(family: str) -> None:
         assert torch.equal(packed.ended, other.ended)
 
 
-def test_a_known_family_takes_packed_weights(family: str) -> None:
+def test_known_families_use_the_packed_path(family: str) -> None:
     assert draw(tiny.model(family)).path == "packed"
 
 
-def test_the_built_in_model_takes_packed_weights() -> None:
+def test_built_in_model_uses_the_packed_path() -> None:
     from surefoot.language.models.loading import load_model
 
     model, _ = load_model("pocket")
@@ -89,8 +89,8 @@ def test_the_built_in_model_takes_packed_weights() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_token_is_where_its_responses_own_uniform_falls(path: DecodingPath) -> None:
-    """One number per token, from a generator of the response's own, through the cumulative distribution of the model itself."""
+def test_tokens_are_drawn_by_inverse_cdf_from_per_response_uniforms(path: DecodingPath) -> None:
+    """Each response has its own generator and uses one uniform number per token."""
     model = tiny.model("llama")
     drawn = draw(model, path=path, temperature=0.8)
     for i, response in enumerate(drawn.responses()):
@@ -100,7 +100,7 @@ def test_a_token_is_where_its_responses_own_uniform_falls(path: DecodingPath) ->
         assert response == expected
 
 
-def test_tokens_have_the_frequencies_of_their_probabilities() -> None:
+def test_token_frequencies_match_their_probabilities() -> None:
     model = tiny.model("qwen2", scale=2.0)
     many = 20_000
     drawn = draw(model, [[33, 34]], samples=many, max_tokens=1, seeds=range(many), temperature=1.3)
@@ -111,7 +111,7 @@ def test_tokens_have_the_frequencies_of_their_probabilities() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_other_rows_order_and_padding_change_nothing(family: str, path: DecodingPath) -> None:
+def test_responses_do_not_depend_on_other_rows_order_or_padding(family: str, path: DecodingPath) -> None:
     model = tiny.model(family)
     together = draw(model, path=path)
     seeds = [*range(100, 112)]
@@ -126,7 +126,7 @@ def test_other_rows_order_and_padding_change_nothing(family: str, path: Decoding
             torch.testing.assert_close(one.log_probs[0], together.log_probs[row, :length], atol=5e-5, rtol=0)
 
 
-def test_a_lower_limit_gives_the_beginning_of_the_same_responses() -> None:
+def test_lower_max_tokens_gives_prefixes_of_the_same_responses() -> None:
     model = tiny.model("gpt2")
     long, short = draw(model, max_tokens=40), draw(model, max_tokens=9)
     assert short.responses() == [response[:9] for response in long.responses()]
@@ -148,7 +148,7 @@ def test_a_response_ends_with_its_first_eos_or_at_the_limit(family: str, path: D
         assert (drawn.log_probs[row, length:] == 0).all()
 
 
-def test_an_end_at_the_limit_counts_as_an_end() -> None:
+def test_eos_at_the_limit_counts_as_ended() -> None:
     model = tiny.model("llama")
     whole = draw(model)
     row = next(i for i in range(12) if whole.ended[i] and whole.lengths[i] > 2)
@@ -163,7 +163,7 @@ def test_without_any_eos_every_response_reaches_the_limit() -> None:
     assert not drawn.ended.any()
 
 
-def test_prompts_come_back_padded_left_and_prompt_major() -> None:
+def test_returned_prompts_are_left_padded_and_prompt_major() -> None:
     drawn = draw(tiny.model("llama"), pad_id=9)
     assert drawn.prompt.shape == drawn.prompt_mask.shape == (12, 7)
     for row in range(12):
@@ -172,7 +172,7 @@ def test_prompts_come_back_padded_left_and_prompt_major() -> None:
         assert drawn.prompt_mask[row, -1]
 
 
-def test_a_prompt_may_hold_the_pad_token() -> None:
+def test_prompts_may_contain_the_pad_token() -> None:
     model = tiny.model("llama")
     prompts = [[7, 30, 7, 7], [7]]
     drawn = draw(model, prompts, pad_id=7)
@@ -180,7 +180,7 @@ def test_a_prompt_may_hold_the_pad_token() -> None:
 
 
 class Watch:
-    """Shapes of everything the model's embedding is asked for: what is really computed."""
+    """Records the input shapes of the model's embedding, which show what is actually computed."""
 
     def __init__(self, model: Any) -> None:
         self.seen: list[tuple[int, ...]] = []
@@ -223,7 +223,7 @@ tokens = cache(lambda: Tokens(tiny.tokenizer()))
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """A token per character; see tiny.tokenizer."""
+    """Decode ids; ``tiny.tokenizer`` has one token per character."""
     return tokens().decode(ids)
 
 
@@ -247,8 +247,8 @@ def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(path: 
     st.lists(st.sampled_from([b"a", b" ", b"\n", b"\xc3", b"\xa9", b"b\n", b" \xc3", b""]), max_size=8),
     st.lists(st.sampled_from(["é", "a\n", " ", "éé", "b"]), min_size=1, max_size=2),
 )
-def test_the_shortcut_past_decoding_misses_no_stop_string(parts: list[bytes], stop: list[str]) -> None:
-    """Tokens that are half a character, that are nothing, or whose edge is stripped, as tokenizers have them."""
+def test_shortcut_that_skips_decoding_misses_no_stop_string(parts: list[bytes], stop: list[str]) -> None:
+    """Some tokens are half a character, empty, or stripped at the edge, as in real tokenizers."""
     vocabulary = [b"a", b" ", b"\n", b"\xc3", b"\xa9", b"b\n", b" \xc3", b""]
 
     def decode(ids: Sequence[int]) -> str:
@@ -259,12 +259,12 @@ def test_the_shortcut_past_decoding_misses_no_stop_string(parts: list[bytes], st
     actions = torch.tensor(ids).view(-1, 1)
     for t in range(1, len(ids) + 1):
         if any(word in decode(ids[: t - 1]) for word in stop):
-            break  # it had ended there
+            break  # already ended
         reached = ending.reached(actions[:t], torch.tensor([0]))
         assert (reached is not None) == any(word in decode(ids[:t]) for word in stop)
 
 
-def test_generate_answers_text_with_text_and_cuts_the_stop_string_off(loaded: tuple[Any, Any]) -> None:
+def test_generate_returns_text_without_the_stop_string(loaded: tuple[Any, Any]) -> None:
     model, tokens = loaded[0], Tokens(loaded[1], loaded[0])
     free, ended = generate(model, tokens, ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3)
     assert len(free) == 6
@@ -279,7 +279,7 @@ def test_generate_answers_text_with_text_and_cuts_the_stop_string_off(loaded: tu
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=9).filter(lambda w: sum(w) > 0.1), st.floats(0, 1, exclude_max=True))
-def test_inverse_cdf_takes_the_interval_that_holds_u_and_nothing_impossible(weights: list[float], u: float) -> None:
+def test_inverse_cdf_selects_the_interval_of_u_and_no_impossible_token(weights: list[float], u: float) -> None:
     probabilities = torch.tensor(weights, dtype=torch.float64)
     probabilities = torch.where(probabilities < 1e-6, 0, probabilities)
     probabilities /= probabilities.sum()
@@ -290,7 +290,7 @@ def test_inverse_cdf_takes_the_interval_that_holds_u_and_nothing_impossible(weig
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-53])
-def test_the_extremes_of_u_reach_the_first_and_last_possible_token(u: float) -> None:
+def test_extreme_u_selects_the_first_or_last_possible_token(u: float) -> None:
     log_probs = torch.tensor([[0.0, 0.3, 0.4, 0.3, 0.0, 0.0]]).log()
     assert inverse_cdf(log_probs, torch.tensor([u], dtype=torch.float64)).item() == (1 if u == 0 else 3)
 
@@ -303,7 +303,7 @@ def test_uniforms_of_a_seed_do_not_depend_on_how_many_are_drawn() -> None:
         assert torch.equal(uniform_draws([5, 2**63 - 1, 5], count), many[:count])
 
 
-def test_the_global_generator_is_left_alone() -> None:
+def test_global_random_state_is_unchanged() -> None:
     model = tiny.model("llama")
     before = torch.get_rng_state()
     draw(model)
@@ -311,7 +311,7 @@ def test_the_global_generator_is_left_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
-def test_dropout_and_checkpointing_are_off_meanwhile_and_back_afterwards(family: str) -> None:
+def test_dropout_and_checkpointing_are_disabled_only_while_sampling(family: str) -> None:
     names = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if family == "gpt2" else ("attention_dropout",)
     model = tiny.model(family, **dict.fromkeys(names, 0.5))
     quiet = draw(model)
@@ -323,8 +323,8 @@ def test_dropout_and_checkpointing_are_off_meanwhile_and_back_afterwards(family:
     assert [module.training for module in model.modules()] == training
 
 
-def test_what_comes_out_can_be_learned_from() -> None:
-    """Autograd may keep it: no tensor of inference mode, nothing that requires grad."""
+def test_sampled_tensors_can_be_used_in_training() -> None:
+    """They are not inference tensors and do not require grad."""
     model = tiny.model("llama")
     drawn = draw(model)
     for tensor in (drawn.prompt, drawn.actions, drawn.mask, drawn.log_probs, drawn.ended):
@@ -336,7 +336,7 @@ def test_what_comes_out_can_be_learned_from() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_weights_are_read_again_at_every_call(family: str) -> None:
+def test_weights_are_reread_on_every_call(family: str) -> None:
     model = tiny.model(family)
     draw(model)
     with torch.no_grad():
@@ -367,7 +367,7 @@ def other_activation(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [doubled_feed_forward, adapted_projection, other_activation])
-def test_a_model_that_is_not_what_it_seems_is_decoded_by_its_own_forward_pass(change: Any) -> None:
+def test_modified_models_are_decoded_by_their_own_forward_pass(change: Any) -> None:
     model = tiny.model("llama")
     change(model)
     drawn = draw(model)
@@ -375,8 +375,8 @@ def test_a_model_that_is_not_what_it_seems_is_decoded_by_its_own_forward_pass(ch
     expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
 
 
-def test_a_cache_with_other_logits_is_not_used() -> None:
-    """A model whose pass with a cache forgets a layer, as a family with a defect would."""
+def test_cache_with_wrong_logits_is_not_used() -> None:
+    """The cached pass of this model skips a layer, as in a defective model family."""
     model = tiny.model("llama")
     other_activation(model)
     layer = model.model.layers[1]
@@ -392,7 +392,7 @@ def test_a_cache_with_other_logits_is_not_used() -> None:
     expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
 
 
-def test_half_precision_is_decoded_by_the_models_own_pass_with_log_probs_in_float32() -> None:
+def test_half_precision_uses_the_models_own_pass_and_float32_log_probs() -> None:
     model = tiny.model("llama", scale=2.0).bfloat16()
     drawn = draw(model)
     assert (drawn.path, drawn.log_probs.dtype) == ("cached", torch.float32)
@@ -417,7 +417,7 @@ OTHERS: dict[str, tuple[dict[str, Any], DecodingPath]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
-    """Sliding windows, learned positions taken from the mask, biases by distance, recurrent states, and no cache at all."""
+    """Covers sliding windows, learned positions from the mask, ALiBi, recurrent states, and models without a cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape, path = OTHERS[kind]
@@ -455,27 +455,27 @@ def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
         ({"path": "quick"}, "path='quick': choose one of packed, cached, recomputed"),
     ],
 )
-def test_what_cannot_be_sampled_is_rejected_in_one_line(options: dict[str, Any], message: str) -> None:
+def test_invalid_requests_raise_a_one_line_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError, match=message) as rejected:
         draw(tiny.model("gpt2"), **options)
     assert "\n" not in str(rejected.value)
 
 
-def test_the_last_place_of_the_context_can_be_used(family: str) -> None:
+def test_last_position_of_the_context_can_be_used(family: str) -> None:
     model = tiny.model(family)
     for more in (1, 2, 3):
         prompts = [[30] * (128 - more), [31, 32]]
         expect_own_log_probs(model, prompts, draw(model, prompts, max_tokens=more), 1.0, within=1e-4)
 
 
-def test_a_path_that_a_model_does_not_have_is_rejected() -> None:
+def test_unavailable_path_is_rejected() -> None:
     model = tiny.model("llama")
     other_activation(model)
     with pytest.raises(SurefootError, match="path='packed': not available for LlamaForCausalLM"):
         draw(model, path="packed")
 
 
-def test_logits_that_are_not_finite_are_an_error(family: str) -> None:
+def test_non_finite_logits_raise_an_error(family: str) -> None:
     model = tiny.model(family)
     with torch.no_grad():
         next(model.parameters())[33] = torch.nan

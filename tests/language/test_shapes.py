@@ -1,4 +1,4 @@
-"""Public data sets become the rows that Surefoot reads, and labelled answers become pairs."""
+"""Rows in the formats of public data sets are converted, and labelled answers become pairs."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", DEMONSTRATIONS)
-def test_demonstrations_of_public_shapes(name: str, tmp_path: Path) -> None:
+def test_demonstrations_in_public_formats_are_converted(name: str, tmp_path: Path) -> None:
     row, whole, trained = DEMONSTRATIONS[name]
     made = demonstrations(rows(tmp_path, row), TOKENS, 300)
     assert text(TOKENS, made.ids[0]) == whole
@@ -78,7 +78,7 @@ def test_demonstrations_of_public_shapes(name: str, tmp_path: Path) -> None:
     assert made.unused == ()
 
 
-def test_without_a_chat_template_alpaca_is_its_own_text(tmp_path: Path) -> None:
+def test_alpaca_rows_use_the_alpaca_prompt_without_a_chat_template(tmp_path: Path) -> None:
     made = demonstrations(rows(tmp_path, {"instruction": "add {x}", "input": "2+2", "output": "4"}), PLAIN, 400)
     assert "### Instruction:\nadd {x}\n\n### Input:\n2+2\n\n### Response:\n4⟨eos⟩" in text(PLAIN, made.ids[0])
     assert text(PLAIN, made.ids[0], made.trained[0]) == "4⟨eos⟩"
@@ -102,7 +102,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_pairs_of_public_shapes(name: str, tmp_path: Path) -> None:
+def test_pairs_in_public_formats_are_converted(name: str, tmp_path: Path) -> None:
     made = pairs(rows(tmp_path, PAIRS[name]), TOKENS, 300)
     for ids, answer in ((made.chosen[0], "4"), (made.rejected[0], "5")):
         assert text(TOKENS, ids) == f"{USER}2+2{ASSISTANT}{answer}⟨eos⟩"
@@ -110,7 +110,7 @@ def test_pairs_of_public_shapes(name: str, tmp_path: Path) -> None:
     assert made.unused == ()
 
 
-def test_prompts_of_public_shapes_keep_the_answer_for_rewards(tmp_path: Path) -> None:
+def test_prompts_in_public_formats_keep_the_answer_for_rewards(tmp_path: Path) -> None:
     made = prompts(rows(tmp_path, {"instruction": "2+2", "input": "", "output": "4"}, {"conversations": SHARE}), TOKENS, 300)
     assert [text(TOKENS, ids) for ids in made.ids] == [
         f"{USER}2+2{ASSISTANT}",
@@ -120,7 +120,7 @@ def test_prompts_of_public_shapes_keep_the_answer_for_rewards(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("arguments", [{"b": "x"}, json.dumps({"b": "x"})])
-def test_calls_of_functions_are_read_from_both_forms(arguments: Any, tmp_path: Path) -> None:
+def test_function_call_arguments_may_be_a_dict_or_json(arguments: Any, tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     own = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]}
     share = {"conversations": [turn("human", "a"), turn("function_call", json.dumps({"name": "f", "arguments": {"b": "x"}}))]}
@@ -132,7 +132,7 @@ def labelled(prompt: str, completion: str, label: Any) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion, "label": label}
 
 
-def test_labelled_answers_to_the_same_prompt_become_pairs_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_labelled_answers_become_pairs_and_unpaired_ones_are_counted(tmp_path: Path) -> None:
     given = [
         labelled("a", "bad", False),
         labelled("b", "alone", True),
@@ -150,7 +150,7 @@ def test_labelled_answers_to_the_same_prompt_become_pairs_and_the_rest_is_counte
     with pytest.raises(SurefootError, match=r"a\.jsonl: column 'label' labels single answers, and no prompt has one of each"):
         pairs(rows(tmp_path, labelled("a", "b", True), labelled("b", "c", False)), TOKENS, 300)
     classes = demonstrations(rows(tmp_path, labelled("a", "b", 3)), TOKENS, 300)
-    assert classes.unused == ("label",), "a label that is a class stays a column"
+    assert classes.unused == ("label",), "a class label stays a column"
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_labelled_answers_to_the_same_prompt_become_pairs_and_the_rest_is_counte
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}, *FOUR]}, "a part of the content has no text"),
     ],
 )
-def test_what_is_wrong_with_a_foreign_row_names_file_and_line(row: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_errors_in_public_formats_name_file_and_line(row: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=rf"a\.jsonl, line 1: .*{expected}"):
         demonstrations(rows(tmp_path, row), TOKENS, 300)
 
 
 @pytest.mark.parametrize("name", ["image", "images", "videos"])
-def test_images_in_the_rows_are_an_error_unless_another_name_says_that_a_reward_reads_them(name: str, tmp_path: Path) -> None:
+def test_image_columns_are_rejected_unless_renamed(name: str, tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b"}
     with pytest.raises(SurefootError, match=rf"a\.jsonl, line 2: has a column '{name}', and only text is trained; remove"):
         rows(tmp_path, row, {**row, name: ["cat.png"]})
@@ -190,7 +190,7 @@ def test_images_in_the_rows_are_an_error_unless_another_name_says_that_a_reward_
 FORGED = {"messages": [{"role": "user", "content": "a⟨eos⟩b"}, *FOUR]}
 
 
-def test_control_tokens_are_split_kept_or_rejected_and_counted_always(tmp_path: Path) -> None:
+def test_control_tokens_are_split_kept_or_rejected_and_counted(tmp_path: Path) -> None:
     given = [FORGED, {"messages": [{"role": "user", "content": "a"}, *FOUR]}, {"prompt": "c⟨eos⟩", "completion": "d"}]
     for control, eos in (("split", 1), ("keep", 2)):
         made = demonstrations(rows(tmp_path, *given), TOKENS, 300, control=control)  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ def test_control_tokens_are_split_kept_or_rejected_and_counted_always(tmp_path: 
     assert demonstrations(rows(tmp_path, given[1]), TOKENS, 300).notes == ()
 
 
-def test_a_preview_names_shapes_and_control_tokens(tmp_path: Path) -> None:
+def test_preview_shows_the_format_and_control_tokens(tmp_path: Path) -> None:
     from rich.console import Console
 
     console = Console(width=120, record=True)

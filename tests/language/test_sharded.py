@@ -1,4 +1,4 @@
-"""Models sharded over two ranks learn like whole models in one process: the same gradient, step and metrics."""
+"""Models sharded over two ranks train like one process with whole models: same gradients, updates and metrics."""
 
 import json
 import os
@@ -46,7 +46,7 @@ SAMPLING = {"prompts": 5, "samples": 2, "max_tokens": 6}
 
 
 def recipe(folder: Path, kind: str, sharding: str, **changes: Any) -> Recipe:
-    """A recipe of a kind on ragged rows; one of two ranks has more rows than the other."""
+    """A recipe on rows of different lengths; one of the two ranks has more rows than the other."""
     table: dict[str, Any] = {"kind": kind, "model": str(folder / "model"), "sharding": sharding, "steps": 200}
     data = {"train": str(folder / "rows.jsonl"), "max_length": 64}
     table["optimizer"] = {"micro_batch_tokens": 40, "weight_decay": 0.1, "learning_rate": 1e-3}
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("sft", {"model": "tied"}),
     "gathered once": ("sft", {"reshard_after_forward": False, "gradient_checkpointing": True}),
     "offload": ("sft", {"offload": True}),
-    "row by row": ("sft", {"optimizer": {"micro_batch": 1, "micro_batch_tokens": None}}),  # three passes, and two
+    "row by row": ("sft", {"optimizer": {"micro_batch": 1, "micro_batch_tokens": None}}),  # three passes, two on rank 1
     "routed": ("sft", {"model": "mixture", "objective": {"router_coefficient": 0.5}}),
     "reward": ("reward", {}),
     "steps": ("reward", {"preference": {"loss": "steps"}, "data": {"train": "steps.jsonl"}}),
@@ -100,7 +100,7 @@ if find_spec("peft") is not None:
 
 
 FAST = ("sft", "ppo of bfloat16", "row by row", "reward", "dpo row by row", "ppo", "ppo on a shared base")
-"""cases of make test; make slow has all"""
+"""cases that make test runs; make slow runs all"""
 
 
 def case(folder: Path, name: str, sharding: str) -> Recipe:
@@ -126,7 +126,7 @@ def whole_weights(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained(recipe: Recipe) -> dict[str, Any]:
-    """Weights and metrics of two iterations, and the gradient norms."""
+    """Weights and metrics of two iterations, including gradient norms."""
     world: World = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
     learner.auxiliary_loss = world.auxiliary_loss
@@ -197,24 +197,22 @@ def other_ranks(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name in FAST])
-def test_sharded_ranks_take_the_steps_of_one_process(name: str, ranks: list[Any], folder: Path) -> None:
+def test_sharded_ranks_match_one_process(name: str, ranks: list[Any], folder: Path) -> None:
     check_same_steps(name, ranks, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FAST])
-def test_sharded_ranks_take_the_steps_of_one_process_whatever_the_switches(
-    name: str, other_ranks: list[Any], folder: Path
-) -> None:
+def test_sharded_ranks_match_one_process_in_the_other_cases(name: str, other_ranks: list[Any], folder: Path) -> None:
     check_same_steps(name, other_ranks, folder)
 
 
 def check_same_steps(name: str, ranks: list[Any], folder: Path) -> None:
-    """Weights and metrics of every rank are those of one process."""
+    """Check that the weights and metrics of every rank match one process."""
     assert all(isinstance(rank, dict) for rank in ranks), ranks
-    # Each rank shuffles its own rows, so minibatches are those of ranks with whole models.
+    # Each rank shuffles its own rows, so minibatches are compared with two ranks that have whole models.
     alone = ranks[0]["whole minibatches"] if name == "minibatches" else trained(case(folder, name, "full"))
-    assert not alone["sharded"], "a single process has nothing to share"
+    assert not alone["sharded"], "a single process does not shard"
     for rank in ranks:
         assert rank[name]["sharded"]
         assert rank[name]["state"] == pytest.approx(alone["state"], rel=1e-5)
@@ -226,8 +224,8 @@ def check_same_steps(name: str, ranks: list[Any], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hybrid_ranks_take_the_steps_of_one_process_and_compare_their_copies(folder: Path) -> None:
-    """Two machines of two ranks each: shards within a machine, copies between them."""
+def test_hybrid_sharding_matches_one_process_and_checks_its_replicas(folder: Path) -> None:
+    """Two machines of two ranks each: sharded within a machine, replicated between machines."""
 
     def body(rank: int) -> dict[str, Any]:
         os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -253,7 +251,7 @@ def test_hybrid_ranks_take_the_steps_of_one_process_and_compare_their_copies(fol
                 torch.testing.assert_close(rank[name]["weights"][key], weights, rtol=1e-4, atol=2e-6)
 
 
-def test_machines_with_other_numbers_of_ranks_are_one_line(folder: Path) -> None:
+def test_hybrid_sharding_rejects_a_mismatched_local_world_size(folder: Path) -> None:
     def body(rank: int) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = "3"
         join_ranks()
@@ -265,7 +263,7 @@ def test_machines_with_other_numbers_of_ranks_are_one_line(folder: Path) -> None
 
 
 def evaluated(recipe: Recipe) -> Any:
-    """The metrics of an evaluation after one update, of which only the evaluation runs block by block."""
+    """The metrics of an evaluation after one update. Only the evaluation runs block by block."""
     world = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
     rollout = world.collector.collect(state)
@@ -277,10 +275,10 @@ def evaluated(recipe: Recipe) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "kto", pytest.param("steps", marks=pytest.mark.slow)])
-def test_an_evaluation_gathers_one_block_at_a_time_with_the_numbers_of_one_process(
+def test_evaluation_gathers_one_block_at_a_time_and_matches_one_process(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No layer but the one that computes is whole, of the policy and of the reference."""
+    """Only the layer that computes is gathered, in the policy and in the reference."""
     made = case(folder, kind, "full")
     assert isinstance(made, SupervisedRecipe)
     data = made.data.model_copy(update={"held_out": made.data.train})
@@ -295,7 +293,7 @@ def test_an_evaluation_gathers_one_block_at_a_time_with_the_numbers_of_one_proce
             layers = [each for root in roots for each in root.modules() if isinstance(each, LlamaDecoderLayer)]
             whole = [each for each in layers if not any(hasattr(p, "to_local") for p in each.parameters())]
             most[0] = most[0] if torch.is_grad_enabled() else max(most[0], len(whole))
-            assert layer in whole or layer not in layers, "a model is tested before it is sharded"
+            assert layer in whole or layer not in layers, "layers compute ungathered only before sharding"
             return layer_forward(layer, *arguments, **named)
 
         def shard_and_note(module: torch.nn.Module, *arguments: Any, **named: Any) -> None:
@@ -306,12 +304,12 @@ def test_an_evaluation_gathers_one_block_at_a_time_with_the_numbers_of_one_proce
             monkeypatch.setattr(place, "shard_role", shard_and_note)
         monkeypatch.setattr(LlamaDecoderLayer, "forward", counted)
         metrics = evaluated(made)
-        assert len(roots) == (3 if kind in ("dpo", "kto") else 1), "the reference, once for each set of rows"
+        assert len(roots) == (3 if kind in ("dpo", "kto") else 1), "the reference is sharded once per set of rows"
         return metrics, most[0]
 
     alone = evaluated(made)
     for metrics, layers in on_ranks(2, body, folder / f"evaluated {kind}"):
-        assert layers == (2 if kind == "kto" else 1), "only the baseline of KTO gathers the whole model"
+        assert layers == (2 if kind == "kto" else 1), "only the KTO baseline gathers the whole model"
         assert metrics == pytest.approx(alone, rel=1e-4, abs=1e-6)
 
 
@@ -321,8 +319,8 @@ def dtypes_of(module: torch.nn.Module) -> dict[str, set[torch.dtype]]:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_frozen_roles_have_bfloat16_shards_where_that_changes_no_number(precision: str, folder: Path) -> None:
-    """The reference of a model in bfloat16 files stays so; in bfloat16 the reward too. What is trained is float32."""
+def test_frozen_roles_use_bfloat16_shards_only_where_this_is_lossless(precision: str, folder: Path) -> None:
+    """References from bfloat16 files stay bfloat16; with bfloat16 precision rewards do too. Trained weights are float32."""
 
     def body(rank: int) -> list[Any]:
         join_ranks()
@@ -337,7 +335,7 @@ def test_frozen_roles_have_bfloat16_shards_where_that_changes_no_number(precisio
     low, exact = {torch.bfloat16}, {torch.float32}
     for policy, reference, reward, difference in on_ranks(2, body, folder / f"frozen {precision}"):
         assert policy == {"weights": exact, "buffers": exact}
-        assert reference == {"weights": low, "buffers": exact}, "rounded frequencies would make distant positions wrong"
+        assert reference == {"weights": low, "buffers": exact}, "rounded frequencies give wrong distant positions"
         assert reward == {"weights": low if precision == "bfloat16" else exact, "buffers": exact}
         assert difference < (1e-6 if precision == "float32" else 0.1)
 
@@ -345,7 +343,7 @@ def test_frozen_roles_have_bfloat16_shards_where_that_changes_no_number(precisio
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_rank_holds_a_whole_model_while_it_loads(dtype: str, folder: Path, tmp_path: Path) -> None:
+def test_no_rank_holds_the_whole_model_while_loading(dtype: str, folder: Path, tmp_path: Path) -> None:
     big = model("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
     size = 4 * sum(p.numel() for p in big.parameters())
     big.to(getattr(torch, dtype)).save_pretrained(tmp_path / "big")
@@ -369,11 +367,11 @@ def test_no_rank_holds_a_whole_model_while_it_loads(dtype: str, folder: Path, tm
 
     for peak in on_ranks(2, body, tmp_path / "results", timeout=80):
         assert isinstance(peak, int), peak
-        assert peak < 0.8 * size, f"{peak / 1e6:.0f} of {size / 1e6:.0f} MB; its part is a half"
+        assert peak < 0.8 * size, f"{peak / 1e6:.0f} of {size / 1e6:.0f} MB; its share is half"
 
 
 @pytest.mark.parametrize("kind", ["sft", pytest.param("language", marks=pytest.mark.slow)])
-def test_in_bfloat16_weights_stay_float32_and_the_loss_is_near(kind: str, folder: Path) -> None:
+def test_bfloat16_keeps_float32_weights_and_stays_close_to_float32(kind: str, folder: Path) -> None:
     def body(rank: int) -> dict[str, Any]:
         join_ranks()
         return trained(recipe(folder, kind, "full", precision="bfloat16"))
@@ -386,7 +384,7 @@ def test_in_bfloat16_weights_stay_float32_and_the_loss_is_near(kind: str, folder
         if kind == "sft":
             assert first["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=2e-2)
         else:
-            assert abs(first["kl_reference"]) < 1e-3, "the reference computes as the policy does"
+            assert abs(first["kl_reference"]) < 1e-3, "the reference and the policy compute alike"
             assert first["ratio_at_start"] == pytest.approx(1, abs=0.05)
 
 
@@ -401,6 +399,6 @@ def test_in_bfloat16_weights_stay_float32_and_the_loss_is_near(kind: str, folder
         ({"engine": "compiled"}, r"engine='compiled': is not for sharded models"),
     ],
 )
-def test_what_sharding_does_not_support_is_one_line(changes: dict[str, Any], message: str, folder: Path) -> None:
+def test_unsupported_sharding_settings_are_rejected(changes: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(SurefootError, match=f"^{message}"):
         recipe(folder, "language", **{"sharding": "full", **changes})

@@ -1,4 +1,4 @@
-"""Runs of sharded models: checkpoints continue on any number of ranks, and folders have the usual files."""
+"""Sharded runs: checkpoints resume on any number of ranks, models load in transformers, and failures stop all ranks."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fields(folder: Path, kind: str) -> dict[str, Any]:
-    """Keyword arguments of a run of two checkpoints, at 18 and 36 rows."""
+    """Keyword arguments of a run with two checkpoints, after 18 and 36 rows."""
     rows = {"train": str(folder / "rows.jsonl"), "held_out": str(folder / "rows.jsonl"), "max_length": 64}
     table: dict[str, Any] = {
         "model": str(folder / "model"),
@@ -100,7 +100,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def mismatches(run_dir: Path) -> list[str]:
-    """The parameters and moments of this rank that are not those of the last checkpoint, after continuing from it."""
+    """Names of this rank's parameters and moments that differ from the last checkpoint after restoring it."""
     saved = whole(run_dir)
     recipe = make_recipe(saved["recipe"])
     session = Session(recipe.model_copy(update={"steps": 1_000}), make_world(recipe), None)
@@ -122,8 +122,8 @@ def mismatches(run_dir: Path) -> list[str]:
     return [*wrong, *([] if torch.equal(state["step"], moments["step"]) else ["step"])]
 
 
-def test_checkpoints_continue_bit_for_bit_on_other_numbers_of_ranks(folder: Path, tmp_path: Path) -> None:
-    """Written by three ranks, or by one process; read by one, two and three."""
+def test_checkpoints_restore_bit_for_bit_on_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+    """Written by three ranks or one process; read by one, two and three ranks."""
     on_ranks(3, lambda rank: train(folder, "sft", tmp_path / "of three", 36), tmp_path / "a")
     train(folder, "sft", tmp_path / "of one", 36)
     shards = sorted(path.name for path in (tmp_path / "of three" / "checkpoints" / "36").glob("*.*.safetensors"))
@@ -144,7 +144,7 @@ def test_checkpoints_continue_bit_for_bit_on_other_numbers_of_ranks(folder: Path
     "kind",
     ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("language", "reward", "steps", "steps of an adapter"))],
 )
-def test_a_sharded_run_repeats_and_resumes_bit_for_bit_and_leaves_a_model(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_sharded_run_repeats_and_resumes_bit_for_bit_and_saves_a_model(kind: str, folder: Path, tmp_path: Path) -> None:
     def body(rank: int) -> None:
         train(folder, kind, tmp_path / "whole", 36)
         train(folder, kind, tmp_path / "again", 36)
@@ -170,7 +170,7 @@ def test_a_sharded_run_repeats_and_resumes_bit_for_bit_and_leaves_a_model(kind: 
     assert read_metrics(tmp_path / "cut" / "metrics.jsonl")[-1]["steps"] == 54
 
 
-def test_a_missing_or_foreign_shard_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_missing_and_foreign_shards_are_rejected(folder: Path, tmp_path: Path) -> None:
     on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 18), tmp_path / "results")
     checkpoint = tmp_path / "run" / "checkpoints" / "18"
     shutil.copytree(checkpoint, tmp_path / "copy")
@@ -196,10 +196,10 @@ if find_spec("peft") is not None:
 
 
 @pytest.mark.parametrize("name", [n if n in ("tied", "adapter") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
-def test_the_model_of_a_sharded_run_is_in_files_of_the_hub_that_transformers_reads(
+def test_transformers_loads_the_model_of_a_sharded_run(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several files with an index; its logits are those of the checkpoint, adapters merged."""
+    """It has several files with an index, merged adapters, and the logits of the checkpoint."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(loading, "LARGEST_FILE", "20KB")
@@ -231,7 +231,7 @@ def test_the_model_of_a_sharded_run_is_in_files_of_the_hub_that_transformers_rea
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
-def test_the_first_rank_never_holds_the_whole_model_that_it_writes(
+def test_first_rank_never_holds_the_whole_model_while_saving(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "LARGEST_FILE", "10MB")
@@ -268,10 +268,10 @@ def test_the_first_rank_never_holds_the_whole_model_that_it_writes(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_shards_that_a_rank_cannot_write_end_all_ranks_and_keep_the_checkpoint_before(
+def test_failed_shard_write_stops_all_ranks_and_keeps_the_last_checkpoint(
     number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The threads that write agree: without the shards of one rank, nothing is committed."""
+    """The writer threads agree: if the shards of one rank are missing, nothing is committed."""
     before = writer.write_shards
 
     def full(place: Path, shards: Any, of: int) -> None:
@@ -288,11 +288,11 @@ def test_shards_that_a_rank_cannot_write_end_all_ranks_and_keep_the_checkpoint_b
     assert not list((tmp_path / "run").glob("**/.*.tmp"))
 
 
-def test_a_best_checkpoint_that_the_first_rank_cannot_commit_ends_all_at_once(
+def test_failed_commit_of_the_best_checkpoint_stops_all_ranks_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other thread would wait for the shards of the next checkpoint until the time is over."""
-    before = saving.write_snapshot
+    """Otherwise the other rank would wait for the shards of the next checkpoint until the timeout."""
+    before = sessions.write_snapshot
 
     def full(place: Path, snapshot: Any) -> None:
         if place.parent.name == "best":
@@ -303,7 +303,7 @@ def test_a_best_checkpoint_that_the_first_rank_cannot_commit_ends_all_at_once(
     started = time.monotonic()
     results = on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 36), tmp_path / "results", timeout=240)
     assert all("a checkpoint is not saved (no space)" in result for result in results), results
-    assert time.monotonic() - started < 200, "before the ranks' limit of 240 s"
+    assert time.monotonic() - started < 200, "before the timeout of 240 s"
 
 
 PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (choose_engine, "sample"), "gathering": (collecting, "gathered")}
@@ -319,10 +319,10 @@ FAILURES += [
 
 
 @pytest.mark.parametrize(("place", "what"), FAILURES)
-def test_a_rank_that_fails_in_a_pass_of_a_sharded_model_ends_the_others(
+def test_rank_failure_in_a_sharded_pass_stops_the_other_rank(
     place: str, what: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The passes are exchanges of another kind than sums of metrics; none of them waits for a rank that has left."""
+    """Sharded passes use other collectives than metrics, and they must not wait for a lost rank either."""
     where, name = PLACES[place]
     before, calls = getattr(where, name), []
 
@@ -347,10 +347,10 @@ def test_a_rank_that_fails_in_a_pass_of_a_sharded_model_ends_the_others(
         what == "raises" and results[0].startswith("SurefootError: ") and "out of luck" in results[0]
     )
     assert results[1] is None if what != "raises" else "out of luck" in results[1]
-    latest_checkpoint(run / "checkpoints")  # whatever is there is sound
+    latest_checkpoint(run / "checkpoints")  # raises if the checkpoint is damaged
 
 
-def test_large_models_are_written_in_several_files_that_transformers_reads(
+def test_large_models_are_saved_in_several_files_that_transformers_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "LARGEST_FILE", "40KB")

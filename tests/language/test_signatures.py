@@ -1,4 +1,4 @@
-"""Reward functions with the signatures of TRL and verifiers, asynchronous ones, and functions passed as Python objects."""
+"""Reward functions with TRL and verifiers signatures, async functions, and functions passed as Python objects."""
 
 import asyncio
 import functools
@@ -43,7 +43,7 @@ def error(function: Any, **options: Any) -> str:
 # ---- TRL --------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_function_of_trl_gets_lists_and_columns_by_name() -> None:
+def test_trl_function_gets_lists_and_columns_by_name() -> None:
     seen: dict[str, Any] = {}
 
     def reward(completions, answer, **kwargs):  # type: ignore[no-untyped-def]
@@ -54,7 +54,7 @@ def test_a_function_of_trl_gets_lists_and_columns_by_name() -> None:
     assert seen == {"prompts": PROMPTS, "level": [1, 2, 3]}
 
 
-def test_a_function_of_trl_gets_completions_as_messages_where_prompts_are_messages() -> None:
+def test_trl_function_gets_message_completions_for_message_prompts() -> None:
     def reward(prompts, completions):  # type: ignore[no-untyped-def]
         assert prompts[0] == [{"role": "user", "content": "one: "}]
         assert [list(one) for one in completions[0]] == [["role", "content"]]
@@ -64,7 +64,7 @@ def test_a_function_of_trl_gets_completions_as_messages_where_prompts_are_messag
     assert score(reward, CHAT) == [1, 2, 3]
 
 
-def test_none_of_trl_adds_nothing_because_the_function_does_not_apply_to_the_row() -> None:
+def test_none_from_a_trl_function_adds_zero_and_stays_valid() -> None:
     def easy(completions, level):  # type: ignore[no-untyped-def]
         return [1.0 if one < 3 else None for one in level]
 
@@ -76,7 +76,7 @@ def test_none_of_trl_adds_nothing_because_the_function_does_not_apply_to_the_row
     assert scores.valid.all()
 
 
-def test_what_only_trls_trainer_has_is_missed_in_one_line() -> None:
+def test_arguments_of_the_trl_trainer_are_rejected_unless_optional() -> None:
     text = error(lambda completion_ids, completions: [0.0] * 3)
     assert "requires 'completion_ids'; available: answer, completions, level, prompts" in text
     assert score(lambda completions, trainer_state=None: [trainer_state is None] * 3) == [1, 1, 1]
@@ -86,7 +86,7 @@ def test_what_only_trls_trainer_has_is_missed_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_function_of_verifiers_is_called_for_each_row(asynchronous: bool) -> None:
+def test_verifiers_function_is_called_once_per_row(asynchronous: bool) -> None:
     def rubric(prompt, completion, answer, state, info, task):  # type: ignore[no-untyped-def]
         assert (state["prompt"], state["completion"], state["answer"]) == (prompt, completion, answer)
         assert state["input"]["level"] in (1, 2, 3)
@@ -100,7 +100,7 @@ def test_a_function_of_verifiers_is_called_for_each_row(asynchronous: bool) -> N
     assert score(later if asynchronous else rubric) == [1, 0, 1]
 
 
-def test_a_function_of_verifiers_gets_messages_and_every_row_only_its_own() -> None:
+def test_verifiers_function_gets_messages_and_the_columns_of_its_row() -> None:
     def rubric(completion, level, **kwargs):  # type: ignore[no-untyped-def]
         assert "answer" in kwargs
         return len(completion[-1]["content"]) * level
@@ -110,12 +110,12 @@ def test_a_function_of_verifiers_gets_messages_and_every_row_only_its_own() -> N
     assert score(lambda completion, level, times: times * level, arguments={"times": 2}) == [2, 4, 6]
 
 
-def test_a_function_of_verifiers_needs_the_columns_that_it_requires() -> None:
+def test_verifiers_function_with_a_missing_column_is_rejected() -> None:
     text = error(lambda completion, answer: 0.0, columns={})
     assert "requires 'answer'; available: completion, info, prompt, state, task" in text
 
 
-def test_rows_of_an_asynchronous_function_run_together() -> None:
+def test_rows_of_an_async_function_run_concurrently() -> None:
     barrier = []
 
     async def all_at_once(completion):  # type: ignore[no-untyped-def]
@@ -143,7 +143,7 @@ def test_rows_of_an_asynchronous_function_run_together() -> None:
         (len, "surefoot"),
     ],
 )
-def test_the_names_of_parameters_decide_the_style(function: Any, style: str) -> None:
+def test_parameter_names_determine_the_signature_style(function: Any, style: str) -> None:
     if function is len:
         with pytest.raises(ValueError, match="by position only"):
             signature_of(function)
@@ -151,17 +151,17 @@ def test_the_names_of_parameters_decide_the_style(function: Any, style: str) -> 
         assert signature_of(function).style == style
 
 
-def test_an_ambiguous_signature_is_one_line() -> None:
+def test_ambiguous_signatures_raise_a_one_line_error() -> None:
     assert "takes completions, as in TRL, and completion, as in verifiers; take one" in error(lambda completion, completions: 0)
     assert "takes state and ** without responses, completions or completion" in error(lambda state, **others: 0)
 
 
-def test_a_column_with_the_name_of_an_argument_is_one_line() -> None:
+def test_column_named_like_an_argument_raises_a_one_line_error() -> None:
     text = error(lambda completions: [0.0] * 3, columns={"completions": [1, 2, 3]})
     assert "the rows have a column 'completions', which is the name of another argument; rename the column" in text
 
 
-def test_an_asynchronous_function_of_any_signature_is_awaited_also_in_a_running_loop() -> None:
+def test_async_callable_is_awaited_inside_and_outside_a_running_loop() -> None:
     class Judge:
         async def __call__(self, responses: list[str]) -> list[float]:
             await asyncio.sleep(0)
@@ -170,12 +170,12 @@ def test_an_asynchronous_function_of_any_signature_is_awaited_also_in_a_running_
     async def notebook() -> list[float]:
         return score(Judge())
 
-    with ThreadPoolExecutor(1) as thread:  # this thread may have a running loop, that of the browser tests
+    with ThreadPoolExecutor(1) as thread:  # the browser tests may already run a loop in this thread
         inside = thread.submit(lambda: asyncio.run(notebook())).result()
     assert score(Judge()) == inside == [1, 2, 3]
 
 
-def test_an_asynchronous_function_keeps_its_loop_between_calls() -> None:
+def test_async_function_keeps_its_event_loop_between_calls() -> None:
     loops = []
 
     async def reward(completions):  # type: ignore[no-untyped-def]
@@ -187,7 +187,7 @@ def test_an_asynchronous_function_keeps_its_loop_between_calls() -> None:
     assert threading.current_thread() is threading.main_thread()
 
 
-def test_an_asynchronous_function_that_fails_or_hangs_is_one_line() -> None:
+def test_async_function_that_fails_or_hangs_raises_a_one_line_error() -> None:
     async def fails(completion):  # type: ignore[no-untyped-def]
         raise RuntimeError("no network")
 
@@ -232,15 +232,15 @@ with multiprocessing.get_context("fork").Pool(5) as pool:  # most of their time 
 
 
 @pytest.mark.slow
-def test_a_deadline_leaves_no_coroutine_behind_whenever_it_passes() -> None:
-    """Also while they are being started. In a process of its own, because Python may warn about one at any later time."""
+def test_deadline_at_any_time_leaves_no_pending_coroutine() -> None:
+    """Even while coroutines start. Runs in a separate process because Python may warn about one at any later time."""
     words = [sys.executable, "-W", "ignore", "-c", TINY_DEADLINES]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.stdout.split() == ["400", "0"], done.stderr
 
 
 @pytest.mark.parametrize("array", [np.array([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [3.0]])])
-def test_a_column_of_numbers_is_as_good_as_a_list(array: Any) -> None:
+def test_column_vectors_are_accepted_like_lists(array: Any) -> None:
     assert score(lambda responses: array) == [1, 2, 3]
     assert score(lambda completions: array) == [1, 2, 3]
     assert "instead" in error(lambda responses: array.T) or "returned 1 numbers for 3" in error(lambda responses: array.T)
@@ -250,7 +250,7 @@ def test_a_column_of_numbers_is_as_good_as_a_list(array: Any) -> None:
 
 
 def spoil(*values: Any) -> None:
-    """Take an entry from every list in lists or dicts, and leave a mark."""
+    """Modify all nested lists and dicts: drop an entry and add a marker."""
     for value in values:
         if isinstance(value, dict):
             spoil(*value.values())
@@ -279,10 +279,8 @@ def verifiers_style(prompt, completion, info, state, deck):  # type: ignore[no-u
 
 @pytest.mark.parametrize("prompts", [PROMPTS, CHAT], ids=["text", "messages"])
 @pytest.mark.parametrize("function", [surefoot_style, trl_style, verifiers_style])
-def test_a_function_may_change_what_it_gets_without_effect_on_other_samples_terms_or_iterations(
-    function: Any, prompts: Any
-) -> None:
-    deck = {"cards": [1, 2, 3]}  # the samples of one prompt have one object
+def test_functions_that_modify_their_arguments_do_not_affect_other_calls(function: Any, prompts: Any) -> None:
+    deck = {"cards": [1, 2, 3]}  # the samples of one prompt share one object
     columns = {"deck": [deck] * 3}
     before = repr((prompts, columns))
     reward = WeightedSum([FunctionReward(function), FunctionReward(function)])
@@ -291,7 +289,7 @@ def test_a_function_may_change_what_it_gets_without_effect_on_other_samples_term
     for scores in (first, second):
         assert len({tuple(part.tolist()) for part in scores.parts.values()}) == 1
     assert first.total.tolist() == second.total.tolist()
-    if function is verifiers_style:  # its rows differ in nothing but prompts and responses
+    if function is verifiers_style:  # its rows differ only in prompts and responses
         assert score(function, ["one: "] * 3, columns)[0] > 0
 
 
@@ -307,14 +305,14 @@ class Reward:
         return [0.0] * len(responses)
 
 
-def test_a_name_is_importable_only_if_it_stands_for_the_same_object() -> None:
+def test_name_is_importable_only_if_it_refers_to_the_same_object() -> None:
     assert is_importable(object_path(lengths))
     assert import_object("reward", object_path(lengths)) is lengths
     for thing in (Reward(), lambda responses: [], functools.partial(lengths)):
         assert not is_importable(object_path(thing)), object_path(thing)
 
 
-def test_functions_are_taken_out_of_every_form_of_a_reward() -> None:
+def test_functions_are_extracted_from_every_form_of_a_reward() -> None:
     path = object_path(lengths)
     for given in (lengths, [lengths], {"terms": lengths}, {"terms": [{"function": lengths}]}):
         assert take_functions(given) == ({"terms": [{"function": path}]}, {"reward.terms[0].function": lengths})
@@ -343,7 +341,7 @@ def rewards(run: Path) -> list[float]:
     return [json.loads(line)["reward"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_trains_on_a_function_and_resumes_only_with_it(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_run_with_a_local_function_resumes_only_if_it_is_passed_again(folders: dict[str, Path], tmp_path: Path) -> None:
     calls = []
 
     def local(completions):  # type: ignore[no-untyped-def]
@@ -367,7 +365,7 @@ def test_a_run_trains_on_a_function_and_resumes_only_with_it(folders: dict[str, 
     assert set(calls) == {4}
 
 
-def test_a_run_on_a_function_of_a_module_resumes_by_its_name(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_module_function_is_saved_by_name_but_a_lambda_blocks_resume(folders: dict[str, Path], tmp_path: Path) -> None:
     given = fields(
         folders["llama"],
         tmp_path,

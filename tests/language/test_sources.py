@@ -1,4 +1,4 @@
-"""Rows are the same from every file format, read one at a time; errors are one line."""
+"""Every file format gives the same rows, rows are streamed, and unreadable files raise one-line errors."""
 
 import csv
 import gzip
@@ -19,7 +19,7 @@ ROWS = [{"prompt": "a, b", "completion": 'c"d'}, {"prompt": "é\nf", "completion
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS) -> Path:
-    """A file in the format of its name."""
+    """Write rows in the format given by the file name."""
     kind = formats.suffix_of(path)
     if kind == ".jsonl":
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -41,7 +41,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS) -> Path:
         content = gzip.compress(content)
     elif path.suffix == ".zst":
         zstandard = pytest.importorskip("zstandard")
-        half = len(content) // 2  # of two frames, as pzstd writes
+        half = len(content) // 2  # two frames, as pzstd writes them
         content = b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
     path.write_bytes(content)
     return path
@@ -60,7 +60,7 @@ def test_rows_are_the_same_from_every_format(ending: str, compression: str, tmp_
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "jsonl.gz"])
-def test_a_folder_and_a_pattern_are_their_files_in_order(ending: str, tmp_path: Path) -> None:
+def test_folders_and_patterns_read_their_files_in_order(ending: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for index, row in enumerate(ROWS):
         write(tmp_path / "data" / f"train-{index:05}-of-00003.{ending}", [row])
@@ -75,7 +75,7 @@ def test_a_folder_and_a_pattern_are_their_files_in_order(ending: str, tmp_path: 
     assert len(read_rows(tmp_path / "data" / f"test-*.{ending}")) == 3
 
 
-def test_json_is_a_list_an_object_with_one_list_or_lines(tmp_path: Path) -> None:
+def test_json_may_be_a_list_an_object_with_one_list_or_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for text in (
         json.dumps(ROWS),
@@ -98,7 +98,7 @@ def test_json_is_a_list_an_object_with_one_list_or_lines(tmp_path: Path) -> None
     st.lists(st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.text(max_size=9)), min_size=1),
     st.integers(1, 9),
 )
-def test_law_a_json_list_is_read_in_pieces_of_any_size(rows: list[dict[str, Any]], chunk: int) -> None:
+def test_json_list_is_read_correctly_with_any_chunk_size(rows: list[dict[str, Any]], chunk: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -107,8 +107,8 @@ def test_law_a_json_list_is_read_in_pieces_of_any_size(rows: list[dict[str, Any]
         assert [row.columns for row in formats.json_rows(Path(folder) / "a.json")] == rows
 
 
-def test_a_source_holds_no_more_than_it_gives_out(tmp_path: Path) -> None:
-    """A file with a broken line at its end is read up to it."""
+def test_rows_before_a_broken_line_are_read(tmp_path: Path) -> None:
+    """Files are streamed, so a broken last line is only reached after the others."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 200 + "broken")
     rows = iter(open_rows(tmp_path / "a.jsonl"))
     assert [next(rows).columns for _ in range(200)] == [{"text": "a"}] * 200
@@ -160,7 +160,9 @@ def _content(content: bytes) -> Callable[[Path], Path]:
         ("a.json", _content(b'[{"a": 1}] x'), r"a\.json: is not JSON"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_line(name: str, make: Callable[[Path], Path], expected: str, tmp_path: Path) -> None:
+def test_unreadable_files_raise_a_one_line_error(
+    name: str, make: Callable[[Path], Path], expected: str, tmp_path: Path
+) -> None:
     if name.endswith(".zst"):
         pytest.importorskip("zstandard")
     with pytest.raises(SurefootError, match=expected) as caught:
@@ -168,7 +170,7 @@ def test_a_file_that_cannot_be_read_is_one_line(name: str, make: Callable[[Path]
     assert "\n" not in str(caught.value)
 
 
-def test_without_the_extra_zst_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_zstandard_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = _content(b"{}")(tmp_path / "a.jsonl.zst")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SurefootError, match=r"a\.jsonl\.zst: reading \.zst needs zstandard.*pip install .*\[data\]'"):
@@ -179,7 +181,7 @@ def test_without_the_extra_zst_names_it(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-def test_columns_are_read_by_their_new_names(ending: str, tmp_path: Path) -> None:
+def test_columns_are_renamed_and_bad_mappings_are_rejected(ending: str, tmp_path: Path) -> None:
     path = write(tmp_path / f"a.{ending}", [{"question": "a", "answer": "b", "id": "1"}])
     rows = open_rows(path, {"question": "prompt", "answer": "completion"})
     assert [row.columns for row in rows] == [{"prompt": "a", "completion": "b", "id": "1"}]
@@ -203,7 +205,7 @@ def test_a_renamed_column_may_be_missing_in_some_rows(tmp_path: Path) -> None:
 # ---- hashes -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_hash_of_a_source_is_that_of_its_content(tmp_path: Path) -> None:
+def test_source_hash_depends_only_on_the_content(tmp_path: Path) -> None:
     def hashes() -> Iterator[str]:
         for name in ("a.jsonl", "folder"):
             yield open_rows(tmp_path / name).content

@@ -1,4 +1,4 @@
-"""The time of an iteration by arithmetic: formulas, plan, measurements, and the command."""
+"""Calculated iteration times: formulas, plans, measured machine rates, and the plan command."""
 
 import json
 import multiprocessing
@@ -51,29 +51,27 @@ def workload() -> Workload:
 # ---- formulas -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_forward_pass_takes_two_operations_per_weight_and_token() -> None:
+def test_forward_pass_takes_two_flops_per_weight_and_token() -> None:
     assert forward_flops(SMALL, 10, 0, 0) == 2 * 1000 * 10
     assert forward_flops(SMALL, 10, 3, 0) == 2 * (1000 * 10 + 400 * 3)
-    assert forward_flops(SMALL, 10, 0, 5) - forward_flops(SMALL, 10, 0, 0) == 2 * (2 * 2 * 8 * 5) * 10, "q·k and a·v, each 2"
+    assert forward_flops(SMALL, 10, 0, 5) - forward_flops(SMALL, 10, 0, 0) == 2 * (2 * 2 * 8 * 5) * 10, "q·k and a·v: 2 each"
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.booleans())
-def test_a_backward_pass_takes_twice_the_forward_pass_and_checkpointing_adds_one_of_the_layers(
-    tokens: int, logits: int, checkpointing: bool
-) -> None:
+def test_backward_pass_costs_two_forward_passes_plus_recomputed_layers(tokens: int, logits: int, checkpointing: bool) -> None:
     forward = forward_flops(SMALL, tokens, logits, 7)
     again = forward_flops(SMALL, tokens, 0, 7) * checkpointing
     assert backward_flops(SMALL, tokens, logits, 7, checkpointing) == pytest.approx(2 * forward + again)
 
 
-def test_a_sampled_token_reads_all_weights_once_whatever_the_rows_and_the_cache_of_each() -> None:
+def test_decoding_reads_all_weights_once_and_the_cache_of_each_row() -> None:
     assert decoding_bytes(SMALL, 0, 9, 2) == 2 * 1400
     assert decoding_bytes(SMALL, 5, 9, 2) - decoding_bytes(SMALL, 4, 9, 2) == 2 * 9 * 32
     assert moved_bytes(SMALL, 20, 0, 4) == 2 * moved_bytes(SMALL, 10, 0, 4) == 2 * moved_bytes(SMALL, 20, 0, 2)
 
 
 @given(SIZES, RANKS)
-def test_one_rank_exchanges_nothing_and_many_approach_the_whole_size(size: float, ranks: int) -> None:
+def test_one_rank_exchanges_nothing_and_many_gather_up_to_the_whole_size(size: float, ranks: int) -> None:
     assert gather_bytes(size, 1) == all_reduce_bytes(size, 1) == 0
     assert gather_bytes(size, ranks) <= size
     assert gather_bytes(size, ranks) <= gather_bytes(size, ranks + 1)
@@ -86,12 +84,12 @@ def test_an_exchange_is_never_faster_than_bytes_over_bandwidth(size: float, band
     assert exchange_seconds(size, bandwidth, count, wait) >= size / bandwidth
 
 
-def test_things_at_the_same_time_take_as_long_as_the_longest_and_never_longer_than_one_after_another() -> None:
+def test_overlapping_times_take_the_maximum_and_sequential_ones_the_sum() -> None:
     assert together((1.0, 3.0), True) == 3.0
     assert together((1.0, 3.0), False) == 4.0
 
 
-def test_sizes_are_those_of_the_model() -> None:
+def test_transformer_sizes_match_the_model_config() -> None:
     config = model_config("7B")[0]
     model = transformer_of(config)
     assert (model.layers, model.width, model.feed_forward, model.vocabulary) == (32, 4096, 11008, 32_000)
@@ -104,12 +102,12 @@ def test_sizes_are_those_of_the_model() -> None:
 # ---- plans --------------------------------------------------------------------------------------------------------------
 
 
-def test_twice_the_ranks_with_the_same_rows_halve_the_work_of_each(workload: Workload) -> None:
+def test_doubling_the_ranks_halves_the_work_of_each(workload: Workload) -> None:
     work = [iteration_time(replace(workload, layout=Layout(ranks)), H200).work["learning"] for ranks in (1, 2, 4)]
     assert work[0].flops == pytest.approx(2 * work[1].flops) == pytest.approx(4 * work[2].flops)
 
 
-def test_the_same_rows_on_every_rank_are_the_same_work_and_no_more_rate_than_perfect(workload: Workload) -> None:
+def test_weak_scaling_keeps_work_per_rank_and_never_reduces_exchanges(workload: Workload) -> None:
     for sharding in (None, "full", "hybrid"):
         sharded = replace(workload, layout=replace(workload.layout, sharding=sharding), micro_batch=4)  # type: ignore[arg-type]
         results = plans(sharded, H200, epochs=4)
@@ -127,7 +125,7 @@ def test_exchanges_are_bounded_below_by_their_bytes(workload: Workload) -> None:
     assert result.exchanges["learning"] >= result.work["learning"].exchanged / (8 * H200.network)
 
 
-def test_hybrid_sharding_exchanges_less_between_machines_and_no_resharding_less_at_all(workload: Workload) -> None:
+def test_hybrid_sharding_and_no_resharding_reduce_exchanges(workload: Workload) -> None:
     spread = replace(workload, rows=512, responses=2048, micro_batch=4)
     full, hybrid, kept = (
         iteration_time(replace(spread, layout=Layout(32, sharding, per_machine=8, reshard=reshard)), H200)
@@ -139,7 +137,7 @@ def test_hybrid_sharding_exchanges_less_between_machines_and_no_resharding_less_
     assert full.work["learning"].between == 0 < hybrid.work["learning"].between < hybrid.work["learning"].exchanged
 
 
-def test_faster_machines_are_faster_and_none_is_faster_than_its_peak(workload: Workload) -> None:
+def test_faster_gpus_take_less_time_and_none_exceeds_its_peak(workload: Workload) -> None:
     slow, fast = (iteration_time(workload, GPUS[name]) for name in ("A100", "B200"))
     assert all(fast.seconds[name] < slow.seconds[name] for name in slow.seconds)
     learning = slow.work["learning"]
@@ -149,7 +147,7 @@ def test_faster_machines_are_faster_and_none_is_faster_than_its_peak(workload: W
     )
 
 
-def test_what_overlaps_takes_no_longer_than_what_does_not(workload: Workload) -> None:
+def test_overlap_never_increases_the_time(workload: Workload) -> None:
     one_after_another = replace(H200, overlap=False)
     work = Work(flops=1e12, moved=1e9, launches=100, exchanged=1e9, exchanges=3, across=8)
     assert work.seconds(H200) <= work.seconds(one_after_another)
@@ -159,7 +157,7 @@ def test_what_overlaps_takes_no_longer_than_what_does_not(workload: Workload) ->
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured_in_seconds_of_a_clock() -> None:
+def test_measured_rates_of_this_machine_are_plausible() -> None:
     machine = measured_machine(64, 128, 64, 8, ranks=2, clock=time.process_time, seconds=0.02)
     assert isinstance(machine, Machine)
     assert 1e8 < machine.flops < 1e13
@@ -175,10 +173,10 @@ def fail_on_rank_one(rank: int, *rest: Any) -> None:
     os._exit(3) if rank else time.sleep(60)
 
 
-def test_a_rank_of_the_measurement_that_fails_is_an_error_at_once_and_leaves_no_process(
+def test_failed_measurement_rank_raises_at_once_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others would wait for it for half an hour."""
+    """Otherwise the other ranks would wait for half an hour."""
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     monkeypatch.setattr(machines, "_exchange", fail_on_rank_one)
@@ -190,7 +188,7 @@ def test_a_rank_of_the_measurement_that_fails_is_an_error_at_once_and_leaves_no_
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_plans_one_to_512_gpus_and_says_that_it_calculates(command: Any) -> None:
+def test_command_plans_up_to_512_gpus_and_labels_times_as_calculated(command: Any) -> None:
     code, output, _ = command("plan", "0.5B", "--gpu", "H100", "--micro-batch", "4")
     assert code == 0
     assert "0.5B on H100" in output
@@ -198,7 +196,7 @@ def test_the_command_plans_one_to_512_gpus_and_says_that_it_calculates(command: 
     assert [line.split()[0] for line in output.splitlines() if line[:6].strip().isdigit()][-1] == "512"
 
 
-def test_rates_are_flags(command: Any) -> None:
+def test_machine_rates_can_be_set_by_flags(command: Any) -> None:
     code, output, _ = command("plan", "0.5B", "--ranks", "8", "--tflops", "100", "--network", "10", "--json")
     assert code == 0
     report = json.loads(output)
@@ -217,7 +215,7 @@ def test_rates_are_flags(command: Any) -> None:
         (["--minibatches", "100"], "--minibatches 100: more than the 64 responses of an iteration"),
     ],
 )
-def test_options_that_do_not_go_together_are_rejected(command: Any, options: Any, message: str, tmp_path: Path) -> None:
+def test_conflicting_options_are_rejected(command: Any, options: Any, message: str, tmp_path: Path) -> None:
     code, _, error = command("plan", "0.5B", *options)
     assert code == 2
     assert message in error

@@ -1,4 +1,4 @@
-"""Process reward models: trained from step labels, saved as token classifiers, and used as rewards of steps."""
+"""Process reward models: trained on step labels, saved as token classifiers, and loaded as step rewards."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ GOOD_STEPS, BAD_STEPS = ("add one", "so two", "we have ten"), ("zzz", "then qq")
 
 
 def answers(path: Path, count: int = 24) -> str:
-    """Answers of one to three steps."""
+    """Write labelled answers of one to three steps."""
     rows = []
     for i in range(count):
         labels = [(i + step) % 3 != 0 for step in range(1 + i % 3)]
@@ -47,9 +47,7 @@ def recipe(folder: Path, rows: str, **fields: Any) -> Any:
     )
 
 
-def test_the_loss_is_the_binary_cross_entropy_of_the_steps_and_micro_batches_do_not_change_its_gradient(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_loss_is_the_binary_cross_entropy_of_steps_for_any_micro_batch_size(folders: dict[str, Path], tmp_path: Path) -> None:
     data, results = answers(tmp_path / "a.jsonl"), []
     for settings in ({}, {"micro_batch": 3}, {"micro_batch_tokens": 60}):
         world = SupervisedWorld(recipe(folders["llama"], data, optimizer=settings))
@@ -59,7 +57,7 @@ def test_the_loss_is_the_binary_cross_entropy_of_the_steps_and_micro_batches_do_
         losses = []
         with torch.no_grad():
             for row in range(8):
-                for step in range(int(rollout.mask[row].sum())):  # the text up to the end of the step, and nothing after it
+                for step in range(int(rollout.mask[row].sum())):  # only the text up to the end of the step
                     ids = rollout.inputs["answer"][row : row + 1, : int(rollout.inputs["ends"][row, step]) + 1]
                     score = world.policy.model.raw(ids, torch.ones_like(ids))
                     label = (rollout.actions[row, step] == 0).float().view(1)
@@ -73,7 +71,7 @@ def test_the_loss_is_the_binary_cross_entropy_of_the_steps_and_micro_batches_do_
     assert results[2] == pytest.approx(results[0], rel=1e-5)
 
 
-def test_a_step_ends_at_the_token_of_its_last_character_with_the_separator(tmp_path: Path) -> None:
+def test_step_ends_at_its_last_token_including_the_separator(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p: ", "completions": ["ab", "c"], "labels": [True, False]}])
     made = stepped(read_rows(path), TOKENS, 64)
     texts = [TOKENS.decode(made.ids[0][: end + 1]) for end in made.ends[0]]
@@ -85,7 +83,7 @@ def test_a_step_ends_at_the_token_of_its_last_character_with_the_separator(tmp_p
     assert made.good[0] == [True, False]
 
 
-def test_it_learns_steps_and_transformers_and_runs_read_the_same_scores(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_training_learns_steps_and_all_readers_get_the_same_scores(folders: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
     data = answers(tmp_path / "a.jsonl")
@@ -120,7 +118,7 @@ def test_it_learns_steps_and_transformers_and_runs_read_the_same_scores(folders:
     scores = reward(["1: "], ["\n".join(steps)], {}, tokens=[["add one\n", "zzz", ""]])
     assert scores.dense is not None
     first, second = scores.dense[0, 0].item(), scores.dense[0, 1].item()
-    assert first > 0 > second, "of mean 0 over all steps"
+    assert first > 0 > second, "scores have mean 0 over all steps"
     place = len(tokenizer("1: add one\n")["input_ids"]) - 1
     assert first == pytest.approx(float((ours[place] - read.mean) / read.std), rel=1e-3, abs=1e-3)
 
@@ -158,7 +156,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(folders: dict[str, Path], tmp_pa
         assert torch.equal(weights, resumed.state_dict()[name]), name
 
 
-def test_the_preview_shows_the_labels_of_the_steps(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_preview_shows_the_step_labels(folders: dict[str, Path], tmp_path: Path) -> None:
     from rich.console import Console
 
     console = Console(record=True, width=120)
@@ -180,7 +178,9 @@ def test_the_preview_shows_the_labels_of_the_steps(folders: dict[str, Path], tmp
         ({"completions": ["a"]}, "an answer in steps has prompt, completions and labels"),
     ],
 )
-def test_rows_that_are_no_steps_are_errors_with_file_and_line(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_step_rows_raise_a_one_line_error_with_the_line_number(
+    row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p", **row}])
     with pytest.raises(SurefootError, match=message) as error:
         stepped(read_rows(path), TOKENS, 64)
@@ -188,9 +188,7 @@ def test_rows_that_are_no_steps_are_errors_with_file_and_line(row: dict[str, Any
     assert "\n" not in str(error.value)
 
 
-def test_steps_of_one_label_and_settings_of_other_losses_are_rejected_in_one_line(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_single_label_data_and_settings_of_other_losses_are_rejected(folders: dict[str, Path], tmp_path: Path) -> None:
     rows = write(tmp_path / "a.jsonl", [{"prompt": "p", "completions": ["a", "b"], "labels": [True, True]}])
     with pytest.raises(SurefootError, match="all 2 steps are good; a reward model needs good and bad ones"):
         SupervisedWorld(recipe(folders["llama"], rows))
@@ -202,7 +200,7 @@ def test_steps_of_one_label_and_settings_of_other_losses_are_rejected_in_one_lin
             recipe(folders["llama"], rows, **changes)
 
 
-def test_a_public_process_reward_model_is_read_and_one_of_three_labels_is_not(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_public_process_reward_model_loads_only_with_two_labels(folders: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
     for labels in (2, 3):
@@ -222,7 +220,7 @@ def test_a_public_process_reward_model_is_read_and_one_of_three_labels_is_not(fo
         torch.testing.assert_close(ours, logits[:, 1] - logits[:, 0], atol=1e-5, rtol=1e-5)
 
 
-def test_with_weights_in_bfloat16_the_head_is_read_back_as_it_was_trained(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_bfloat16_run_reloads_the_exact_head_and_scale(folders: dict[str, Path], tmp_path: Path) -> None:
     data = {"train": answers(tmp_path / "a.jsonl"), "max_length": 64, "batch": 8}
     fields: dict[str, Any] = {"data": data, "preference": {"loss": "steps"}, "precision": "bfloat16-weights", "steps": 32}
     model = surefoot.train("reward", run_dir=tmp_path / "run", model=str(folders["llama"]), **fields)

@@ -1,4 +1,4 @@
-"""SFT and reward models: REINFORCE on rows that are all worth 1 equals the usual losses."""
+"""SFT and reward models train by REINFORCE with a reward of 1 for every row, which gives their standard losses."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def recipe(kind: str, folder: Path, data: str, **fields: Any) -> Any:
     return make_recipe({"kind": kind, "model": str(folder), "steps": 96, "data": settings, **fields})
 
 
-def test_the_loss_of_sft_is_the_cross_entropy_of_the_completion(folder: Path, tmp_path: Path) -> None:
+def test_sft_loss_is_the_cross_entropy_of_the_completion(folder: Path, tmp_path: Path) -> None:
     world = SupervisedWorld(recipe("sft", folder, demonstrations(tmp_path / "d.jsonl")))
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
     credit = assign_credit(rollout, world.recipe.objective)
@@ -64,14 +64,14 @@ def test_the_loss_of_sft_is_the_cross_entropy_of_the_completion(folder: Path, tm
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_rows_lie_on_the_device_that_the_policy_is_on(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_collector_puts_rows_on_its_device(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     rows = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
     made = SupervisedWorld(recipe(kind, folders["llama"], rows))
     rollout = RowCollector(made.collector.rows, 8, 1, "meta").collect(LearnerState.seeded(1, 96))
     assert {x.device.type for x in tensors_in(rollout)} == {"meta"}
 
 
-def test_the_loss_of_a_reward_model_is_that_of_bradley_and_terry(folder: Path, tmp_path: Path) -> None:
+def test_reward_model_loss_is_the_bradley_terry_loss(folder: Path, tmp_path: Path) -> None:
     world = SupervisedWorld(recipe("reward", folder, pairs(tmp_path / "p.jsonl")))
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
     with torch.no_grad():
@@ -83,9 +83,7 @@ def test_the_loss_of_a_reward_model_is_that_of_bradley_and_terry(folder: Path, t
     assert metrics["policy_loss"] == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_sft_learns_and_its_model_loads_in_plain_transformers_with_the_same_logits(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_sft_learns_and_transformers_loads_it_with_the_same_logits(folders: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     data = demonstrations(tmp_path / "d.jsonl")
@@ -102,9 +100,7 @@ def test_sft_learns_and_its_model_loads_in_plain_transformers_with_the_same_logi
         torch.testing.assert_close(loaded.model(ids).logits, trained.model(ids).logits, rtol=0, atol=0)
 
 
-def test_a_reward_model_learns_to_order_pairs_and_has_mean_0_and_std_1_on_demonstrations(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_reward_model_learns_and_has_mean_0_and_std_1_on_demonstrations(folders: dict[str, Path], tmp_path: Path) -> None:
     chosen, shown = pairs(tmp_path / "p.jsonl"), demonstrations(tmp_path / "d.jsonl")
     fields = {
         "data": {"train": chosen, "held_out": chosen, "max_length": 64, "batch": 8},
@@ -124,8 +120,8 @@ def test_a_reward_model_learns_to_order_pairs_and_has_mean_0_and_std_1_on_demons
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_eos_is_learned_also_where_the_tokenizer_pads_with_it(side: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Who masks by "is it the pad token" loses every EOS, and the model never stops."""
+def test_eos_is_trained_even_if_it_is_also_the_pad_token(side: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Masking every pad token would drop every EOS, and the model would never stop."""
     shutil.copytree(folders["llama"], tmp_path / "model")
     path = tmp_path / "model" / "tokenizer_config.json"
     tokenizer = json.loads(path.read_text())
@@ -141,7 +137,7 @@ def test_eos_is_learned_also_where_the_tokenizer_pads_with_it(side: str, folders
 def test_padding_warnings_of_transformers_are_suppressed(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It warns where pad tokens come without an attention mask; here they are where no real token sees them."""
+    """It warns about pad tokens without an attention mask, but here no real token attends to them."""
     from transformers.utils import logging
 
     logging.warning_once.cache_clear()  # type: ignore[attr-defined]
@@ -157,7 +153,7 @@ def test_padding_warnings_of_transformers_are_suppressed(
 def test_rows_longer_than_the_models_context_are_dropped_and_counted(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Whatever data.max_length allows: a model with learned positions has none for them."""
+    """Even if data.max_length allows them: a model with learned positions has no embeddings for them."""
     key, rows = ("completion", demonstrations) if kind == "sft" else ("chosen", pairs)
     path = Path(rows(tmp_path / "rows.jsonl"))
     long = json.loads(path.read_text().splitlines()[0]) | {key: "x" * 200}
@@ -170,7 +166,7 @@ def test_rows_longer_than_the_models_context_are_dropped_and_counted(
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
-def test_what_nothing_is_learned_from_is_named_once_before_training(
+def test_dropped_rows_and_unused_columns_are_reported_before_training(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     key, rows = ("completion", demonstrations) if kind == "sft" else ("chosen", pairs)
@@ -200,8 +196,8 @@ def test_an_interrupted_run_resumes_bit_for_bit(kind: str, folders: dict[str, Pa
         assert torch.equal(weights, theirs.state_dict()[name]), name
 
 
-def test_training_stops_when_nothing_held_out_has_improved_for_long(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The held-out rows are the opposite of the training rows, so that learning makes them worse."""
+def test_training_stops_early_without_held_out_improvement(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The held-out rows differ so much from the training rows that their loss rises."""
     data = {"train": demonstrations(tmp_path / "d.jsonl"), "max_length": 64, "batch": 8}
     data["held_out"] = write(tmp_path / "h.jsonl", ({"prompt": "0: ", "completion": "QXZ" * 4} for _ in range(8)))
     rows: list[Any] = []
@@ -218,7 +214,7 @@ def test_training_stops_when_nothing_held_out_has_improved_for_long(folders: dic
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
+def test_gradient_checkpointing_recomputes_layers_and_keeps_gradient_norm(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     rows = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
@@ -237,15 +233,13 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(
     assert checkpointed == pytest.approx(plain, rel=1e-5)
 
 
-def test_an_objective_that_weighs_rows_otherwise_is_rejected(tmp_path: Path) -> None:
+def test_objective_with_other_row_weights_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match="kind = 'sft' gives every row a reward of 1"):
         recipe("sft", tmp_path, "rows.jsonl", algorithm="PPO_CLIP")
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
-def test_evaluation_reads_no_more_at_a_time_than_learning_does_with_the_same_result(
-    kind: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_evaluation_obeys_micro_batch_tokens_and_keeps_the_loss(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     file = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
     losses = []
     for most in (None, 40):
@@ -257,7 +251,7 @@ def test_evaluation_reads_no_more_at_a_time_than_learning_does_with_the_same_res
 
         def watched(inputs: Any, *others: Any, whole: Any = whole, read: list[int] = read, world: Any = world) -> Any:
             costs = world.policy.costs(inputs, *(others[1:] or [torch.ones(len(next(iter(inputs.values()))), 1)]))
-            read.append(len(costs) * int(costs.max()) if len(costs) > 1 else 0)  # a row by itself may be longer
+            read.append(len(costs) * int(costs.max()) if len(costs) > 1 else 0)  # a single row may be longer
             return whole(inputs, *others)
 
         setattr(world.policy, "forward" if kind != "dpo" else "scores", watched)
@@ -273,7 +267,7 @@ def test_evaluation_reads_no_more_at_a_time_than_learning_does_with_the_same_res
     ("model", "rate", "noted"),
     [("pocket", 2e-6, True), ("pocket", 1e-5, True), ("pocket", 1e-4, False), ("folder", 2e-6, False)],
 )
-def test_a_learning_rate_for_pretrained_models_is_noted_with_random_weights(model: str, rate: float, noted: bool) -> None:
+def test_low_learning_rate_with_random_weights_is_noted(model: str, rate: float, noted: bool) -> None:
     table = {"kind": "sft", "model": model, "data": {"train": "rows.jsonl"}, "optimizer": {"learning_rate": rate}}
     recipe: Any = make_recipe(table)
     assert ["learn slowly at this rate" in note for note in recipe.notes] == [True] * noted

@@ -1,4 +1,4 @@
-"""Slow environments and reward requests run concurrently, without an effect on results."""
+"""Calls to environments and reward servers run concurrently without changing the results."""
 
 import threading
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from . import tiny
 from .test_endpoint import Server
 
 PATIENCE = 60.0
-"""seconds after which a barrier that not all have reached breaks, and the test fails"""
+"""timeout of the barriers in seconds, after which the test fails"""
 
 
 # ---- environments -------------------------------------------------------------------------------------------------------
 
 
 class Waits:
-    """Each call waits until all 64 environments are in it."""
+    """Each call waits until all environments have entered it."""
 
     def reset(self, row: dict[str, Any]) -> str:
         barrier("reset", row["kind"]).wait(PATIENCE)
@@ -46,7 +46,7 @@ def barrier(name: str, parties: int) -> threading.Barrier:
 
 @pytest.fixture
 def answer() -> Iterator[Any]:
-    """Samples four tokens of a small model."""
+    """Samples up to four tokens from a small model."""
     model = tiny.model("llama")
 
     def draw(prompts: Any, seeds: Any) -> Samples:
@@ -58,17 +58,17 @@ def answer() -> Iterator[Any]:
 def converse(answer: Any, count: int, kind: int, at_once: int) -> list[Any]:
     settings = TurnSettings(environment="surefoot.language.tasks.guess:Guess", at_once=at_once)
     made = Environments(settings, (64, 100), deadline=60, tolerated=0.0)
-    made.make = Waits  # this module's own class, with its barriers
+    made.make = Waits  # the class above, with its barriers
     rows = [{"kind": kind} for _ in range(count)]
     return made.converse(rows, range(count), answer, Tokens(tiny.tokenizer()))
 
 
-def test_64_environments_are_called_at_the_same_time(answer: Any) -> None:
+def test_64_environments_are_called_concurrently(answer: Any) -> None:
     conversations = converse(answer, 64, 64, at_once=64)
     assert [one.failure for one in conversations] == [None] * 64
 
 
-def test_one_after_another_gives_the_same_conversations(answer: Any) -> None:
+def test_sequential_and_concurrent_calls_give_the_same_conversations(answer: Any) -> None:
     for name in ("reset", "step"):
         _BARRIERS[name, 1] = threading.Barrier(1)
     apart, together = (converse(answer, 12, 1, at_once) for at_once in (1, 5))
@@ -79,7 +79,7 @@ def test_one_after_another_gives_the_same_conversations(answer: Any) -> None:
 # ---- requests -----------------------------------------------------------------------------------------------------------
 
 
-def test_requests_to_a_reward_server_are_in_flight_together_and_scores_stay_in_order() -> None:
+def test_reward_requests_run_concurrently_and_scores_stay_in_order() -> None:
     server = Server()
     together = threading.Barrier(6)
 
@@ -96,7 +96,7 @@ def test_requests_to_a_reward_server_are_in_flight_together_and_scores_stay_in_o
         server.close()
 
 
-def test_one_request_that_fails_ends_the_call_with_its_message() -> None:
+def test_one_failed_request_fails_the_call_with_its_message() -> None:
     server = Server()
     server.answer = lambda body: (200, [1.0]) if body["responses"] != ["c"] else (400, "no")
     try:

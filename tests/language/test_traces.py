@@ -1,4 +1,4 @@
-"""Traces of text: a token's calculation adds up, with its string, and a resumed run writes the same traces."""
+"""Traces of language runs: tokens, rewards and KL are consistent, and a resumed run writes the same traces."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def half(responses):
 
 @pytest.fixture
 def settings(tmp_path: Path, folders: dict[str, Path]) -> dict[str, Any]:
-    """A small run of PPO, traced in every iteration."""
+    """Settings of a small PPO run with traces in every iteration."""
     (tmp_path / "rewards.py").write_text(REWARD)
     rows = [{"prompt": f"{i % 7} says "} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -40,7 +40,7 @@ def settings(tmp_path: Path, folders: dict[str, Path]) -> dict[str, Any]:
     }
 
 
-def test_every_token_of_a_response_adds_up_and_can_be_read(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_traced_tokens_rewards_and_kl_are_consistent(settings: dict[str, Any], tmp_path: Path) -> None:
     surefoot.train("language", run_dir=tmp_path / "run", **settings)
     model, tokenizer = load_model(settings["model"])
     tokens = Tokens(tokenizer, model)

@@ -1,4 +1,4 @@
-"""Responses of several turns: rollouts, invariances, errors, and learning."""
+"""Multi-turn responses: rollout contents, truncation, rewards, failing environments, runs, and the guess task."""
 
 import json
 from collections.abc import Callable
@@ -178,13 +178,13 @@ def last(prompts, responses, turns):
     return [100.0 * len(prompt) for prompt in prompts]
 '''
 STOP = list("aeiou nrstl.,!?AEIOUNRSTL0123456789")
-"""so many that most turns of a random model end before their limit"""
+"""enough strings that most turns of a random model end before the token limit"""
 BAD = ("Cut", "CutReply", "Mute", "Raises", "NotANumber", "Pair", "Silent", "Unsure", "Wordy")
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Rows whose conversations have one to three turns, and environments."""
+    """Rows for conversations of one to three turns, and a file of environments."""
     (tmp_path / "others.py").write_text(ENVIRONMENTS)
     write_rows(tmp_path / "rows.jsonl", ({"prompt": "say " + "x" * (i % 3), "turns": i % 3 + 1} for i in range(24)))
     return {"rows": str(tmp_path / "rows.jsonl"), "others": str(tmp_path / "others.py")}
@@ -204,7 +204,7 @@ def fields(files: dict[str, str], model: Path, name: str = "Talk", **changes: An
 
 
 def world(files: dict[str, str], model: Path, name: str = "Talk", **changes: Any) -> LanguageWorld:
-    """With EOS often, a critic that says something and a reference that is not the policy."""
+    """A world with frequent EOS, a non-zero critic, and a reference that differs from the policy."""
     made = LanguageWorld(make_recipe({"kind": "language", **fields(files, model, name, **changes)}))  # type: ignore[arg-type]
     with torch.no_grad():
         made.policy.model.get_output_embeddings().weight[made.tokens.eos_id] *= 3
@@ -225,7 +225,7 @@ def turn_text(tokens: Tokens, ids: Tensor | list[int]) -> str:
 
 
 def pieces(row: Tensor) -> list[list[int]]:
-    """Places of each run of True.   [T]"""
+    """Indices of each contiguous run of True.   [T]"""
     results: list[list[int]] = []
     for place, kept in enumerate(row.tolist()):
         if kept and results and results[-1][-1] == place - 1:
@@ -235,11 +235,11 @@ def pieces(row: Tensor) -> list[list[int]]:
     return results
 
 
-# ---- what a rollout holds -----------------------------------------------------------------------------------------------
+# ---- rollout contents ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma"])  # transformers reads the tiny Qwen's letters without spaces
-def test_a_conversation_is_one_row_as_the_template_writes_it_and_the_mask_is_true_at_what_the_model_wrote(
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma"])  # no qwen2: transformers loads its tiny tokenizer without spaces
+def test_conversation_is_one_templated_row_masked_to_the_models_tokens(
     kind: str, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     made = world(files, folders[kind])
@@ -266,9 +266,7 @@ def test_a_conversation_is_one_row_as_the_template_writes_it_and_the_mask_is_tru
     assert r.metrics["turns"] == pytest.approx(2.0, abs=0.7)
 
 
-def test_rewards_of_conversations_get_turns_without_the_stop_strings_that_ended_them(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
+def test_rewards_get_turns_without_their_stop_strings(files: dict[str, str], folders: dict[str, Path]) -> None:
     made, tokens = world(files, folders["llama"]), Tokens(load_model(folders["llama"])[1])
     answers = made.collector.respond(made.collector.prompts, range(24))
     assert answers.conversations is not None
@@ -284,12 +282,10 @@ def test_rewards_of_conversations_get_turns_without_the_stop_strings_that_ended_
     talks = plain.collector.respond(plain.collector.prompts, range(24)).conversations
     assert talks is not None
     talk = next(talk for talk in talks if len(talk.turns) > 1 and talk.turns[0] != talk.answers[0])
-    assert talk.history.startswith(talk.start + talk.turns[0]), "text stays as the model read it"  # type: ignore[operator, union-attr]
+    assert talk.history.startswith(talk.start + talk.turns[0]), "plain text is kept as the model read it"  # type: ignore[operator, union-attr]
 
 
-def test_what_a_turn_earns_lands_on_its_last_token_and_the_kl_on_the_models_own_ones(
-    files: dict[str, str], folder: Path
-) -> None:
+def test_turn_reward_is_on_its_last_token_and_kl_on_the_models_tokens(files: dict[str, str], folder: Path) -> None:
     made = world(files, folder, reference={"beta": 0.3})
     r = collected(made)
     wanted = torch.zeros_like(r.rewards)
@@ -305,13 +301,11 @@ def test_what_a_turn_earns_lands_on_its_last_token_and_the_kl_on_the_models_own_
 
 
 @pytest.mark.parametrize("treatment", ["none", "bootstrap"])
-def test_gae_over_a_row_with_others_in_it_is_that_over_the_models_tokens_alone(
-    treatment: str, files: dict[str, str], folder: Path
-) -> None:
+def test_gae_skips_tokens_that_the_model_did_not_write(treatment: str, files: dict[str, str], folder: Path) -> None:
     made = world(files, folder, "Endless", reward={"missing_eos": treatment})
     r = collected(made)
     credit = assign_credit(r, replace(made.recipe.objective, gae_lambda=0.9))
-    assert (~r.mask[:, :-1] & r.mask[:, 1:]).any(), "there are others between the turns"
+    assert (~r.mask[:, :-1] & r.mask[:, 1:]).any(), "there are masked tokens between the turns"
     for row in range(len(r.mask)):
         keep = r.mask[row]
         rewards, values = r.rewards[row][keep], r.values[row][keep]
@@ -331,23 +325,21 @@ def test_gae_over_a_row_with_others_in_it_is_that_over_the_models_tokens_alone(
         assert not credit.advantages[row][~keep].any()
 
 
-def test_messages_of_others_give_no_gradient_except_through_the_tokens_after_them(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
+def test_masked_tokens_have_no_log_prob_value_or_reward(files: dict[str, str], folders: dict[str, Path]) -> None:
     r = collected(world(files, folders["llama"]))
     assert not r.old_log_probs[~r.mask].any()  # type: ignore[index]
     assert not r.values[~r.mask].any()
     assert not r.rewards[~r.mask].any()
 
 
-def test_the_samplers_log_probabilities_are_the_trainers_across_turns(files: dict[str, str], folder: Path) -> None:
+def test_sampler_and_trainer_log_probs_agree_across_turns(files: dict[str, str], folder: Path) -> None:
     r = collected(world(files, folder))
     assert r.metrics["turns"] > 1.5  # type: ignore[operator]
     assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
 
 
 def several_letters(folder: Path) -> Path:
-    """A model whose tokens are of several letters, so that a text can be written with tokens that it is not encoded to."""
+    """A model with multi-letter tokens, so that sampled ids may differ from the encoding of their text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -375,9 +367,7 @@ def several_letters(folder: Path) -> Path:
     return folder
 
 
-def test_sampled_ids_stay_what_they_are_where_their_text_would_be_encoded_otherwise(
-    files: dict[str, str], tmp_path: Path
-) -> None:
+def test_sampled_ids_are_kept_where_re_encoding_their_text_would_differ(files: dict[str, str], tmp_path: Path) -> None:
     made = world(files, several_letters(tmp_path / "several"), data={"train": files["rows"], "max_length": 64})
     drawn: list[Any] = []
     sample = made.collector._sample
@@ -399,7 +389,7 @@ def test_sampled_ids_stay_what_they_are_where_their_text_would_be_encoded_otherw
     assert made.tokens.encode_reply([{"role": "user", "content": "and then?"}], ended=False) == [1, *between]
 
 
-def test_text_follows_as_it_stands_without_a_template(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_plain_text_replies_are_appended_without_a_template(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], "Plain")
     made.tokens.tokenizer.chat_template = None
     r = collected(made)
@@ -409,7 +399,7 @@ def test_text_follows_as_it_stands_without_a_template(files: dict[str, str], fol
         assert sample["response"].startswith(made.tokens.decode(r.actions[row, :length]))
 
 
-def test_one_turn_is_what_a_response_is_without_an_environment(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_single_turn_equals_a_response_without_an_environment(files: dict[str, str], folders: dict[str, Path]) -> None:
     (Path(files["rows"]).parent / "vowels.py").write_text(
         "def vowels(responses):\n    return [sum(c in 'aeiou' for c in t) / max(1, len(t)) for t in responses]\n"
     )
@@ -419,16 +409,16 @@ def test_one_turn_is_what_a_response_is_without_an_environment(files: dict[str, 
     other = collected(world(files, folders["llama"], "Once", reward={"missing_eos": "penalty"}))
     for name in ("actions", "mask", "rewards", "values", "next_values", "old_log_probs", "terminated"):
         actual, wanted = getattr(other, name), getattr(one, name)
-        width = min(actual.shape[1], wanted.shape[1])  # what was told after a cut stays behind it
+        width = min(actual.shape[1], wanted.shape[1])  # a reply after truncation stays at the end
         torch.testing.assert_close(actual[:, :width] * one.mask[:, :width], wanted[:, :width] * one.mask[:, :width])
     assert other.mask.sum() == one.mask.sum()
 
 
-# ---- where a conversation is cut ----------------------------------------------------------------------------------------
+# ---- truncated conversations --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("treatment", "last"), [("none", 0.0), ("penalty", -2.0), ("subtract", -2.0)])
-def test_a_conversation_that_is_not_done_in_time_is_treated_as_cut_and_its_earlier_turns_keep_what_they_earned(
+def test_unfinished_conversation_is_truncated_and_keeps_earlier_rewards(
     treatment: str, last: float, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     reward = {"missing_eos": treatment, "missing_eos_value": -2.0}
@@ -442,7 +432,7 @@ def test_a_conversation_that_is_not_done_in_time_is_treated_as_cut_and_its_earli
             assert float(r.rewards[row, place[-1]]) == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_truncated_conversation_is_bootstrapped_by_v_of_the_whole_text_including_the_last_reply(
+def test_truncated_conversation_bootstraps_from_all_text_and_the_last_reply(
     files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     made = world(files, folders["llama"], "Endless", reward={"missing_eos": "bootstrap"})
@@ -462,10 +452,10 @@ def test_a_truncated_conversation_is_bootstrapped_by_v_of_the_whole_text_includi
         assert r.truncated[row, place]
         torch.testing.assert_close(r.next_values[row, place], wanted, atol=1e-4, rtol=1e-4)
         widths.add(place)
-    assert len(widths) > 1, "some are cut before the longest is"
+    assert len(widths) > 1, "rows are truncated at different lengths"
 
 
-def test_a_turn_begins_only_where_all_of_it_still_fits(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_turn_begins_only_if_all_of_it_fits(files: dict[str, str], folders: dict[str, Path]) -> None:
     turns = {"environment": f"{files['others']}:Long", "max_turns": 20, "max_length": 120}
     r = collected(world(files, folders["gpt2"], turns=turns))
     lengths = r.inputs["prompt_mask"].sum(-1) + (r.mask.flip(-1).cumsum(-1).flip(-1) > 0).sum(-1)
@@ -476,9 +466,7 @@ def test_a_turn_begins_only_where_all_of_it_still_fits(files: dict[str, str], fo
 # ---- rewards ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_final_reward_scores_the_last_turn_as_a_response_to_all_before_it(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
+def test_final_reward_scores_the_last_turn_given_the_whole_history(files: dict[str, str], folders: dict[str, Path]) -> None:
     reward = {"missing_eos": "none", "terms": [{"function": f"{files['others']}:last"}]}
     made = world(files, folders["llama"], reward=reward, reference={"beta": 0.0})
     r = collected(made)
@@ -492,7 +480,7 @@ def test_a_final_reward_scores_the_last_turn_as_a_response_to_all_before_it(
 
 
 @pytest.mark.parametrize("treatment", ["none", "penalty"])
-def test_tokens_of_the_last_turn_may_be_scored_each_and_turns_earn_beside_them(
+def test_token_rewards_of_the_last_turn_add_to_turn_rewards(
     treatment: str, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     code = "def each(tokens):\n    return [[float(1 + i) for i in range(len(row))] for row in tokens]\neach.per = 'token'\n"
@@ -511,9 +499,7 @@ def test_tokens_of_the_last_turn_may_be_scored_each_and_turns_earn_beside_them(
             torch.testing.assert_close(r.rewards[row, place], wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_answers_to_one_row_are_compared_by_all_that_their_turns_earned(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
+def test_group_advantages_use_the_total_reward_of_all_turns(files: dict[str, str], folders: dict[str, Path]) -> None:
     sampling = {"prompts": 3, "samples": 4, "max_tokens": 6, "stop": STOP}
     made = world(files, folders["llama"], algorithm="GRPO", sampling=sampling, objective={"reuse": {"minibatches": 1}})
     r = collected(made)
@@ -526,27 +512,25 @@ def test_answers_to_one_row_are_compared_by_all_that_their_turns_earned(
     assert more.mask.any(-1).all()
 
 
-# ---- what goes wrong ----------------------------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_nothing_is_learned_from_a_conversation_whose_environment_fails_and_the_rest_goes_on(
+def test_failed_conversations_are_masked_and_the_rest_continue(
     name: str, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     made = world(files, folders["llama"], name, reward={"tolerated": 0.4, "missing_eos": "bootstrap"})
     r = collected(made)
     failed = ~r.mask.any(-1)
     assert r.metrics["without_score"] == pytest.approx(float(failed.float().mean()))
-    assert 0 < failed.sum() <= 4, "those of two turns, of which some are cut in the first"
+    assert 0 < failed.sum() <= 4, "only two-turn rows fail, unless truncated in the first turn"
     assert torch.isfinite(r.rewards).all()
     assert torch.isfinite(r.next_values).all()
     assert [sample["reward"] is None for sample in made.collector.last_samples] == failed.tolist()
 
 
-def test_an_environment_may_change_its_row_without_effect_on_other_conversations(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
-    """Those of other samples, of later iterations and of evaluations have the same rows."""
+def test_environment_that_modifies_its_row_does_not_affect_others(files: dict[str, str], folders: dict[str, Path]) -> None:
+    """Other samples, later iterations and evaluations get the same rows."""
     write_rows(files["rows"], ({"prompt": f"say {i}", "turns": 2, "deck": [1, 2, 3]} for i in range(6)))
     data = {"train": files["rows"], "held_out": files["rows"], "max_length": 24}
     sampling = {"prompts": 6, "samples": 2, "max_tokens": 6, "stop": STOP}
@@ -559,15 +543,15 @@ def test_an_environment_may_change_its_row_without_effect_on_other_conversations
     assert made.prompts.columns["deck"] == [[1, 2, 3]] * 6
 
 
-def test_a_column_with_the_name_of_the_seed_is_rejected(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_seed_column_is_rejected_unless_renamed(files: dict[str, str], folders: dict[str, Path]) -> None:
     write_rows(files["rows"], ({"prompt": "say", "turns": 1, "seed": 7} for _ in range(12)))
     with pytest.raises(SurefootError, match=r"the rows have a column 'seed', .*data.columns = \{ seed = \"row_seed\" \}"):
         world(files, folders["llama"])
     world(files, folders["llama"], data={"train": files["rows"], "columns": {"seed": "row_seed"}})
 
 
-def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
-    """A function that pays for an empty answer, and would be glad of a conversation that never began."""
+def test_gold_and_rewards_skip_failed_conversations(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+    """The function is not even called with an empty answer for a conversation that never began."""
     (tmp_path / "golden.py").write_text(
         "seen = []\n"
         "def gold(responses):\n    seen.append(len(responses))\n    return [float(len(text)) for text in responses]\n"
@@ -582,7 +566,7 @@ def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], fo
     assert [sample["gold"] is None for sample in made.collector.last_samples] == failed.tolist()
     scored = [sample["gold"] for sample in made.collector.last_samples if sample["gold"] is not None]
     assert r.metrics["gold"] == pytest.approx(sum(scored) / len(scored))
-    assert set(made.gold.function.__globals__["seen"]) == {12 - int(failed.sum())}, "nor is it asked about them"  # type: ignore[attr-defined]
+    assert set(made.gold.function.__globals__["seen"]) == {12 - int(failed.sum())}, "failed conversations are not passed to it"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -604,8 +588,10 @@ def test_gold_and_rewards_do_not_judge_what_has_failed(files: dict[str, str], fo
         ("Tlak", "can't be imported"),
     ],
 )
-def test_a_broken_environment_is_one_line(name: str, message: str, files: dict[str, str], folders: dict[str, Path]) -> None:
-    deadline = 0.3 if name == "Hangs" else 30.0  # a busy machine may take longer than 0.3 s for any of them
+def test_broken_environment_raises_a_one_line_error(
+    name: str, message: str, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    deadline = 0.3 if name == "Hangs" else 30.0  # a busy machine may take longer than 0.3 s for any other case
     with pytest.raises(SurefootError) as error:
         collected(world(files, folders["llama"], name, reward={"tolerated": 0.0, "deadline": deadline}))
     assert str(error.value).startswith(f"turns.environment='{files['others']}:{name}': ")
@@ -613,7 +599,7 @@ def test_a_broken_environment_is_one_line(name: str, message: str, files: dict[s
     assert "\n" not in str(error.value)
 
 
-def test_the_last_turn_of_what_has_failed_may_be_longer_than_any_that_steps_were_scored_of() -> None:
+def test_failed_conversation_may_be_longer_than_all_scored_ones() -> None:
     fine = Conversation({}, 1, ids=[7, 8], own=[True] * 2, ends=[1], rewards=[0.25])
     failed = Conversation({}, 2, ids=[7] * 5, own=[True] * 5, ends=[4], failure="raised")
     one = torch.ones(1)
@@ -625,7 +611,7 @@ def test_the_last_turn_of_what_has_failed_may_be_longer_than_any_that_steps_were
     assert actual.dense.tolist() == [[0.5, 0.75, 0, 0, 0, 0], [0] * 6]
 
 
-def test_every_environment_is_closed_those_that_failed_too(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_every_environment_is_closed_even_after_a_failure(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], "Closes", reward={"tolerated": 0.6, "missing_eos": "none"})
     assert collected(made).metrics["without_score"] > 0
     assert made.environments is not None
@@ -634,7 +620,7 @@ def test_every_environment_is_closed_those_that_failed_too(files: dict[str, str]
     assert set(made.environments.make.closed) == set(made.environments.make.opened)
 
 
-def test_where_no_conversation_began_there_is_nothing_to_learn(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_rollout_is_fully_masked_if_no_conversation_starts(files: dict[str, str], folders: dict[str, Path]) -> None:
     terms = [{"function": f"{files['others']}:each", "per": "token"}, {"function": f"{files['others']}:whole"}]
     reward = {"tolerated": 1.0, "missing_eos": "none", "terms": terms}
     r = collected(world(files, folders["llama"], "Dead", reward=reward))
@@ -654,10 +640,10 @@ def test_messages_need_a_template_and_a_run_needs_a_reward(files: dict[str, str]
 # ---- runs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_of_several_turns_resumes_bit_for_bit(
+def test_interrupted_multi_turn_run_resumes_bit_for_bit(
     files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With an environment that draws by the seed it is given."""
+    """With an environment whose prompts depend on the seed."""
     table = fields(files, folders["llama"], "Seeded", steps=48, checkpoint={"every": 12})
     whole = surefoot.train("language", run_dir=tmp_path / "whole", **table)
     surefoot.train("language", run_dir=tmp_path / "cut", **table, callback=lambda metrics: metrics["steps"] == 24)
@@ -666,7 +652,7 @@ def test_an_interrupted_run_of_several_turns_resumes_bit_for_bit(
         assert torch.equal(weights, resumed.model.state_dict()[name]), name
 
 
-def test_a_run_is_traced_evaluated_and_shown_with_its_whole_conversations(
+def test_traces_evaluation_and_samples_contain_whole_conversations(
     files: dict[str, str], folders: dict[str, Path], tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     data = {"train": files["rows"], "held_out": files["rows"], "max_length": 24}
@@ -675,7 +661,7 @@ def test_a_run_is_traced_evaluated_and_shown_with_its_whole_conversations(
     trace = read_trace(traces_in(tmp_path / "run" / "traces")[-1])
     check_chain(trace, "batch")
     several = [row for row in trace.rows if not row.mask.all()]
-    assert several, "what others said is in the trace, masked"
+    assert several, "the trace includes masked environment messages"
     for row in several:
         received = "".join(t for t, own in zip(row.about["tokens"], row.mask.tolist(), strict=True) if not own)
         assert "and then?" in received
@@ -696,7 +682,7 @@ def test_a_run_is_traced_evaluated_and_shown_with_its_whole_conversations(
     assert failed[2].count("\n") == 1
 
 
-def test_the_critic_is_evaluated_at_the_models_own_tokens() -> None:
+def test_index_of_token_counts_only_the_models_tokens() -> None:
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
     assert index_of_token(mask, torch.tensor([0, 0])).tolist() == [0, 1]
     assert index_of_token(mask, torch.tensor([2, 1])).tolist() == [4, 2]
@@ -705,7 +691,7 @@ def test_the_critic_is_evaluated_at_the_models_own_tokens() -> None:
 # ---- guess a number -----------------------------------------------------------------------------------------------------
 
 
-def test_bisection_reaches_every_number_within_the_turns_of_the_difficulty() -> None:
+def test_bisection_finds_every_number_within_difficulty_turns() -> None:
     for difficulty in (2, 4, 6):
         highest = 2**difficulty - 1
         for secret in range(1, highest + 1):
@@ -720,14 +706,14 @@ def test_bisection_reaches_every_number_within_the_turns_of_the_difficulty() -> 
 
 
 @pytest.mark.parametrize("message", ["", "x", "0", "16", "-1", "1 2", "99999", "3.5", "３"])
-def test_what_is_no_number_of_the_range_ends_the_game_and_earns_nothing(message: str) -> None:
+def test_invalid_guess_ends_the_game_without_reward(message: str) -> None:
     game = Guess()
     game.reset({"secret": 3, "highest": 15})
     assert game.step(message) == ([], 0.0, True)
 
 
 @pytest.mark.parametrize("sloppy", [0.0, 1.0])
-def test_a_demonstration_has_true_replies_and_only_possible_guesses(sloppy: float) -> None:
+def test_demonstrations_have_correct_replies_and_possible_guesses(sloppy: float) -> None:
     for row in tasks.demonstrations("guess", 50, 1, 4, sloppy=sloppy):
         messages, low, high = row["messages"], 1, 15
         for message, expected in zip(messages[1::2], [*messages[2::2], None], strict=True):
@@ -740,7 +726,7 @@ def test_a_demonstration_has_true_replies_and_only_possible_guesses(sloppy: floa
     assert len({row["secret"] for row in tasks.rows("guess", 200, 1, 4)}) == 15
 
 
-def test_guess_is_made_by_the_command_and_its_rows_are_needed(
+def test_data_make_writes_guess_rows_and_training_requires_their_columns(
     command: Callable[..., tuple[int, str, str]], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     assert "guess" in command("data", "tasks")[1]
@@ -756,8 +742,8 @@ def test_guess_is_made_by_the_command_and_its_rows_are_needed(
 
 
 @pytest.mark.slow
-def test_a_pocket_model_learns_to_halve(tmp_path: Path) -> None:
-    """From a teacher that guesses anywhere in what is left."""
+def test_pocket_model_improves_on_random_guesses(tmp_path: Path) -> None:
+    """It starts from demonstrations that guess at random within the remaining range."""
     write_rows(tmp_path / "teacher.jsonl", tasks.demonstrations("guess", 4_800, 1, sloppy=1.0))
     write_rows(tmp_path / "train.jsonl", tasks.rows("guess", 1_000, 1))
     write_rows(tmp_path / "test.jsonl", tasks.rows("guess", 512, 1, test=True))
@@ -769,7 +755,7 @@ def test_a_pocket_model_learns_to_halve(tmp_path: Path) -> None:
     assert report["trained"]["reward"] > 0.75
 
 
-def test_a_tokenizers_reply_ends_the_turn_only_where_the_model_did_not(folder: Path) -> None:
+def test_encode_reply_ends_the_turn_only_if_the_model_did_not(folder: Path) -> None:
     model, tokenizer = load_model(folder)
     tokens = Tokens(tokenizer, model)
     whole = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]

@@ -1,4 +1,4 @@
-"""Two processes that share prompts or rows take the step of one process with all of them."""
+"""Two ranks that split the prompts or rows match one process: same responses and same updates."""
 
 import json
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def online(folder: Path) -> Recipe:
 
 
 def in_groups(folder: Path) -> Recipe:
-    """Dynamic sampling, with scores that are often all the same: groups of one rank replace those of the other."""
+    """Dynamic sampling with often constant scores: groups of one rank replace those of the other."""
     table = {
         "kind": "language",
         "algorithm": "DAPO",
@@ -63,33 +63,33 @@ def supervised(folder: Path) -> Recipe:
 
 
 def mixed(folder: Path) -> Recipe:
-    """Seven demonstrations of unequal length beside every update: four of one rank, three of the other."""
+    """Seven demonstrations of unequal length in every update: four on one rank, three on the other."""
     table = online(folder).model_dump(exclude_unset=True)
     mixing = {"sft_coefficient": 0.5, "demonstrations": str(folder / "demonstrations.jsonl"), "batch": 7}
     return make_recipe({**table, "mixing": mixing})
 
 
 def routed(folder: Path) -> Recipe:
-    """A mixture of experts whose routers are balanced: how many tokens each expert gets is counted on both ranks."""
+    """A mixture of experts with a router loss: tokens per expert are counted over both ranks."""
     table = supervised(folder).model_dump(exclude_unset=True)
     return make_recipe({**table, "model": str(folder / "mixture"), "objective": {"router_coefficient": 0.5}})
 
 
 def with_dropout(folder: Path) -> Recipe:
-    """Adapters whose inputs are dropped: three rows of unequal length on one rank, two on the other."""
+    """Adapters with dropout: three rows of unequal length on one rank, two on the other."""
     table = supervised(folder).model_dump(exclude_unset=True)
     return make_recipe({**table, "steps": 20, "adapter": {"rank": 2, "dropout": 0.3}, "optimizer": {"learning_rate": 1e-2}})
 
 
 def shuffling(folder: Path) -> Recipe:
-    """Two passes in two minibatches each over a batch of which one rank has four rows, the other two."""
+    """Two epochs of two minibatches over a batch with four rows on one rank and two on the other."""
     table = online(folder).model_dump(exclude_unset=True)
     sampling, reuse = {"prompts": 3, "samples": 2, "max_tokens": 6}, {"epochs": 2, "minibatches": 2}
     return make_recipe({**table, "steps": 24, "algorithm": "PPO_CLIP", "sampling": sampling, "objective": {"reuse": reuse}})
 
 
 def served(folder: Path) -> Recipe:
-    """A server samples: the first rank sends it weights, and both ask it for responses."""
+    """A server samples: rank 0 sends it weights, and both ranks request responses."""
     table = online(folder).model_dump(exclude_unset=True)
     return make_recipe({**table, "server": {"url": (folder / "url").read_text(), "weights": str(folder / "weights")}})
 
@@ -108,7 +108,7 @@ RECIPES = {
 
 
 def prompts_and_tokens(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """Prompt and tokens of each row that is learned from."""
+    """Prompt and response tokens of each trained row."""
     prompts, kept = rollout.inputs["prompt"], rollout.inputs["prompt_mask"]
     rows = zip(prompts, kept, rollout.actions, rollout.mask, strict=True)
     pairs = [(prompt[is_real].tolist(), tokens[is_kept].tolist()) for prompt, is_real, tokens, is_kept in rows]
@@ -116,14 +116,14 @@ def prompts_and_tokens(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
 
 
 def trained(recipe: Recipe) -> dict[str, Any]:
-    """What three iterations sampled, what β became, and the weights."""
+    """Sampled rows, metrics, β and weights of three iterations."""
     world: World = make_world(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 1_000)
     learner.auxiliary_loss = world.auxiliary_loss
     results: dict[str, Any] = {"rows": [], "rounds": 0, "metrics": []}
     for _ in range(3):
         rollout = world.collector.collect(state)
-        assert recipe.kind == "sft" or len(rollout.mask) >= 4, "no rank is without rows"
+        assert recipe.kind == "sft" or len(rollout.mask) >= 4, "every rank has rows"
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         state.steps += sum_count(rollout.steps, rollout.rewards)
         results["rows"].append(prompts_and_tokens(rollout))
@@ -133,7 +133,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
 
 def resumed(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
-    """Weights after four iterations: at one go, and where both ranks go on from what the first one wrote after two."""
+    """Weights after four iterations: uninterrupted, and resumed on both ranks from the checkpoint of rank 0 after two."""
 
     def trained_by(path: Path, last: int) -> dict[str, Any]:
         world = make_world(recipe)
@@ -207,9 +207,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_two_ranks_see_the_same_rows_and_take_the_same_steps_as_one_process(
-    kind: str, ranks: list[dict[str, Any]], folder: Path
-) -> None:
+def test_two_ranks_match_the_rows_and_updates_of_one_process(kind: str, ranks: list[dict[str, Any]], folder: Path) -> None:
     alone = trained(RECIPES[kind](folder))
     assert kind != "in groups" or alone["rounds"] > 1
     for iteration, rows in enumerate(alone["rows"]):
@@ -228,16 +226,14 @@ def test_two_ranks_see_the_same_rows_and_take_the_same_steps_as_one_process(
 
 
 def test_fewer_rows_than_ranks_are_rejected_on_every_rank(ranks: list[dict[str, Any]]) -> None:
-    """On one alone, the others would wait for it."""
+    """If only one rank raised, the others would wait for it."""
     assert [rank["too few"] for rank in ranks] == [
         "1 rows in each batch: too few for 2 ranks; give at least one row per rank"
     ] * 2
 
 
 @pytest.mark.parametrize("kind", RESUMED)
-def test_ranks_that_continue_from_the_checkpoint_of_one_go_on_as_if_nothing_had_been(
-    kind: str, ranks: list[dict[str, Any]]
-) -> None:
+def test_ranks_resume_bit_for_bit_from_the_checkpoint_of_rank_0(kind: str, ranks: list[dict[str, Any]]) -> None:
     if not makeable(kind):
         pytest.skip("peft is not installed")
     for rank in ranks:

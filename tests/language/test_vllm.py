@@ -1,6 +1,6 @@
-"""The engine "vllm" against a stand-in on this machine: what is sent, and everything that can go wrong with a server.
+"""The "vllm" engine against a local stand-in server: weights, requests, runs, and server failures.
 
-With ``SUREFOOT_VLLM`` set to an environment that has vLLM, the slow tests at the end start a real server.
+If ``SUREFOOT_VLLM`` is the path of an environment with vLLM, the slow tests at the end start a real server.
 """
 
 import json
@@ -84,7 +84,9 @@ def engine_of(files: Path, folder: Path, url: str, longest: int = 64, **server: 
 # ---- weights and requests -----------------------------------------------------------------------------------------------
 
 
-def test_the_servers_own_weights_never_matter(server: StandIn, files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_sampling_uses_the_sent_weights_not_the_servers_initial_ones(
+    server: StandIn, files: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
     other = tiny.write_folder(tmp_path / "other", "llama", seed=9)
     engine = engine_of(files, other, server.url)
     engine.use(None)
@@ -95,7 +97,7 @@ def test_the_servers_own_weights_never_matter(server: StandIn, files: Path, fold
     engine.close()
 
 
-def test_weights_are_sent_once_for_each_version_and_old_ones_are_removed(
+def test_weights_are_sent_once_per_version_and_old_folders_are_removed(
     server: StandIn, files: Path, folders: dict[str, Path]
 ) -> None:
     engine = engine_of(files, folders["llama"], server.url, weights=str(files / "weights"))
@@ -105,7 +107,7 @@ def test_weights_are_sent_once_for_each_version_and_old_ones_are_removed(
                 engine.model.lm_head.weight.mul_(1.01)
         engine.use(version)
         assert [path.name for path in (files / "weights").iterdir()] == [server.version]
-    # at the start, by the first call with 4, and by the call without a version
+    # sent by the first call, the first call with version 4, and the later call without a version
     for path in ("/collective_rpc", "/resume", "/reset_prefix_cache"):
         assert server.seen.count(path) == 3, path
     engine.close()
@@ -124,7 +126,7 @@ def test_an_adapter_is_sent_merged(server: StandIn, files: Path, folders: dict[s
     world.close()
 
 
-def test_a_base_in_4_bits_is_sent_restored(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+def test_4_bit_base_is_dequantised_before_sending(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     pytest.importorskip("bitsandbytes")
     changes = {"adapter": {"rank": 2, "quantize": "nf4"}}
     world = LanguageWorld(make_recipe({"kind": "language", **fields(files, folders["llama"], server.url), **changes}))  # type: ignore[arg-type]
@@ -132,7 +134,7 @@ def test_a_base_in_4_bits_is_sent_restored(server: StandIn, files: Path, folders
     world.close()
 
 
-def test_the_token_of_the_server_is_sent_with_every_request(
+def test_server_token_is_sent_with_every_request(
     server: StandIn, files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_KEY", "hush")
@@ -144,7 +146,7 @@ def test_the_token_of_the_server_is_sent_with_every_request(
     assert "hush" not in engine.command
 
 
-def test_the_command_serves_the_recipes_model_with_its_precision_and_context(files: Path, folders: dict[str, Path]) -> None:
+def test_serve_command_has_the_model_precision_and_context_of_the_recipe(files: Path, folders: dict[str, Path]) -> None:
     recipe = recipe_of(files, folders["llama"], "http://127.0.0.1:9123", model="mine")
     assert serve_command(recipe, "/some where/model", 96) == (
         "VLLM_SERVER_DEV_MODE=1 vllm serve '/some where/model' --served-model-name mine --dtype float32 --max-model-len 96 "
@@ -166,10 +168,8 @@ def test_check_prints_the_command_that_starts_the_server(server: StandIn, files:
 # ---- runs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_sampled_by_a_server_learns_what_one_in_process_learns(
-    server: StandIn, files: Path, folders: dict[str, Path]
-) -> None:
-    """The stand-in draws as the sampler in process does, so the two runs differ by rounding only."""
+def test_run_with_a_server_matches_in_process_sampling(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+    """The stand-in samples like the in-process sampler, so the two runs differ only by rounding."""
     settings = fields(files, folders["llama"], server.url)
     surefoot.train("language", run_dir=files / "server", **settings)
     surefoot.train("language", run_dir=files / "process", **{**settings, "server": None})
@@ -181,10 +181,10 @@ def test_a_run_sampled_by_a_server_learns_what_one_in_process_learns(
         assert row["responses_missing"] == 0
         for name in ("reward", "policy_loss", "kl_reference"):
             assert row[name] == pytest.approx(other[name], abs=1e-3), name
-    assert server.seen.count("/collective_rpc") == 3, "one set of weights for each iteration"
+    assert server.seen.count("/collective_rpc") == 3, "weights are sent once per iteration"
 
 
-def test_a_run_resumes_with_the_responses_it_would_have_had(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+def test_run_with_a_server_resumes_bit_for_bit(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     settings = fields(files, folders["llama"], server.url)
     whole = surefoot.train("language", run_dir=files / "whole", **settings)
     surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 16, **settings)
@@ -193,7 +193,7 @@ def test_a_run_resumes_with_the_responses_it_would_have_had(server: StandIn, fil
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
-# ---- weights over NCCL, by vLLM's own transfer; its wire is a stand-in ----------------------------------------------------
+# ---- weights over NCCL by vLLM's transfer, without a real NCCL connection --------------------------------------------------
 
 
 @pytest.fixture
@@ -202,12 +202,12 @@ def transfer(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "check_device", lambda model: None)
 
 
-def test_weights_over_nccl_are_those_of_a_folder(
+def test_nccl_transfer_gives_the_same_run_as_a_folder(
     server: StandIn, transfer: None, files: Path, folders: dict[str, Path]
 ) -> None:
     settings = fields(files, folders["llama"], server.url, transfer="nccl")
     surefoot.train("language", run_dir=files / "nccl", **settings)
-    assert [(each["world_size"], each["master_address"]) for each in server.joined] == [(3, "127.0.0.1")], "joined once"
+    assert [(each["world_size"], each["master_address"]) for each in server.joined] == [(3, "127.0.0.1")], "it joins once"
     assert "/collective_rpc" not in server.seen
     assert server.seen.count("/update_weights") == 3
     order = [path for path in server.seen if path in ("/pause", "/update_weights", "/reset_prefix_cache", "/resume")]
@@ -218,7 +218,7 @@ def test_weights_over_nccl_are_those_of_a_folder(
         assert (row["reward"], row["policy_loss"]) == (other["reward"], other["policy_loss"])
 
 
-def test_a_server_that_was_started_again_joins_again(
+def test_restarted_server_joins_the_transfer_again(
     server: StandIn, transfer: None, files: Path, folders: dict[str, Path]
 ) -> None:
     def restart(metrics: dict[str, Any]) -> None:
@@ -231,14 +231,14 @@ def test_a_server_that_was_started_again_joins_again(
     assert len(server.joined) == 2
 
 
-def test_a_transfer_that_fails_is_one_line_and_the_server_goes_on(
+def test_failed_transfer_raises_a_one_line_error_and_unpauses_the_server(
     server: StandIn, transfer: None, files: Path, folders: dict[str, Path]
 ) -> None:
     server.fault = lambda number, path, body: (500, {"error": "no peer"}) if path == "/update_weights" else None
     settings = fields(files, folders["llama"], server.url, transfer="nccl", retries=3)
     with pytest.raises(SurefootError, match=r"^server\.url='http://127[^\n]*returned 500 [^\n]*$"):
         surefoot.train("language", run_dir=files / "run", **settings)
-    assert server.seen.count("/update_weights") == 1, "a broadcast can't be repeated by one side"
+    assert server.seen.count("/update_weights") == 1, "one side can't repeat a broadcast alone"
     assert not server.paused
     server.fault = lambda number, path, body: None
     server.lost = True
@@ -260,7 +260,7 @@ def test_nccl_needs_a_gpu_and_vllm_in_this_environment(
     assert not server.paused
 
 
-def test_nccl_takes_whole_weights_and_no_folder(files: Path, folders: dict[str, Path]) -> None:
+def test_nccl_rejects_adapters_and_a_weights_folder(files: Path, folders: dict[str, Path]) -> None:
     with pytest.raises(SurefootError, match=r"server\.transfer='nccl': sends all weights, and an adapter must be merged"):
         make_recipe({**fields(files, folders["llama"], closed_port(), transfer="nccl"), "kind": "language", "adapter": {}})
     with pytest.raises(SurefootError, match=r"server\.transfer='nccl': needs no folder, and server\.weights='/x'; unset it"):
@@ -273,16 +273,14 @@ def test_nccl_takes_whole_weights_and_no_folder(files: Path, folders: dict[str, 
 
 
 def ahead(files: Path, folder: Path, url: str) -> dict[str, Any]:
-    """Sampling one iteration ahead, with evaluations between."""
+    """Settings with sampling one iteration ahead and evaluations in between."""
     made = fields(files, folder, url)
     made["sampling"] |= {"ahead": 1}
     made["data"] |= {"held_out": str(files / "prompts.jsonl")}
     return made | {"evaluation": {"every": 16, "rows": 4}}
 
 
-def test_the_server_samples_the_next_responses_while_the_learner_works(
-    server: StandIn, files: Path, folders: dict[str, Path]
-) -> None:
+def test_server_samples_the_next_responses_during_the_update(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     settings = fields(files, folders["llama"], server.url)
     settings["sampling"] |= {"ahead": 1}
     learned, waited = threading.Event(), []
@@ -297,9 +295,7 @@ def test_the_server_samples_the_next_responses_while_the_learner_works(
     assert len(read_metrics(files / "run" / "metrics.jsonl")) == 3
 
 
-def test_responses_sampled_ahead_are_those_of_the_weights_before(
-    server: StandIn, files: Path, folders: dict[str, Path]
-) -> None:
+def test_responses_sampled_ahead_use_the_previous_weights(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     settings = ahead(files, folders["llama"], server.url)
     surefoot.train("language", run_dir=files / "run", **settings)
     rows = read_metrics(files / "run" / "metrics.jsonl")
@@ -317,7 +313,7 @@ def test_responses_sampled_ahead_are_those_of_the_weights_before(
 
 
 @pytest.mark.slow
-def test_a_run_that_samples_ahead_resumes_at_its_position_with_present_weights(
+def test_resume_when_sampling_ahead_keeps_the_position_and_uses_new_weights(
     server: StandIn, files: Path, folders: dict[str, Path]
 ) -> None:
     settings = ahead(files, folders["llama"], server.url)
@@ -329,7 +325,7 @@ def test_a_run_that_samples_ahead_resumes_at_its_position_with_present_weights(
 
 
 @pytest.mark.slow
-def test_two_ranks_sample_ahead_and_none_loses_its_responses_to_new_weights(
+def test_two_ranks_sample_ahead_without_missing_responses(
     server: StandIn, files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = ahead(files, folders["llama"], server.url) | {"steps": 64}
@@ -349,7 +345,7 @@ def test_two_ranks_sample_ahead_and_none_loses_its_responses_to_new_weights(
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_beside_the_learner_ends_the_run_in_one_line(
+def test_server_failure_while_sampling_ahead_raises_a_one_line_error(
     server: StandIn, files: Path, folders: dict[str, Path]
 ) -> None:
     def dies(number: int, path: str, body: dict[str, Any]) -> Any:
@@ -366,7 +362,7 @@ def test_a_server_that_fails_beside_the_learner_ends_the_run_in_one_line(
     assert len(read_metrics(files / "run" / "metrics.jsonl")) == 3
 
 
-# ---- what goes wrong ----------------------------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------------------------------
 
 
 def rejection(call: Callable[[], Any]) -> str:
@@ -383,7 +379,7 @@ def closed_port() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def test_without_a_server_the_error_is_the_command_that_starts_it(files: Path, folders: dict[str, Path]) -> None:
+def test_unreachable_server_error_contains_the_start_command(files: Path, folders: dict[str, Path]) -> None:
     url = closed_port()
     text = rejection(lambda: engine_of(files, folders["llama"], url))
     assert text.startswith(f"server.url={url!r}: can't be reached (")
@@ -393,20 +389,20 @@ def test_without_a_server_the_error_is_the_command_that_starts_it(files: Path, f
     )
 
 
-def test_a_server_without_the_endpoints_for_weights_is_rejected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+def test_server_without_weight_endpoints_is_rejected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     server.fault = lambda number, path, body: (404, {"detail": "Not Found"}) if path == "/weight_info" else None
     text = rejection(lambda: engine_of(files, folders["llama"], server.url))
     assert ": has no /weight_info: it is not vLLM, too old, or without VLLM_SERVER_DEV_MODE=1; start it: VLLM_SERVER" in text
 
 
-def test_another_name_or_too_short_a_context_is_rejected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+def test_wrong_model_name_or_too_short_context_is_rejected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     text = rejection(lambda: engine_of(files, folders["llama"], server.url, model="mine"))
     assert ": serves 'policy', not 'mine'; set server.model, or start it: VLLM_SERVER" in text
     text = rejection(lambda: engine_of(files, folders["llama"], server.url, longest=500))
     assert ": has a context of 128 tokens, and prompts with their responses have up to 500; start it:" in text
 
 
-def test_a_server_that_keeps_another_model_is_rejected_by_its_log_probabilities(
+def test_server_with_another_model_is_detected_by_its_log_probs(
     server: StandIn, files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     other = tiny.write_folder(tmp_path / "other", "llama", seed=9)
@@ -440,7 +436,7 @@ def test_log_probabilities_without_the_temperature_are_rejected(server: StandIn,
         ((400, {"error": "no"}), "returned 400 Bad Request"),
     ],
 )
-def test_a_server_that_answers_with_something_else_ends_the_run_in_one_line(
+def test_unexpected_server_replies_raise_a_one_line_error(
     server: StandIn, files: Path, folders: dict[str, Path], reply: Any, message: str
 ) -> None:
     engine = engine_of(files, folders["llama"], server.url)
@@ -449,7 +445,7 @@ def test_a_server_that_answers_with_something_else_ends_the_run_in_one_line(
     assert message in rejection(lambda: engine.sample(request()))
 
 
-def test_a_truncated_answer_is_missing_and_the_others_count(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+def test_truncated_reply_is_missing_and_the_others_are_kept(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     engine = engine_of(files, folders["llama"], server.url, at_once=1)
     engine.use(0)
     whole = engine.sample(request())
@@ -469,7 +465,7 @@ def test_a_truncated_answer_is_missing_and_the_others_count(server: StandIn, fil
     ]
 
 
-def test_a_busy_server_is_asked_again(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+def test_request_to_a_busy_server_is_retried(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     engine = engine_of(files, folders["llama"], server.url, retries=2)
     engine.use(0)
     asked: dict[str, int] = {}
@@ -484,7 +480,7 @@ def test_a_busy_server_is_asked_again(server: StandIn, files: Path, folders: dic
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_costs_the_missing_responses_and_the_next_iteration_stops_in_one_line(
+def test_run_ends_with_one_line_if_the_server_dies_and_can_be_resumed(
     server: StandIn, files: Path, folders: dict[str, Path]
 ) -> None:
     dead = threading.Event()
@@ -531,7 +527,7 @@ class Talk:
 
 
 @pytest.mark.slow
-def test_conversations_take_each_turn_on_the_server_and_one_without_an_answer_is_masked(
+def test_server_samples_every_turn_and_unanswered_conversations_are_masked(
     server: StandIn, files: Path, folders: dict[str, Path]
 ) -> None:
     (files / "talk.py").write_text(TALK)
@@ -552,7 +548,7 @@ def test_conversations_take_each_turn_on_the_server_and_one_without_an_answer_is
 
         server.fault = loses
     served, alone, with_loss = rollouts
-    assert torch.equal(served.actions, alone.actions), "the same conversations as in process"
+    assert torch.equal(served.actions, alone.actions), "the same conversations as with in-process sampling"
     assert served.metrics["turns"] == alone.metrics["turns"]
     assert served.metrics["turns"] > 1
     assert served.metrics["responses_missing"] == 0
@@ -560,7 +556,7 @@ def test_conversations_take_each_turn_on_the_server_and_one_without_an_answer_is
     assert with_loss.mask.any(-1).sum() == 3
 
 
-def test_a_slow_server_ends_at_the_timeout(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+def test_slow_server_hits_the_timeout(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     engine = engine_of(files, folders["llama"], server.url)
     engine.use(0)
     engine.settings = engine.settings.model_copy(update={"timeout": 0.3})
@@ -569,7 +565,7 @@ def test_a_slow_server_ends_at_the_timeout(server: StandIn, files: Path, folders
     assert "did not answer within server.timeout=" in text
 
 
-def test_weights_that_another_run_put_on_the_server_are_found(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
+def test_weights_replaced_by_another_run_are_detected(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     engine, other = (engine_of(files, folders["llama"], server.url) for _ in range(2))
     engine.use(0)
     other.use(0)
@@ -577,7 +573,7 @@ def test_weights_that_another_run_put_on_the_server_are_found(server: StandIn, f
     assert f"its weights are {other.label}, not {engine.label}: another run uses it; give each run its own server" in text
 
 
-def test_a_server_that_was_started_again_gets_the_weights_again(
+def test_restarted_server_gets_the_weights_again(
     server: StandIn, files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     engine = engine_of(files, folders["llama"], server.url)
@@ -591,7 +587,7 @@ def test_a_server_that_was_started_again_gets_the_weights_again(
     assert engine.sample(request()).responses() == before.responses()
 
 
-def test_a_server_elsewhere_needs_a_folder_that_both_read(files: Path, folders: dict[str, Path]) -> None:
+def test_remote_server_requires_a_shared_weights_folder(files: Path, folders: dict[str, Path]) -> None:
     text = rejection(lambda: engine_of(files, folders["llama"], "http://gpu-7:8000"))
     assert text == "server.weights: server.url='http://gpu-7:8000' is another machine; name a folder that both machines read"
 
@@ -610,7 +606,7 @@ def test_a_server_elsewhere_needs_a_folder_that_both_read(files: Path, folders: 
         ({"server": {"token_from": "secret-token"}}, "server.token_from: must be the name of an environment variable"),
     ],
 )
-def test_settings_that_do_not_go_together_are_rejected(
+def test_conflicting_settings_are_rejected(
     files: Path, folders: dict[str, Path], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SurefootError) as raised:
@@ -629,7 +625,7 @@ START = 1500
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A real server on the CPU with a small Llama, started by the command that the recipe gives; its URL and the model."""
+    """A real CPU server with a small Llama, started by the recipe's command. Gives its URL and the model folder."""
     root = tmp_path_factory.mktemp("vllm")
     model = tiny.write_folder(root / "model", "llama", hidden_size=128, intermediate_size=256)  # vLLM has no heads of width 8
     url = closed_port()
@@ -669,14 +665,12 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
 @real
 @pytest.mark.slow
 @pytest.mark.timeout(START + 300)
-def test_a_real_vllm_draws_with_the_trainers_log_probabilities_before_and_after_an_update(
-    vllm: tuple[str, Path], files: Path
-) -> None:
+def test_real_vllm_log_probs_match_the_trainer_before_and_after_an_update(vllm: tuple[str, Path], files: Path) -> None:
     url, model = vllm
     engine = engine_of(files, model, url, timeout=300)
     engine.use(0)
     first, again = engine.sample(request()), engine.sample(request())
-    assert first.responses() == again.responses(), "seeds repeat"
+    assert first.responses() == again.responses(), "equal seeds give equal responses"
     assert set(first.finish_reasons) == {"stop", "length"}
     expect_own_log_probs(engine.model, PROMPTS, first, 0.8, within=1e-4)
     with torch.no_grad():
@@ -704,7 +698,7 @@ def test_a_real_vllm_draws_with_the_trainers_log_probabilities_before_and_after_
 @real
 @pytest.mark.slow
 @pytest.mark.timeout(START + 300)
-def test_a_run_sampled_by_a_real_vllm_learns_and_resumes(vllm: tuple[str, Path], files: Path) -> None:
+def test_run_with_a_real_vllm_trains_and_resumes(vllm: tuple[str, Path], files: Path) -> None:
     url, model = vllm
     settings = fields(files, model, url, timeout=300)
     whole = surefoot.train("language", run_dir=files / "whole", **settings)
