@@ -137,8 +137,8 @@ def test_passed_rows_do_not_modify_an_existing_run_folder(tmp_path: Path) -> Non
 
 def test_train_reuses_a_folder_left_by_a_kill_during_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a kill leaves at most the stored rows and a lock file."""
-    monkeypatch.setattr(api.RunFolder, "discard", api.RunFolder.close)
-    monkeypatch.setattr(api, "_make_world", lambda *_: 1 / 0)
+    monkeypatch.setattr(launch.RunFolder, "discard", launch.RunFolder.close)
+    monkeypatch.setattr(launch, "_make_world", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"]))
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {"rows", ".lock"}

@@ -292,7 +292,7 @@ def test_failed_commit_of_the_best_checkpoint_stops_all_ranks_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the other rank would wait for the shards of the next checkpoint until the timeout."""
-    before = sessions.write_snapshot
+    before = saving.write_snapshot
 
     def full(place: Path, snapshot: Any) -> None:
         if place.parent.name == "best":
