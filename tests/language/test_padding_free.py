@@ -189,8 +189,9 @@ def test_padded_pass_is_bitwise_unchanged_after_laid_out_exits() -> None:
     real = torch.ones_like(ids)
     real[1, :4] = 0
     before = model(input_ids=ids, attention_mask=real).logits
-    with end_to_end(ids, real.bool()).laid_out():
-        pass
+    read = end_to_end(ids, real.bool().flip(-1))
+    with read.laid_out():
+        model.base_model(input_ids=read.ids, use_cache=False, **read.options)
     assert torch.equal(model(input_ids=ids, attention_mask=real).logits, before)
 
 

@@ -77,17 +77,16 @@ def test_folders_and_patterns_read_their_files_in_order(ending: str, tmp_path: P
 
 def test_json_may_be_a_list_an_object_with_one_list_or_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    for text in (
-        json.dumps(ROWS),
-        json.dumps({"version": 1, "data": ROWS}),
-        json.dumps({"data": ROWS}, indent=2),
-        "".join(json.dumps(row) + "\n" for row in ROWS),
-        "\ufeff" + json.dumps(ROWS),
+    versioned, one_line = {"version": 1, "data": ROWS}, {"data": ROWS}
+    for text, expected in (
+        (json.dumps(ROWS), ROWS),
+        (json.dumps(versioned), [versioned]),
+        (json.dumps(one_line), [one_line]),  # an object on one line is a row
+        (json.dumps({"data": ROWS}, indent=2), ROWS),
+        ("".join(json.dumps(row) + "\n" for row in ROWS), ROWS),
+        ("\ufeff" + json.dumps(ROWS), ROWS),
     ):
         path.write_text(text)
-        expected = [{"version": 1, "data": ROWS}] if text.startswith('{"version"') else ROWS
-        if text.startswith('{"data": [') and "\n" not in text:
-            expected = [{"data": ROWS}]
         assert [row.columns for row in read_rows(path)] == expected
     conversation = {"messages": [{"role": "user", "content": "a"}]}
     path.write_text(json.dumps(conversation, indent=2))
