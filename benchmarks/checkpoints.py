@@ -14,30 +14,30 @@ from typing import Any
 
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.session import Session
+from surefoot.runs.session.saving import Saver
 
 
 class Timer:
-    """Wall-clock and CPU seconds of this thread in methods of a session."""
+    """Wall-clock and CPU seconds of this thread in methods of the saver of checkpoints."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
         self.calls = 0
 
     def wrap(self, name: str) -> None:
-        """Time a method of every session."""
-        method = getattr(Session, name)
+        """Time a method of every saver."""
+        method = getattr(Saver, name)
 
-        def timed(session: Session, *arguments: Any) -> Any:
+        def timed(saver: Saver, *arguments: Any) -> Any:
             wall, cpu = time.perf_counter(), time.thread_time()
             try:
-                return method(session, *arguments)
+                return method(saver, *arguments)
             finally:
                 self.wall += time.perf_counter() - wall
                 self.cpu += time.thread_time() - cpu
                 self.calls += 1
 
-        setattr(Session, name, timed)
+        setattr(Saver, name, timed)
 
 
 def fields_of(name: str, folder: Path) -> dict[str, Any]:
@@ -55,9 +55,9 @@ def fields_of(name: str, folder: Path) -> dict[str, Any]:
 def measure(name: str, fields: dict[str, Any]) -> None:
     """Train and print the shares."""
     copying, waiting = Timer(), Timer()
-    originals = {method: getattr(Session, method) for method in ("_copy", "_wait_for_writer")}
-    copying.wrap("_copy")
-    waiting.wrap("_wait_for_writer")
+    originals = {method: getattr(Saver, method) for method in ("copy", "wait")}
+    copying.wrap("copy")
+    waiting.wrap("wait")
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
     try:
         recipe = find_recipe(name, {**fields_of(name, folder), **fields})
@@ -67,7 +67,7 @@ def measure(name: str, fields: dict[str, Any]) -> None:
     finally:
         shutil.rmtree(folder)
         for method, original in originals.items():
-            setattr(Session, method, original)
+            setattr(Saver, method, original)
     shares = copying.wall / wall, copying.cpu / own
     print(f"{name}: {copying.calls} copies, pause {copying.wall:.2f} s of {wall:.1f} s = {shares[0]:.2%}, CPU of training in")
     print(f"  copies {copying.cpu:.2f} s of {own:.1f} s = {shares[1]:.2%}, all threads {cpu:.1f} s; end {waiting.wall:.2f} s")

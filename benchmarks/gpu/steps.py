@@ -22,7 +22,7 @@ from surefoot.language.memory import estimate
 from surefoot.language.memory.check import running_peak, workload_of
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
-from surefoot.runs.session import Session
+from surefoot.runs.session.saving import Saver
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 LIMIT = 9 * 60
@@ -181,19 +181,19 @@ def _timed(settings: Settings, name: str, kind: str, fields: dict[str, Any]) -> 
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     pauses: list[float] = []
-    copy = Session._copy
+    copy = Saver.copy
 
-    def timed_copy(session: Session, *arguments: Any) -> None:
+    def timed_copy(saver: Saver, *arguments: Any) -> None:
         before = time.perf_counter()
-        copy(session, *arguments)
+        copy(saver, *arguments)
         pauses.append(time.perf_counter() - before)
 
-    Session._copy = timed_copy  # type: ignore[method-assign]
+    Saver.copy = timed_copy  # type: ignore[method-assign]
     began = time.perf_counter()
     try:
         _train(settings.folder / name, kind, fields)
     finally:
-        Session._copy = copy  # type: ignore[method-assign]
+        Saver.copy = copy  # type: ignore[method-assign]
     seconds = time.perf_counter() - began
     peaks = exchange(torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0)
     rows = _rows(settings.folder / name)
