@@ -382,6 +382,15 @@ def test_run_with_a_local_function_resumes_only_if_it_is_passed_again(folders: d
     assert set(calls) == {4}
 
 
+def test_run_with_a_module_function_resumes_by_its_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    given = fields(folders["llama"], tmp_path, reward=lengths)
+    surefoot.train("language", run_dir=tmp_path / "whole", **given)
+    surefoot.train("language", run_dir=tmp_path / "cut", callback=lambda metrics: True, **given)
+    assert len(rewards(tmp_path / "cut")) < len(rewards(tmp_path / "whole"))
+    surefoot.resume(tmp_path / "cut", display=False)
+    assert rewards(tmp_path / "cut") == rewards(tmp_path / "whole")
+
+
 def test_module_function_is_saved_by_name_but_a_lambda_blocks_resume(folders: dict[str, Path], tmp_path: Path) -> None:
     given = fields(
         folders["llama"],
