@@ -41,6 +41,20 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every error for users that a test raises in this process is one line."""
+    messages: list[str] = []
+
+    def recorded(self: SurefootError, *arguments: object) -> None:
+        ValueError.__init__(self, *arguments)
+        messages.append(str(self))
+
+    monkeypatch.setattr(SurefootError, "__init__", recorded)
+    yield
+    assert [message for message in messages if "\n" in message] == []
+
+
 @pytest.fixture
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
