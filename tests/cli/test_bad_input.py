@@ -118,7 +118,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("words", "parts"), CASES, ids=lambda x: " ".join(x)[:60])
-def test_bad_words_are_rejected_in_one_line(command, words, parts, tmp_path):
+def test_bad_options_are_rejected_in_one_line(command, words, parts, tmp_path):
     rejected(command(*words), *parts)
     assert list(tmp_path.iterdir()) == [], "a rejected command left something behind"
 
@@ -179,7 +179,7 @@ def test_an_empty_folder_is_rejected(command, tmp_path):
         rejected(command(verb, "empty"), "is empty")
 
 
-def test_a_folder_of_other_things_is_rejected_and_kept(command, tmp_path):
+def test_a_folder_with_other_files_is_rejected_and_kept(command, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("dear")
     rejected(command("train", "CartPole-v1", "--steps", "256", "--run-dir", "other"), "other", "other files")
@@ -193,7 +193,7 @@ def test_training_into_an_existing_run_is_rejected(command, run):
     assert sorted(p.name for p in run.rglob("*")) == before
 
 
-def test_a_truncated_checkpoint_is_rejected_with_the_way_back(command, run):
+def test_a_truncated_checkpoint_is_rejected_with_a_remedy(command, run):
     file = newest(run) / "agent.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     rejected(command("resume", str(run), "--steps", "1024"), "agent.safetensors has", "to go back to", "256")
@@ -237,7 +237,7 @@ def test_json_that_is_no_manifest_is_rejected(command, run):
         rejected(command("resume", str(run), "--steps", "1024"), "512")
 
 
-def test_what_to_install_fits_how_surefoot_is_installed(tmp_path):
+def test_the_install_command_fits_the_installation(tmp_path):
     installed = tmp_path / "lib" / "python3.11" / "site-packages" / "surefoot" / "errors.py"
     assert to_install("plots", installed) == "pip install 'surefoot[plots]'"
     checkout = tmp_path / "my checkout"
@@ -322,7 +322,7 @@ BREAKAGES = [
 
 
 @pytest.mark.parametrize(("result", "part"), BREAKAGES, ids=["raises", "shape", "type", "reward", "word", "length", "exits"])
-def test_an_environment_that_misbehaves_is_named_with_its_step(tmp_path, result, part):
+def test_errors_of_environments_name_the_step(tmp_path, result, part):
     fields = {"steps": 1024, "rollout": {"environments": 1, "steps": 8}, "objective": {"reuse": {"minibatches": 4}}}
     with pytest.raises(SurefootError) as raised:
         api.train(lambda: Broken(result), run_dir=tmp_path / "run", checkpoint={"every": 8}, **fields)
@@ -358,7 +358,7 @@ def test_a_save_over_something_else_is_rejected(tmp_path):
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == "words"
 
 
-def test_checkpoints_hold_what_was_put_in(tmp_path):
+def test_checkpoints_return_what_was_saved(tmp_path):
     import torch
 
     tree = {"a": {"b": torch.arange(3), "c": [1, 2.5, None, "x", True]}, "d": np.eye(2), "e": float("inf")}
@@ -422,13 +422,13 @@ def test_a_changed_number_of_environments_or_optimizers_is_rejected_on_resume(tm
         api.resume(tmp_path / "run", allow_changes=True)
 
 
-def test_a_stop_is_no_error_that_an_environment_could_swallow():
+def test_an_environment_cannot_catch_an_interrupt():
     from surefoot import Interrupted
 
     assert not issubclass(Interrupted, Exception)
 
 
-def test_the_best_agent_is_the_best_of_this_run_even_after_a_resume_that_went_another_way(tmp_path):
+def test_best_is_the_best_agent_of_the_resumed_run(tmp_path):
     changes = {"steps": 768, "evaluation": {"every": 256, "episodes": 1}, "checkpoint": {"every": 256}}
     api.start(find_recipe("CartPole-v1", changes), tmp_path / "run")
     stale = tmp_path / "run" / "best" / "99999"
@@ -503,7 +503,7 @@ def test_numbers_with_thousands_of_digits_are_rejected_in_one_line(command, tmp_
     rejected(command("train", "mine.toml"), "mine.toml: not TOML", "4300 digits")
 
 
-def test_a_dry_run_makes_one_environment_whatever_the_recipe_has(command):
+def test_a_dry_run_makes_only_one_environment(command):
     code, out, _ = command("train", f"{__name__}:Few", "--rollout.environments", "1000", "--dry-run")
     assert code == 0
     assert "# batch: 1000 environments x 128 steps = 128,000 steps" in out
@@ -529,7 +529,7 @@ class Few(gymnasium.Env):
 @pytest.mark.parametrize(
     ("command", "remedy"), [("compare", "repeat the command"), ("train", "repeat the command, or resume the run")]
 )
-def test_a_file_that_cannot_be_written_names_a_run_only_where_one_may_be_left(
+def test_a_write_error_mentions_the_run_only_if_there_may_be_one(
     command: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from surefoot.cli import main
@@ -545,7 +545,7 @@ def test_a_file_that_cannot_be_written_names_a_run_only_where_one_may_be_left(
     assert capsys.readouterr().err == f"surefoot: /none/p.png: No such file or directory; fix that, then {remedy}\n"
 
 
-def test_a_name_that_is_taken_is_rejected_before_anything_is_made(command, tmp_path, monkeypatch):
+def test_an_existing_name_is_rejected_before_models_are_loaded(command, tmp_path, monkeypatch):
     """A model may take minutes to read."""
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "notes.txt").write_text("mine")

@@ -67,7 +67,7 @@ def test_a_misspelled_command_gets_a_suggestion(command):
 
 
 @pytest.mark.parametrize("group", [(), ("data",)])
-def test_a_group_by_itself_shows_its_commands_line_by_line(command, group):
+def test_a_command_group_lists_its_commands(command, group):
     code, out, err = command(*group)
     assert (code, out) == (2, "")
     assert err.startswith("Usage: surefoot")
@@ -105,7 +105,7 @@ def test_train_then_evaluate_then_resume(surefoot, tmp_path):
     assert "1,024 steps" in surefoot("resume", "runs/one", "--steps", "1024", "--quiet")
 
 
-def test_the_demo_names_a_command_that_the_shell_finds(monkeypatch, tmp_path):
+def test_the_demo_prints_a_command_that_the_shell_can_run(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", [".venv/bin/surefoot", "demo"])
     monkeypatch.setenv("PATH", str(tmp_path))
     assert command_here() == ".venv/bin/surefoot", "make demo does not activate what it makes"
@@ -116,7 +116,7 @@ def test_the_demo_names_a_command_that_the_shell_finds(monkeypatch, tmp_path):
     assert command_here() == "surefoot"
 
 
-def test_the_result_of_a_long_name_is_broken_into_lines(surefoot, tmp_path):
+def test_long_result_lines_are_wrapped(surefoot, tmp_path):
     run = ("--steps", "64", "--rollout.environments", "2", "--rollout.steps", "32", "--evaluation.episodes", "1")
     out = surefoot("train", "CartPole-v1", *run, "--name", "n" * 80)
     assert max(map(len, out.splitlines())) <= LOG_COLUMNS
@@ -158,7 +158,7 @@ def test_a_dry_run_prints_a_recipe_that_can_be_run(surefoot, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.toml"]
 
 
-def test_a_small_recipe_file_inherits_what_is_tuned_for_its_task(surefoot, tmp_path):
+def test_a_small_recipe_file_inherits_the_preset_of_its_task(surefoot, tmp_path):
     (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nsteps = 256\n')
     assert "learning_rate = 0.001" in surefoot("train", "mine.toml", "--dry-run")
 
@@ -245,7 +245,7 @@ def test_an_option_that_is_a_boolean_or_a_list_takes_either(words, value, task_f
         ("trackers", "tensorboard,wandb", ("tensorboard", "wandb")),
     ],
 )
-def test_an_option_with_a_list_of_names_takes_words(flag, word, values):
+def test_an_option_for_a_list_of_names_takes_bare_words(flag, word, values):
     own = {"critic": {"own_model": True}} if flag == "offload" else {}
     start = {"model": "m", "data": {"train": "rows.jsonl"}, "reward": {"terms": "file.py:score"}} | own
     changes = merge_tables(start, changes_from({flag: word}))
@@ -266,7 +266,7 @@ def test_an_option_with_a_list_of_names_takes_words(flag, word, values):
     ],
     ids=" ".join,
 )
-def test_no_option_takes_another_for_its_value(command, words, tmp_path):
+def test_an_option_never_takes_another_option_as_its_value(command, words, tmp_path):
     option, following = words[-2:] if words[-1] != "3" else words[2:4]
     code, out, err = command(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)

@@ -21,7 +21,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def test_the_first_page_of_train_is_short_and_says_where_the_rest_is(command: Any) -> None:
+def test_the_first_help_page_of_train_is_short_and_links_to_the_rest(command: Any) -> None:
     code, out, _ = command("train", "--help")
     assert code == 0
     assert len(out.splitlines()) < 80
@@ -63,7 +63,7 @@ def test_a_misspelled_topic_gets_one_line(command: Any) -> None:
     assert err.startswith("surefoot: --help rollot: no such topic; did you mean 'rollout'? (known: all, ")
 
 
-def test_summaries_of_commands_are_whole(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summaries_of_commands_are_not_truncated(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "50")
     _, out, _ = command("--help")
     assert out.count("...") == 1, "of [ARGS]... alone"
@@ -78,7 +78,7 @@ def test_summaries_of_commands_are_whole(command: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("spelling", ["PPO", "ppo", "ppo_clip", "ppo-clip", "PPO_CLIP", "Ppo-Clip"])
-def test_an_algorithm_is_known_by_any_usual_spelling(spelling: str, tmp_path: Path) -> None:
+def test_algorithms_accept_all_usual_spellings(spelling: str, tmp_path: Path) -> None:
     assert make_recipe({"task": "CartPole-v1", "algorithm": spelling}).algorithm == "PPO_CLIP"
     named = find_recipe("CartPole-v1", {"algorithm": spelling})
     assert named == find_recipe("CartPole-v1", {"algorithm": "PPO_CLIP"}) == find_recipe("CartPole-v1")
@@ -87,7 +87,7 @@ def test_an_algorithm_is_known_by_any_usual_spelling(spelling: str, tmp_path: Pa
     assert find_recipe("CartPole-v1", algorithm=spelling) == named
 
 
-def test_short_flags_are_the_fields_that_they_stand_for() -> None:
+def test_short_flags_set_the_same_fields() -> None:
     train = cli.get_command(click.Context(cli), "train")
     assert train is not None
     for field, names in ALIASES.items():
@@ -113,7 +113,7 @@ def test_a_reward_term_may_be_a_text() -> None:
     assert terms([{"function": "a:b", "weight": 2.0}, "a:c"])[1] == {"function": "a:c"}
 
 
-def test_a_run_in_runs_is_known_by_its_name_alone(surefoot: Any, command: Any, tmp_path: Path) -> None:
+def test_a_run_in_runs_can_be_given_by_name(surefoot: Any, command: Any, tmp_path: Path) -> None:
     small = ("--steps", "64", "--rollout.environments", "2", "--rollout.steps", "32", "--evaluation.episodes", "0")
     surefoot("train", "CartPole-v1", *small, "--name", "cart")
     assert "checkpoint runs/cart/" in surefoot("evaluate", "cart", "--episodes", "1")
@@ -153,7 +153,7 @@ def completed(*words: str) -> set[str]:
         (("resume", "ca"), {"cart"}),
     ],
 )
-def test_the_tab_key_completes(
+def test_completion_suggests_commands_and_values(
     words: tuple[str, ...], expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs" / "cart").mkdir(parents=True)

@@ -31,7 +31,7 @@ TASKS = st.lists(SEEDS, min_size=1, max_size=4)
 
 
 @given(SEEDS)
-def test_one_task_is_aggregated_as_its_seeds_are(task: Any) -> None:
+def test_one_task_gives_the_statistics_of_its_seeds(task: Any) -> None:
     assert iqm([task]) == interquartile_mean(task)
     assert_allclose(task_mean([task]), task.mean())
 
@@ -58,7 +58,7 @@ def test_the_area_under_a_profile_is_the_mean(tasks: Any) -> None:
 
 
 @given(st.data())
-def test_one_of_two_is_better_and_ties_are_shared(data: st.DataObject) -> None:
+def test_improvement_probabilities_add_up_to_one_with_ties_split(data: st.DataObject) -> None:
     x = data.draw(TASKS)
     y = [data.draw(SEEDS) for _ in x]
     assert_allclose(improvement(x, y) + improvement(y, x), 1)
@@ -66,7 +66,7 @@ def test_one_of_two_is_better_and_ties_are_shared(data: st.DataObject) -> None:
     assert improvement([task + 2 for task in x], y) == 1
 
 
-def test_improvement_counts_pairs_of_runs_by_hand() -> None:
+def test_improvement_equals_a_count_of_pairs() -> None:
     x, y = [np.array([1.0, 3.0]), np.array([5.0])], [np.array([2.0, 1.0, 0.0]), np.array([6.0])]
     first = (0 + 0.5 + 1 + 1 + 1 + 1) / 6
     assert improvement(x, y) == pytest.approx((first + 0) / 2)
@@ -135,7 +135,7 @@ def test_the_command_compares_values_of_a_field_over_tasks(runs: dict[str, Path]
         (["--figure", "x.png"], "needs --by FIELD"),
     ],
 )
-def test_bad_words_are_one_line(words: list[str], part: str, runs: dict[str, Path], command: Any) -> None:
+def test_bad_options_are_rejected_in_one_line(words: list[str], part: str, runs: dict[str, Path], command: Any) -> None:
     paths = compared(runs) if "seed" not in words else [p for p in compared(runs) if "A2C" in p]
     code, _, error = command("compare", *paths, *words)
     assert code == 2
@@ -169,7 +169,7 @@ def test_the_page_of_a_report_has_the_tables_of_the_command_and_the_profiles(
     ("words", "part"),
     [(["--score", "gold"], "report: --score and --range need --by FIELD"), (["--by", "optimiser"], "--by optimiser")],
 )
-def test_a_report_with_bad_words_is_one_line_and_writes_no_page(
+def test_a_report_with_bad_options_is_rejected_and_writes_no_page(
     words: list[str], part: str, runs: dict[str, Path], command: Any, tmp_path: Path
 ) -> None:
     code, _, error = command("report", *compared(runs), *words, "--out", "page.html")

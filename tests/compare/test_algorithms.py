@@ -14,7 +14,7 @@ from surefoot.recipes.reading import to_table
 from .conftest import TINY
 
 
-def test_each_algorithm_is_what_train_makes_of_it():
+def test_each_algorithm_has_the_settings_of_train():
     made = recipes_for("CartPole-v1", ["REINFORCE", "A2C", "PPO_CLIP"], {"steps": 500, "seed": 4})
     for name, recipe in made.items():
         assert recipe == find_recipe("CartPole-v1", {"algorithm": name, "steps": 500, "seed": 4})
@@ -88,7 +88,7 @@ def test_the_report_shows_mean_iqm_and_intervals_of_every_score():
     assert "critic, λ = 0.8, 20 × 1 updates, clip 0.2 (schedule linear), advantages normalised" in text
 
 
-def test_the_setting_names_what_is_shared_and_nothing_that_is_not():
+def test_the_setting_lists_only_shared_fields():
     changes = {"steps": 500, "network": {"lstm": 8, "custom": "mine:net"}, "optimizer": {"schedule": "cosine", "warmup": 0.1}}
     changes["objective"] = {"reuse": {"epochs": 2, "minibatches": 2}}
     recipes = recipes_for("CartPole-v1", ["PPO_UNCLIPPED", "PPO_CLIP"], changes)
@@ -109,7 +109,7 @@ def test_a_seed_without_a_finished_episode_is_no_score():
     assert set(row.replace("A2C", "")) == set("| –")
 
 
-def test_the_plot_of_a_comparison_is_a_real_picture(tmp_path):
+def test_the_plot_of_a_comparison_is_a_valid_image(tmp_path):
     """Also with more algorithms than colours, with a single seed, and with one that never finished an episode."""
     curves = {"steps": [10, 20], "rollouts": [1, 2], "return": [1.0, 2.0], "ratio_max": [1.0, 1.0]}
     by_name = {f"ALGORITHM_{i}": [{**cell, "curves": curves} for cell in results([float(i)])] for i in range(8)}

@@ -249,7 +249,7 @@ def test_a_summary_is_made_of_the_metrics():
     assert max(curves["ratio_max"]) == 7.0, "a spike between two points is not lost"
 
 
-def test_a_summary_has_none_for_what_an_algorithm_does_not_measure():
+def test_a_summary_has_none_for_metrics_that_an_algorithm_lacks():
     result = summary(
         [{**{k: v for k, v in ROW.items() if "ratio" not in k}, "iteration": 1, "steps": 5, "updates": 1, "episodes": 0}]
     )
@@ -280,7 +280,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("jobs", "number"), [("1", signal.SIGKILL), ("2", signal.SIGKILL), ("2", signal.SIGINT)])
-def test_a_command_that_is_killed_continues_when_it_is_repeated(undisturbed, tmp_path, jobs, number):
+def test_a_killed_command_continues_when_it_is_repeated(undisturbed, tmp_path, jobs, number):
     child = subprocess.Popen(words("--jobs", jobs), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.glob("runs/*/*/checkpoints/*/manifest.json")):
         assert child.poll() is None
@@ -298,7 +298,7 @@ def test_a_command_that_is_killed_continues_when_it_is_repeated(undisturbed, tmp
         assert [{**cell, "seconds": 0} for cell in results[name]] == [{**cell, "seconds": 0} for cell in undisturbed[name]]
 
 
-def test_a_process_that_comes_while_another_writes_the_request_waits_for_it(tmp_path):
+def test_a_second_process_waits_until_the_request_is_written(tmp_path):
     def second():
         with folder_lock(tmp_path / "s", REQUEST, timeout=60):
             return (tmp_path / "s" / REQUEST).read_text()
@@ -322,7 +322,7 @@ def save_together(ready, saving):
     time.sleep(60)
 
 
-def test_processes_that_are_stopped_save_at_the_same_time_and_none_is_left():
+def test_stopped_processes_save_concurrently_and_all_end():
     """One after another would take long, and a second Ctrl-C would leave the rest running."""
     context = multiprocessing.get_context("fork")
     ready, saving = context.Semaphore(0), context.Barrier(3)

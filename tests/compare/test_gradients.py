@@ -99,7 +99,7 @@ def test_variance_and_signal_are_the_trace_of_the_covariance_and_the_unbiased_sq
         assert noise.variance_interval[0] < trace < noise.variance_interval[1]
 
 
-def test_the_interval_of_the_signal_holds_the_truth_where_there_is_none():
+def test_the_interval_of_the_signal_covers_zero_without_a_signal():
     """Pure noise: a naive squared mean would be far above 0, and so would its interval."""
     hits = 0
     for seed in range(40):
@@ -124,7 +124,7 @@ def test_large_gradients_are_multiplied_in_parts(monkeypatch):
         assert parts.variance == pytest.approx(noise.variance, rel=1e-12)
 
 
-def test_without_any_gradient_there_is_no_share_of_it():
+def test_a_zero_gradient_has_no_share():
     nothing, something = np.zeros((2, 10, 4))
     something[3] = 1
     noise = noise_of(np.stack([nothing, nothing, something]))

@@ -77,7 +77,7 @@ def test_a_change_that_would_take_the_steps_away_is_rejected(change, part, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rung_that_is_not_there_is_rejected(tmp_path):
+def test_an_unknown_rung_is_rejected(tmp_path):
     with pytest.raises(SurefootError, match="rung=9: the ladder has rungs 0 to 5"):
         run_ladder("CartPole-v1", {}, 1, tmp_path / "ladder", rungs=[9])
 
@@ -151,7 +151,7 @@ def test_gradients_are_measured_for_the_first_four_requested_rungs(climbed):
     assert (folder / "frozen-seed1" / "checkpoints" / "64").exists()
 
 
-def test_the_plot_is_a_real_picture(climbed):
+def test_the_plot_is_a_valid_image(climbed):
     folder, report = climbed
     content = report.plot.read_bytes()
     assert report.plot == folder / "plot.png"
@@ -163,7 +163,7 @@ def test_the_plot_is_a_real_picture(climbed):
     assert "<svg" in (folder / "plot.svg").read_text()[:1000]
 
 
-def test_doing_it_again_trains_nothing_and_gives_the_same(climbed, monkeypatch, no_plots):
+def test_repeating_the_command_trains_nothing_and_gives_the_same_results(climbed, monkeypatch, no_plots):
     folder, report = climbed
     from surefoot.runs import api
 

@@ -49,7 +49,7 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
 
-def test_a_page_needs_nothing_else_and_runs_nothing(runs: list[Path]) -> None:
+def test_a_page_is_self_contained_and_has_no_scripts(runs: list[Path]) -> None:
     text = page([read_run(run) for run in runs])
     tags = Page(text).tags
     assert not {tag for tag, _ in tags} & {"script", "iframe", "object", "link", "b onload=x", "form"}
@@ -134,7 +134,7 @@ def test_compare_prints_differences_results_and_intervals(runs: list[Path], comm
     assert actual["interval"][0] <= actual["difference"] <= actual["interval"][1]
 
 
-def test_compare_wants_two_different_runs(runs: list[Path], command: Any) -> None:
+def test_compare_needs_two_different_runs(runs: list[Path], command: Any) -> None:
     for words in ([str(runs[0])], [str(runs[0])] * 2, [str(runs[0]), "runs/none"]):
         code, _, err = command("compare", *words)
         assert code == 2

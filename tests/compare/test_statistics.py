@@ -17,7 +17,7 @@ from surefoot.compare.statistics import band, bootstrap_interval, interquartile_
         ([0, 1, 2, 3, 100], (0.75 * 1 + 2 + 0.75 * 3) / 2.5),
     ],
 )
-def test_the_interquartile_mean_is_that_of_the_middle_half_and_border_numbers_count_in_part(scores, expected):
+def test_the_interquartile_mean_weights_border_values_by_their_share(scores, expected):
     assert float(interquartile_mean(scores)) == pytest.approx(expected, abs=1e-12)
 
 
@@ -28,7 +28,7 @@ def test_an_outlier_moves_the_mean_and_not_the_interquartile_mean():
     assert mean(spoiled) > 1e8
 
 
-def test_both_work_along_the_last_axis():
+def test_both_means_use_the_last_axis():
     rows = np.random.default_rng(1).normal(size=(5, 7))
     for statistic in (mean, interquartile_mean):
         np.testing.assert_allclose(statistic(rows), [float(statistic(row)) for row in rows])
@@ -52,14 +52,14 @@ def test_the_interval_of_a_large_sample_is_that_of_the_normal_approximation():
     assert high == pytest.approx(scores.mean() + half, abs=0.15 * half)
 
 
-def test_the_interval_of_three_is_no_wider_than_the_three_and_the_same_every_time():
+def test_the_interval_of_three_values_lies_within_them_and_is_deterministic():
     low, high = bootstrap_interval([1.0, 5.0, 9.0])
     assert (low, high) == (1.0, 9.0) == bootstrap_interval([1.0, 5.0, 9.0])
     assert bootstrap_interval([4.0]) == (4.0, 4.0)
 
 
 @pytest.mark.parametrize("scores", [[], [[1.0, 2.0]]])
-def test_no_interval_of_nothing_or_of_a_table(scores):
+def test_intervals_reject_empty_and_two_dimensional_input(scores):
     with pytest.raises(ValueError, match="scores"):
         bootstrap_interval(scores)
 
@@ -75,7 +75,7 @@ def test_a_band_is_the_bootstrap_interval_of_the_mean_at_every_point():
         assert high[point] == pytest.approx(expected[1], abs=0.1 * width)
 
 
-def test_tables_line_up():
+def test_columns_of_tables_are_aligned():
     text = markdown_table(["name", "n"], [["a", "10,000"], ["long name", "–"]])
     assert text.splitlines() == [
         "| name      |      n |",

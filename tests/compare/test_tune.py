@@ -216,7 +216,7 @@ def test_a_recipe_whose_evaluations_have_no_score_fails(tmp_path, monkeypatch, s
         studied(tmp_path / "s", trials=3)
 
 
-def test_what_can_not_be_tuned_is_rejected_before_anything_is_written(tmp_path):
+def test_recipes_that_cannot_be_tuned_are_rejected_before_anything_is_written(tmp_path):
     for changes, message in (
         ({"evaluation": {"episodes": 0}}, r"evaluation\.episodes=0: trials are ranked by their evaluations"),
         ({"network": {"custom": "no.such:Net"}}, "no.such"),
@@ -312,7 +312,7 @@ def number_of_rows(run: Path) -> int:
 
 
 @pytest.mark.slow
-def test_jobs_train_trials_in_processes_of_their_own(tmp_path):
+def test_jobs_train_trials_in_separate_processes(tmp_path):
     done = subprocess.run(
         program(tmp_path, "--trials", "5", "--seeds", "1", "--no-pruning", "--name", "s", "--jobs", "2", "--json"),
         cwd=tmp_path,
@@ -342,7 +342,7 @@ def test_a_trial_that_ends_while_another_process_looks_for_killed_ones_is_left_a
     assert lock(study, running.number) is not None, "its lock is free again"
 
 
-def test_a_trial_whose_process_dies_again_and_again_has_failed(planted, tmp_path, monkeypatch):
+def test_a_trial_fails_after_its_process_died_several_times(planted, tmp_path, monkeypatch):
     """Memory that does not suffice kills the process at the same step every time; other trials go on."""
     real = trials.run_trial
 

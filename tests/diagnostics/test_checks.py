@@ -48,7 +48,7 @@ def test_every_extra_is_known() -> None:
     assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
 
 
-def test_what_a_machine_lacks_is_listed_with_its_fix() -> None:
+def test_missing_parts_of_the_machine_are_listed_with_a_remedy() -> None:
     assert check_python((3, 9)).state == "failed"
     assert check_extras({"moon": ("no_such_module",)}).fix.endswith("[moon]'")
     assert [check_disk(free=size).state for size in (1e6, 1e9, 1e12)] == ["failed", "warning", "ok"]
@@ -62,13 +62,13 @@ def test_a_missing_compiler_is_serious_only_if_the_recipe_needs_it(monkeypatch: 
     assert "this run would be compiled with one" in check_compiler("auto").what
 
 
-def test_a_sound_environment_passes() -> None:
+def test_a_valid_environment_passes() -> None:
     actual = states("CartPole-v1")
     assert actual["environment"][0] == "ok"
     assert actual["speed"][0] == "ok"
 
 
-def test_a_reward_that_chance_never_meets_is_a_warning() -> None:
+def test_a_reward_that_random_actions_never_get_is_a_warning() -> None:
     assert states(lambda: Task(pays=0.0))["reward"][0] == "warning"
     assert "never differs" in states("MountainCar-v0")["reward"][1]
     assert "never differs" in states(lambda: Task(gives=0.3))["reward"][1], "whose mean is not quite 0.3"
@@ -108,7 +108,7 @@ class Boxed(Task):
         (-np.inf, np.inf, True, "ok", "bounds -inf to inf"),
     ],
 )
-def test_bounds_far_from_where_a_policy_begins_are_a_warning_with_its_fix(
+def test_bounds_far_from_the_initial_policy_are_a_warning_with_a_remedy(
     low: float, high: float, stretched: bool, state: str, message: str
 ) -> None:
     (findings,) = (check for check in check_environment(lambda: Boxed(low, high), {}, 1, stretched) if check.name == "actions")
@@ -151,7 +151,7 @@ class Sick(gymnasium.Env[Any, Any]):
     ],
     ids=["not finite", "a part is missing", "another shape", "out of range"],
 )
-def test_what_would_stop_a_training_at_its_fifth_step_is_reported(sick: Any, message: str) -> None:
+def test_errors_at_the_fifth_step_are_reported(sick: Any, message: str) -> None:
     state, line = states(lambda: Sick(sick))["observation"][:2]
     assert state == "failed"
     assert message in line
@@ -203,7 +203,7 @@ def test_a_mask_of_the_wrong_length_is_reported_once_by_its_length() -> None:
 
 
 @pytest.mark.parametrize("broken", [{"sees": 2.0}, {"random": True}], ids=["outside its space", "not replayed by a seed"])
-def test_an_environment_that_breaks_the_rules_fails(broken: dict[str, Any]) -> None:
+def test_an_invalid_environment_fails(broken: dict[str, Any]) -> None:
     assert states(lambda: Task(**broken))["environment"][0] == "failed"
 
 
@@ -232,7 +232,7 @@ def test_a_recipe_that_can_not_begin_fails_with_its_remedy(command: Any, tmp_pat
     assert err.count("\n") == 1
 
 
-def test_a_budget_smaller_than_a_batch_is_noticed(command: Any, tmp_path: Path) -> None:
+def test_a_budget_smaller_than_a_batch_is_reported(command: Any, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text('task = "CartPole-v1"\nsteps = 10\n')
     code, out, _ = command("check", "recipe.toml")
     assert code == 0
@@ -330,7 +330,7 @@ PAIR = spaces.Box(-1, 1, (2,), np.float32)
     ],
     ids=repr,
 )
-def test_numbers_of_other_types_pass_as_they_train(space: Any, observation: Any) -> None:
+def test_numbers_of_other_types_pass_if_training_accepts_them(space: Any, observation: Any) -> None:
     actual = states(lambda: Listed(space, observation))
     assert actual["environment"] == ("ok", "<lambda> passes Gymnasium's checker")
     assert not {"observation"} & actual.keys()

@@ -23,7 +23,7 @@ def test_the_demos_are_healthy(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_run_is_healthy_at_every_moment(name: str) -> None:
+def test_a_healthy_run_has_no_findings_at_any_step(name: str) -> None:
     rows = stored(name)
     budget = int(rows[-1]["steps"])
     messages: list[str] = []
@@ -37,7 +37,7 @@ def test_the_control_preset_shortened_is_healthy() -> None:
     assert trained("cartpole", steps=10_000) == {}
 
 
-def test_the_demo_without_its_anchor_is_hacked() -> None:
+def test_reward_hacking_in_the_demo_without_a_kl_penalty_is_reported() -> None:
     findings = {finding.name: finding for finding in findings_of(stored("hacked"))}
     assert set(findings) == {"reward_hacked", "left_reference"}
     assert "gold score falls and responses repeat each other" in findings["reward_hacked"].what
@@ -77,13 +77,13 @@ def names(rows: list[dict[str, Any]]) -> list[str]:
     return [finding.name for finding in findings_of(rows)]
 
 
-def test_a_ratio_off_one_in_float32_is_serious() -> None:
+def test_a_ratio_at_start_that_is_not_one_in_float32_is_serious() -> None:
     (findings,) = findings_of(rows_of(3, ratio_at_start=lambda i: 1.0 if i < 3 else 1.02))
     assert (findings.name, findings.severity) == ("wrong_start", "serious")
     assert (findings.evidence[0].first_step, findings.evidence[0].value) == (300, 1.02)
 
 
-def test_a_ratio_off_one_by_little_is_rounding() -> None:
+def test_a_ratio_at_start_that_is_nearly_one_is_rounding() -> None:
     (finding,) = findings_of(rows_of(3, ratio_at_start=lambda i: 1.0 if i < 3 else 1.0003))
     assert (finding.name, finding.severity) == ("wrong_start", "note")
     assert "rounding" in finding.cause
@@ -107,13 +107,13 @@ def test_a_return_that_rises_falls_and_rises_again_has_risen() -> None:
     assert "return_flat" in names(rows_of(100, episode_return=lambda i: noisy[(i - 1) // 10]))
 
 
-def test_a_kl_below_zero_for_long_is_no_chance() -> None:
+def test_a_kl_below_zero_for_long_is_a_finding() -> None:
     (findings,) = findings_of(rows_of(40, kl_reference=-0.02))
     assert (findings.name, findings.severity) == ("negative_kl", "warning")
     assert "not drawn from the policy" in findings.what
 
 
-def test_a_peak_of_the_first_few_episodes_is_no_gain_that_is_lost() -> None:
+def test_an_early_peak_of_few_episodes_is_not_a_lost_improvement() -> None:
     """A healthy preset's first ten iterations: 5, 17, 25 … episodes; the same curve over twenty is a loss."""
     earned = [18.6, 26.0, 24.8, 24.7, 25.3, 24.4, 22.4, 21.5, 21.2, 20.2]
     assert "return_collapsed" not in names(rows_of(10, episode_return=lambda i: earned[i - 1]))
@@ -121,7 +121,7 @@ def test_a_peak_of_the_first_few_episodes_is_no_gain_that_is_lost() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["REINFORCE", "A2C"])
-def test_one_step_per_batch_whose_kl_is_measured_before_it_is_no_standing_still(algorithm: str) -> None:
+def test_one_step_per_batch_is_not_reported_as_no_progress(algorithm: str) -> None:
     risen = rows_of(200, episode_return=lambda i: 20 + i, kl=0.0)
     recipe = find_recipe("CartPole-v1", {"algorithm": algorithm, "steps": 20_000})
     once = find_recipe("CartPole-v1", {"steps": 20_000, "objective": {"reuse": {"epochs": 1, "minibatches": 1}}})
@@ -147,7 +147,7 @@ def test_a_critic_that_is_bad_only_at_first_is_excused() -> None:
     assert names(rows_of(100, value_loss=1.0, explained_variance=lambda i: -5.0 if i < 10 else 0.5)) == []
 
 
-def test_what_was_so_for_a_moment_and_is_over_is_no_finding() -> None:
+def test_a_short_problem_that_is_over_is_not_a_finding() -> None:
     risen = {"reward": lambda i: i / 200, "eos_rate": lambda i: 0.0 if i <= 4 else 0.95}
     assert names(rows_of(200, groups_without_signal=lambda i: 1.0 if i <= 4 else 0.3, **risen)) == []
     silent, cut = {"groups_without_signal": lambda i: float(i > 190 or i < 15)}, {"eos_rate": lambda i: float(15 <= i <= 190)}
@@ -165,26 +165,26 @@ def test_a_task_that_is_solved_is_a_note_and_no_failure() -> None:
         assert findings_of(rows)[0].severity == "serious"
 
 
-def test_a_policy_that_settles_has_collapsed_unless_it_earns_more() -> None:
+def test_a_deterministic_policy_has_collapsed_unless_its_return_rises() -> None:
     entropy = {"entropy": lambda i: max(0.01, 0.69 - 0.03 * i)}
     assert "entropy_collapsed" in names(rows_of(40, episode_return=20.0, **entropy))
     assert names(rows_of(40, episode_return=lambda i: float(i), **entropy)) == []
 
 
-def test_a_gold_score_that_is_forgotten_for_a_proxy_is_seen_in_likelihood_too() -> None:
+def test_forgetting_shows_in_the_likelihood_of_demonstrations() -> None:
     held_out = {"held_out_log_likelihood": lambda i: -0.4 - i / 50 if i % 10 == 0 else None}
     assert names(rows_of(50, reward=lambda i: i / 10, **held_out)) == ["reward_hacked"]
     assert names(rows_of(50, reward=lambda i: i / 10, held_out_log_likelihood=-0.4)) == []
 
 
-def test_missing_and_undefined_numbers_are_no_findings() -> None:
+def test_missing_and_undefined_numbers_are_not_findings() -> None:
     assert names([]) == []
     assert names(rows_of(30)) == []
     assert names(rows_of(30, **dict.fromkeys(CHECKED_METRICS))) == []
     assert names(rows_of(30, **{name: float("nan") for name in CHECKED_METRICS})) == []
 
 
-def test_a_metric_that_is_nowhere_known_is_no_finding() -> None:
+def test_an_unknown_metric_is_not_a_finding() -> None:
     """A mean of nothing is no number, and comparing with it says nothing."""
     assert "clip_idle" not in names(rows_of(50, clip_active=0.0, kl=1e-4))
     rows = rows_of(40, epochs=lambda i: 0.0 if i > 20 else None, stopped_early=lambda i: 1.0 if i <= 20 else None)
@@ -206,18 +206,18 @@ def test_curves_are_the_finite_values_of_metrics_that_may_begin_late_or_never() 
     assert len(curves["gold"]) == 0
 
 
-def test_a_run_keeps_eight_bytes_of_a_metric_that_it_has_and_none_of_the_others() -> None:
+def test_curves_take_eight_bytes_per_present_metric() -> None:
     curves = RunCurves({"steps": i, "kl": 0.1, "entropy": 1.0} for i in range(10_000))
     kept = sum(len(column) * column.itemsize for column in (curves._steps, *curves._columns.values()))
     assert kept == 10_000 * (8 + 2 * 8)
 
 
-def test_numbers_in_words_are_rounded_before_they_are_called_large() -> None:
+def test_numbers_are_rounded_before_they_are_abbreviated() -> None:
     text = {999.4: "999", 999.7: "1,000", -999.7: "−1,000", 1234.5: "1,234", 0.00012: "0.00012", 123.45: "123"}
     assert {value: in_words(value) for value in text} == text
 
 
-def test_rules_read_metrics_that_there_are() -> None:
+def test_rules_read_existing_metrics() -> None:
     assert set(CHECKED_METRICS) - set(METRICS) == set()
 
 
@@ -231,7 +231,7 @@ def test_findings_are_plain_values_with_evidence_and_advice(tmp_path: Path) -> N
         assert table["advice"][0] in finding.line
 
 
-def test_a_run_is_looked_at_by_its_folder_and_its_recipe_names_values(tmp_path: Path) -> None:
+def test_checks_of_a_run_folder_name_the_values_of_its_recipe(tmp_path: Path) -> None:
     optimizer, rollout = {"learning_rate": 1e-9}, {"environments": 4, "steps": 32}
     surefoot.train(
         "CartPole-v1", steps=3_840, optimizer=optimizer, rollout=rollout, evaluation={"episodes": 0}, run_dir=tmp_path / "a"

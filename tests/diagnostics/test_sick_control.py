@@ -30,7 +30,7 @@ class Bandit(gymnasium.Env[np.ndarray, int]):
         return np.zeros(1, np.float32), float(self.pays(action, self.episode, self.np_random)), True, False, {}
 
 
-def test_a_learning_rate_far_too_high_runs_away() -> None:
+def test_a_far_too_high_learning_rate_is_reported_as_divergence() -> None:
     fast = {"optimizer": {"learning_rate": 0.1, "schedule": "constant", "max_grad_norm": None}}
     objective = {"reuse": {"epochs": 20, "minibatches": 2}, "trust_region": {"clip": 0.2, "schedule": "constant"}}
     findings = trained("CartPole-v1", steps=1_280, objective=objective, **fast, **SMALL)
@@ -39,21 +39,21 @@ def test_a_learning_rate_far_too_high_runs_away() -> None:
     assert "clip_idle" not in findings
 
 
-def test_a_band_that_is_far_too_narrow_saturates_the_clip() -> None:
+def test_a_far_too_small_epsilon_saturates_the_clip() -> None:
     objective = {"reuse": {"epochs": 40, "minibatches": 1}, "trust_region": {"clip": 0.005, "schedule": "constant"}}
     findings = trained("CartPole-v1", steps=1_280, objective=objective, optimizer={"learning_rate": 3e-3}, **SMALL)
     assert findings["clip_saturated"].evidence[0].value > 0.3
     assert "(it is 40)" in findings["clip_saturated"].advice[0]
 
 
-def test_a_learning_rate_of_nothing_leaves_clip_idle_and_return_flat() -> None:
+def test_a_zero_learning_rate_leaves_the_clip_idle_and_the_return_flat() -> None:
     findings = trained("CartPole-v1", steps=3_840, optimizer={"learning_rate": 1e-9}, **SMALL)
     assert set(findings) == {"clip_idle", "return_flat"}
     assert "hardly moves" in findings["return_flat"].cause
     assert "learning_rate" in findings["return_flat"].advice[0]
 
 
-def test_a_reward_that_never_differs_is_flat_for_want_of_a_reward() -> None:
+def test_a_flat_return_with_a_constant_reward_names_the_reward() -> None:
     findings = trained("MountainCar-v0", steps=6_400, objective=FEW, rollout={"environments": 8, "steps": 32})
     assert "has been −200 throughout" in findings["return_flat"].what
     assert "differs" in findings["return_flat"].cause
@@ -90,7 +90,7 @@ def test_bounds_that_the_policy_does_not_meet_are_named_as_the_cause(low: float,
     assert stretched is None or "bounds" not in stretched.cause
 
 
-def test_a_critic_that_is_thrown_about_misleads() -> None:
+def test_an_unstable_critic_is_reported() -> None:
     optimizer = {"critic_learning_rate": 3.0, "critic_max_grad_norm": None}
     objective = {"gae_lambda": 1.0, **FEW}
     findings = trained("CartPole-v1", steps=3_840, optimizer=optimizer, objective=objective, **SMALL)
@@ -98,14 +98,14 @@ def test_a_critic_that_is_thrown_about_misleads() -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_that_settles_on_chance_has_collapsed() -> None:
+def test_a_policy_that_becomes_deterministic_without_reason_has_collapsed() -> None:
     coin = lambda arm, episode, draw: draw.random() < 0.5  # noqa: E731
     findings = trained(BANDIT, lambda: Bandit(coin), steps=5_120, optimizer={"learning_rate": 0.05}, **SMALL)
     assert findings["entropy_collapsed"].severity == "serious"
     assert "the reward is no higher than before" in findings["entropy_collapsed"].what
 
 
-def test_a_policy_that_is_rightly_sure_has_not_collapsed() -> None:
+def test_a_policy_that_is_deterministic_for_good_reason_has_not_collapsed() -> None:
     findings = trained(
         BANDIT, lambda: Bandit(lambda arm, *_: arm), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.02}, **SMALL
     )
@@ -113,24 +113,24 @@ def test_a_policy_that_is_rightly_sure_has_not_collapsed() -> None:
     assert "return_flat" not in findings
 
 
-def test_what_is_learned_and_lost_again_is_a_finding() -> None:
+def test_a_lost_improvement_is_a_finding() -> None:
     turning = lambda arm, episode, draw: arm == (episode > 700)  # noqa: E731
     findings = trained(BANDIT, lambda: Bandit(turning), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.02}, **SMALL)
     assert findings["return_collapsed"].severity == "serious"
 
 
 @pytest.mark.parametrize("what", ["observations", "rewards"])
-def test_a_normaliser_that_cuts_much_off_is_saturated(what: str) -> None:
+def test_a_normaliser_that_clips_often_is_reported_as_saturated(what: str) -> None:
     findings = trained("CartPole-v1", steps=1_280, normalise={what: True, "clip": 0.05}, **SMALL)
     assert f"normalised {what} are clipped at ±normalise.clip = 0.05" in findings["normaliser_saturated"].what
 
 
-def test_a_normaliser_as_it_should_be_is_not() -> None:
+def test_a_healthy_normaliser_is_not_reported_as_saturated() -> None:
     findings = trained("CartPole-v1", steps=1_280, normalise={"observations": True, "rewards": True}, **SMALL)
     assert "normaliser_saturated" not in findings
 
 
-def test_a_target_kl_that_nothing_passes_ends_all_passes() -> None:
+def test_a_target_kl_that_is_always_exceeded_is_reported() -> None:
     objective = {"target_kl": 1e-9, "reuse": {"epochs": 4, "minibatches": 2}}
     findings = trained("CartPole-v1", steps=2_560, objective=objective, **SMALL)
     assert "objective.target_kl = 1e-09" in findings["passes_end_at_once"].what

@@ -63,7 +63,7 @@ def test_a_reward_that_hardly_ever_differs_leaves_few_groups_with_signal(files: 
     assert {"no_reward_signal", "few_groups_with_signal"} & set(findings)
 
 
-def test_responses_that_are_all_cut_are_noticed(files: Path) -> None:
+def test_truncation_of_all_responses_is_reported(files: Path) -> None:
     sampling = {"prompts": 4, "max_tokens": 1}
     findings = sick(files, "letters", steps=32, sampling=sampling)
     assert findings["responses_cut"].severity == "serious"
@@ -71,7 +71,7 @@ def test_responses_that_are_all_cut_are_noticed(files: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_proxy_without_an_anchor_is_hacked(files: Path) -> None:
+def test_reward_hacking_without_a_kl_penalty_is_reported(files: Path) -> None:
     sampling, optimizer = {"prompts": 8, "max_tokens": 8}, {"learning_rate": 3e-3}
     reference = {"beta": 0.0, "measure": True}
     findings = sick(files, "letters", "variety", steps=240, sampling=sampling, optimizer=optimizer, reference=reference)
@@ -83,7 +83,7 @@ def test_a_proxy_without_an_anchor_is_hacked(files: Path) -> None:
     assert "left_reference" in findings
 
 
-def test_a_kl_below_zero_by_chance_is_explained_and_no_alarm(files: Path) -> None:
+def test_a_kl_slightly_below_zero_is_explained_without_a_warning(files: Path) -> None:
     sampling, optimizer = {"prompts": 4, "max_tokens": 4}, {"learning_rate": 3e-4}
     findings = sick(files, "letters", steps=64, sampling=sampling, optimizer=optimizer)
     assert findings["negative_kl"].severity == "note"

@@ -35,7 +35,7 @@ def test_clipped_value_loss_is_the_larger_of_the_two_errors(seed: int, clip: flo
 
 
 @given(seeds, clips)
-def test_value_clipping_is_pessimistic_and_silent_while_values_stay_near(seed: int, clip: float) -> None:
+def test_value_clipping_is_pessimistic_and_inactive_near_old_values(seed: int, clip: float) -> None:
     values, returns, old = random(seed, 3, 8)
     assert (F.value_loss(values, returns, old, clip) >= (values - returns) ** 2).all()
     near = old + 0.9 * clip * torch.tanh(values)
@@ -72,7 +72,7 @@ def test_explained_variance_is_one_minus_the_share_left_unexplained(seed: int, m
 
 
 @given(seeds, st.floats(-100, 100))
-def test_explained_variance_is_blind_to_a_constant_error(seed: int, shift: float) -> None:
+def test_explained_variance_ignores_a_constant_error(seed: int, shift: float) -> None:
     values, returns = random(3 * seed, 2, 6)
     shifted = F.explained_variance(values + shift, returns).item()
     residual, spread = (returns - values).tolist(), statistics.pvariance(returns.tolist())
@@ -92,5 +92,5 @@ def test_explained_variance_of_constant_returns_is_null(constant: float, count: 
     assert math.isnan(F.explained_variance(torch.arange(2 * count).to(dtype), padded, mask).item())
 
 
-def test_explained_variance_of_nothing_is_null() -> None:
+def test_explained_variance_of_empty_input_is_null() -> None:
     assert math.isnan(F.explained_variance(torch.ones(3), torch.arange(3.0), torch.zeros(3)).item())

@@ -61,7 +61,7 @@ BOTH = [F.group_advantages, F.leave_one_out_advantages]
 
 @pytest.mark.parametrize("advantages", BOTH)
 @given(seeds, masks(2, 5), st.floats(-10, 10))
-def test_advantages_of_a_group_sum_to_zero_and_forget_a_common_shift(
+def test_group_advantages_sum_to_zero_and_ignore_a_common_shift(
     advantages: object, seed: int, mask: Tensor, shift: float
 ) -> None:
     rewards = random(3 * seed, 2, 5)
@@ -72,7 +72,7 @@ def test_advantages_of_a_group_sum_to_zero_and_forget_a_common_shift(
 
 @pytest.mark.parametrize("advantages", BOTH)
 @given(seeds, masks(2, 5))
-def test_masked_samples_are_as_if_they_had_not_been_drawn(advantages: object, seed: int, mask: Tensor) -> None:
+def test_masked_samples_have_no_effect(advantages: object, seed: int, mask: Tensor) -> None:
     rewards = random(3 * seed, 2, 5)
     ours = advantages(rewards, mask)  # type: ignore[operator]
     for row, keep, whole in zip(rewards, mask, ours, strict=True):
@@ -82,7 +82,7 @@ def test_masked_samples_are_as_if_they_had_not_been_drawn(advantages: object, se
 
 
 @given(seeds, st.floats(0.1, 50))
-def test_scaled_advantages_forget_the_scale_of_rewards_and_unscaled_ones_keep_it(seed: int, scale: float) -> None:
+def test_scaled_advantages_ignore_the_scale_of_rewards_and_unscaled_ones_keep_it(seed: int, scale: float) -> None:
     rewards = random(3 * seed, 2, 5)
     scaled = F.group_advantages(scale * rewards, eps=0.0)
     torch.testing.assert_close(scaled, F.group_advantages(rewards, eps=0.0), rtol=1e-9, atol=1e-10)
@@ -95,7 +95,7 @@ def test_scaled_advantages_forget_the_scale_of_rewards_and_unscaled_ones_keep_it
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("constant", [0.0, 1.0, 0.1, 7.3, -123.456, 1e6 / 3])
 @pytest.mark.parametrize("samples", [1, 3, 7, 16])
-def test_equal_rewards_teach_nothing(constant: float, samples: int, dtype: torch.dtype) -> None:
+def test_equal_rewards_give_zero_advantages(constant: float, samples: int, dtype: torch.dtype) -> None:
     """Exactly: rounding error over eps would be a small lesson."""
     rewards = torch.full((2, samples), constant, dtype=dtype)
     assert (F.group_advantages(rewards) == 0).all()
@@ -111,7 +111,7 @@ def test_the_leave_one_out_baseline_does_not_depend_on_its_own_sample(seed: int)
     assert difference[0].tolist() == pytest.approx([-7 / 3, 7, -7 / 3, -7 / 3])
 
 
-def test_groups_do_not_see_each_other() -> None:
+def test_groups_are_independent() -> None:
     rewards = torch.tensor([[1.0, 0.0], [math.nan, 5.0]])
     assert F.group_advantages(rewards, scale=False)[0].tolist() == [0.5, -0.5]
     assert F.leave_one_out_advantages(rewards)[0].tolist() == [1.0, -1.0]

@@ -152,7 +152,7 @@ def test_categorical_kl_has_the_gradient_of_its_definition_in_both_arguments(see
 
 
 @given(seeds, st.floats(-100, 100))
-def test_kl_does_not_see_a_shift_of_the_logits_and_is_zero_of_a_distribution_to_itself(seed: int, c: float) -> None:
+def test_kl_ignores_a_shift_of_the_logits_and_is_zero_for_equal_distributions(seed: int, c: float) -> None:
     logits_p, logits_q, p, q = pair(seed)
     assert F.categorical_kl(logits_p + c, logits_q - c).item() == pytest.approx(divergence(p, q), abs=1e-11)
     assert F.categorical_kl(logits_p, logits_p + c).item() == pytest.approx(0, abs=1e-12)
@@ -205,7 +205,7 @@ def test_gaussian_kl_is_the_integral_of_its_definition(seed: int) -> None:
 
 
 @given(seeds)
-def test_gaussian_kl_is_zero_to_itself_positive_to_others_and_uneven(seed: int) -> None:
+def test_gaussian_kl_is_zero_to_itself_positive_otherwise_and_asymmetric(seed: int) -> None:
     p, q = (random(3 * seed, 2, 2, 3) / 3).unbind(0)
     assert F.gaussian_kl(*p, *p).item() == pytest.approx(0, abs=1e-12)
     there, back = F.gaussian_kl(*p, *q).item(), F.gaussian_kl(*q, *p).item()
@@ -221,7 +221,9 @@ betas = st.floats(1e-4, 100)
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 @given(betas, st.floats(0, 0.1), st.sampled_from([0.003, 0.01, 0.03]))
-def test_penalty_halves_below_doubles_above_and_rests_between(as_tensor: bool, beta: float, kl: float, target: float) -> None:
+def test_beta_halves_below_and_doubles_above_the_band_and_stays_within_it(
+    as_tensor: bool, beta: float, kl: float, target: float
+) -> None:
     expected = beta / 2 if kl < target / 1.5 else beta * 2 if kl > 1.5 * target else beta
     if as_tensor:
         for b in (beta, torch.tensor(beta, dtype=DOUBLE)):
@@ -230,7 +232,7 @@ def test_penalty_halves_below_doubles_above_and_rests_between(as_tensor: bool, b
         assert F.adapt_kl_penalty(beta, kl, target) == expected
 
 
-def test_penalty_rests_on_the_very_edges() -> None:
+def test_beta_stays_at_the_edges_of_the_band() -> None:
     for kl in (2.0, 4.5):
         assert F.adapt_kl_penalty(1.0, kl, 3.0) == 1.0
         assert F.adapt_kl_penalty(torch.tensor(1.0), torch.tensor(kl), 3.0).item() == 1.0

@@ -45,7 +45,7 @@ def test_entropy_is_minus_the_expected_log_probability(seed: int, temperature: f
 
 
 @given(seeds, st.floats(-1e4, 1e4))
-def test_a_shift_of_the_logits_is_invisible(seed: int, shift: float) -> None:
+def test_a_shift_of_the_logits_changes_nothing(seed: int, shift: float) -> None:
     logits, tokens = random(seed, 3, 4), torch.tensor([0, 1, 3])
     for f in (lambda x: F.token_log_probs(x, tokens, 0.7), lambda x: F.token_entropy(x, 0.7)):
         torch.testing.assert_close(f(logits + shift), f(logits), rtol=0, atol=1e-9)
@@ -119,7 +119,9 @@ def scored(seed: int, rows: int, chunk: int | None, temperature: float) -> list[
 
 
 @given(seeds, st.integers(1, 9), st.integers(1, 10), temperatures)
-def test_chunks_are_the_naive_ones_in_value_and_gradient(seed: int, rows: int, chunk: int, temperature: float) -> None:
+def test_chunks_equal_the_unchunked_computation_in_value_and_gradient(
+    seed: int, rows: int, chunk: int, temperature: float
+) -> None:
     for ours, naive in zip(scored(seed, rows, chunk, temperature), scored(seed, rows, None, temperature), strict=True):
         torch.testing.assert_close(ours, naive, rtol=1e-12, atol=1e-12)
 
@@ -184,7 +186,7 @@ def test_chunks_can_be_differentiated_twice() -> None:
         torch.testing.assert_close(other, twice[0], rtol=1e-12, atol=1e-12)
 
 
-def test_no_rows_are_no_numbers() -> None:
+def test_empty_input_gives_empty_output() -> None:
     log_probs, entropy = F.chunked_likelihood(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long), lambda x: x, 1.0, 3)
     assert log_probs.shape == entropy.shape == (0,)
 

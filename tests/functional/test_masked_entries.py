@@ -165,7 +165,7 @@ def test_ends_of_zeros_and_ones_equal_bool_ends(kind: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(numbers, all_of(*ENDS.values()), strict=True))
 
 
-def test_gae_can_be_batched_and_traced_and_then_reads_flags_that_were_not_there() -> None:
+def test_gae_can_be_vmapped_and_traced() -> None:
     def advantages(rewards: Tensor, ended: Tensor) -> Tensor:
         return F.gae(rewards, rewards, rewards, terminated=ended, truncated=ended, gamma=0.9, lam=0.8)
 

@@ -44,7 +44,7 @@ def test_statistics_without_a_mask_are_those_of_everything() -> None:
 
 
 @given(seeds)
-def test_a_mask_that_keeps_everything_is_no_mask(seed: int) -> None:
+def test_a_full_mask_equals_no_mask(seed: int) -> None:
     x = random(seed, 3, 4)
     everything = torch.ones(3, 4)
     torch.testing.assert_close(F.masked_mean(x, None), F.masked_mean(x, everything), **CLOSE)
@@ -54,7 +54,7 @@ def test_a_mask_that_keeps_everything_is_no_mask(seed: int) -> None:
         torch.testing.assert_close(F.aggregate(x, None, mode), F.aggregate(x, everything, mode), **CLOSE)
 
 
-def test_statistics_of_nothing_are_zero() -> None:
+def test_statistics_of_empty_input_are_zero() -> None:
     x, nothing = torch.full((2, 3), math.nan), torch.zeros(2, 3)
     assert F.masked_mean(x, nothing).item() == 0
     assert F.masked_var(x, nothing).item() == 0
@@ -114,7 +114,7 @@ def test_merged_moments_are_those_of_the_union_whatever_the_split(seed: int, mas
 
 
 @given(seeds)
-def test_merging_with_nothing_changes_nothing(seed: int) -> None:
+def test_merging_with_empty_moments_changes_nothing(seed: int) -> None:
     some = F.masked_moments(random(seed, 5), None)
     nothing = F.masked_moments(random(seed, 5), torch.zeros(5))
     for merged in (F.merge_moments(some, nothing), F.merge_moments(nothing, some)):
@@ -170,7 +170,7 @@ def test_a_constant_batch_whitens_to_exactly_zero(constant: float, count: int, d
 
 
 @given(seeds, st.floats(0.5, 20), st.floats(-50, 50))
-def test_whitening_forgets_scale_and_shift(seed: int, scale: float, shift: float) -> None:
+def test_whitening_removes_scale_and_shift(seed: int, scale: float, shift: float) -> None:
     x = random(3 * seed, 6)
     torch.testing.assert_close(F.whiten(scale * x + shift, None, eps=0.0), F.whiten(x, None, eps=0.0), rtol=1e-7, atol=1e-9)
 
@@ -281,7 +281,7 @@ def test_modes_agree_on_full_rows_of_equal_loss_and_differ_on_ragged_ones(mode: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_kept_reduces_to_zero_with_zero_gradient(mode: F.Aggregation) -> None:
+def test_a_fully_masked_batch_has_zero_loss_and_gradient(mode: F.Aggregation) -> None:
     loss = torch.full((2, 3), math.nan, requires_grad=True)
     total = F.aggregate(loss, torch.zeros(2, 3), mode)
     total.backward()

@@ -104,7 +104,7 @@ def test_the_gradient_graph_is_built_once_and_serves_every_product() -> None:
         torch.testing.assert_close(matvec(vector), expected @ vector, rtol=1e-9, atol=1e-10)
 
 
-def test_a_parameter_that_the_kl_does_not_see_has_no_curvature_but_damping() -> None:
+def test_a_parameter_without_effect_on_the_kl_has_only_damping() -> None:
     seen, unseen = (torch.zeros(n, dtype=DOUBLE, requires_grad=True) for n in (3, 2))
     kl = F.categorical_kl(torch.zeros(3, dtype=DOUBLE), seen)
     v = torch.tensor([1.0, 2.0, 4.0, 5.0, 6.0], dtype=DOUBLE)
@@ -114,7 +114,7 @@ def test_a_parameter_that_the_kl_does_not_see_has_no_curvature_but_damping() -> 
     assert product.tolist() == pytest.approx(expected)
 
 
-def test_a_linear_function_has_no_curvature_but_damping() -> None:
+def test_a_linear_function_has_only_damping() -> None:
     x = torch.zeros(2, requires_grad=True)
     v = torch.tensor([1.0, -2.0])
     assert F.fisher_vector_product(3 * x.sum(), [x], 0.25)(v).tolist() == [0.25, -0.5]
@@ -136,7 +136,7 @@ def test_conjugate_gradient_solves_positive_definite_systems(seed: int, n: int) 
 
 
 @given(seeds)
-def test_every_iteration_comes_nearer_and_n_iterations_arrive(seed: int) -> None:
+def test_conjugate_gradient_converges_monotonically_within_n_iterations(seed: int) -> None:
     """In the norm of A, in which conjugate gradient is the best of its Krylov space."""
     matrix, b = positive_definite(seed, 5), random(3 * seed + 3, 5)
     exact = torch.linalg.solve(matrix, b)
@@ -157,7 +157,7 @@ def test_first_iteration_is_steepest_descent_with_the_exact_step(seed: int) -> N
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_conjugate_gradient_stops_by_its_iterations_and_by_its_tolerance() -> None:
+def test_conjugate_gradient_stops_after_its_iterations_or_at_its_tolerance() -> None:
     matrix, b = positive_definite(1, 6), random(3, 6)
     calls = 0
 
@@ -227,7 +227,7 @@ def test_line_search_takes_the_longest_step_that_improves_within_the_trust_regio
         assert ours is None
 
 
-def test_line_search_rejects_a_step_that_only_stays_and_one_that_only_improves() -> None:
+def test_line_search_needs_both_improvement_and_the_kl_bound() -> None:
     full = torch.ones(2)
     assert F.line_search(lambda step: (-1.0, 0.0), full, 0.01) is None
     assert F.line_search(lambda step: (0.0, 0.0), full, 0.01) is None

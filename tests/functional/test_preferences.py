@@ -39,7 +39,7 @@ def test_the_chances_of_the_two_orders_add_up_to_one(a: float, b: float) -> None
     assert sum(chances) == pytest.approx(1)
 
 
-def test_a_hopeless_pair_has_a_finite_loss_and_a_full_gradient() -> None:
+def test_a_very_wrong_pair_has_a_finite_loss_and_a_full_gradient() -> None:
     chosen = torch.tensor([-1000.0], requires_grad=True)
     loss = F.bradley_terry_loss(chosen, torch.zeros(1))
     loss.sum().backward()

@@ -14,7 +14,7 @@ from .strategies import DOUBLE, masks, random, seeds
 
 
 @given(seeds, masks(3, 5))
-def test_a_score_sits_on_the_last_kept_token_and_nowhere_else(seed: int, mask: Tensor) -> None:
+def test_a_score_is_on_the_last_kept_token_only(seed: int, mask: Tensor) -> None:
     scores = random(3 * seed, 3)
     expected = torch.zeros(3, 5, dtype=DOUBLE)
     for b in range(3):

@@ -135,7 +135,7 @@ def test_n_step_advantage_of_fewer_than_one_step_is_rejected(n: int) -> None:
 
 
 @given(batches(masked=True), lambdas)
-def test_with_an_exact_critic_every_advantage_vanishes_for_any_lambda(batch: Batch, lam: float) -> None:
+def test_with_an_exact_critic_all_advantages_are_zero_for_any_lambda(batch: Batch, lam: float) -> None:
     """Values set to what is to come: nothing turns out better or worse than expected."""
     exact = batch.table(oracles.discounted_return)
     following = batch.next_values.clone()
@@ -176,7 +176,7 @@ def test_credit_is_linear_in_rewards_and_values(batch: Batch, seed: int, lam: fl
     lambdas,
     st.sampled_from([math.nan, math.inf, 1e30]),
 )
-def test_nothing_after_an_end_touches_what_is_before(
+def test_steps_after_an_end_do_not_affect_steps_before_it(
     batch: Batch, end: int, kind: tuple[bool, bool], lam: float, poison: float
 ) -> None:
     end = min(end, batch.shape[1] - 2)
@@ -273,7 +273,7 @@ def test_credit_is_zero_at_masked_steps(batch: Batch, lam: float) -> None:
 
 
 @given(batches(), lambdas)
-def test_a_mask_that_keeps_everything_changes_nothing(batch: Batch, lam: float) -> None:
+def test_a_full_mask_changes_nothing(batch: Batch, lam: float) -> None:
     assert torch.equal(gae(batch, lam), gae(batch, lam, masked=False))
 
 
@@ -338,7 +338,7 @@ def test_discount_is_applied_once_per_kept_step(batch: Batch, lam: float) -> Non
 
 
 @given(batches(masked=True), lambdas)
-def test_rows_do_not_see_each_other_and_leading_shape_does_not_matter(batch: Batch, lam: float) -> None:
+def test_rows_are_independent_and_leading_dimensions_are_free(batch: Batch, lam: float) -> None:
     whole = gae(batch, lam), n_step(batch, 3), returns(batch)
     for b in range(batch.shape[0]):
         row = [x[b] for x in batch.args()]

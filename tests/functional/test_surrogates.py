@@ -254,7 +254,7 @@ def test_a_baseline_adds_no_bias(seed: int, baseline: float) -> None:
 
 
 @given(seeds)
-def test_a_clipped_ratio_biases_the_gradient_and_that_is_the_point(seed: int) -> None:
+def test_clipping_biases_the_gradient(seed: int) -> None:
     """Old samples whose ratio was pushed far: every pushed action stops pulling."""
     _, log_probs = policy(seed)
     old = log_probs.detach() - torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=DOUBLE)
@@ -292,7 +292,7 @@ def test_the_ratio_of_a_response_is_the_geometric_mean_of_its_tokens_ratios(seed
             assert actual[row, t].item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_ratio_of_a_response_pushes_its_tokens_alike() -> None:
+def test_the_sequence_ratio_gives_all_tokens_the_same_gradient() -> None:
     new = torch.tensor([[0.3, -0.2, 0.5, 9.0]], dtype=DOUBLE, requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 0]])
     ratio = F.sequence_ratio(new, torch.zeros(1, 4, dtype=DOUBLE), mask)

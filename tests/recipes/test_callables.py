@@ -67,6 +67,6 @@ def test_errors_are_one_line_with_the_field(name, what, tmp_path, monkeypatch):
     assert "\n" not in str(raised.value)
 
 
-def test_a_reward_that_is_no_function_list_or_table_is_one_line_that_names_all_three():
+def test_an_invalid_reward_is_one_line_that_lists_the_valid_forms():
     with pytest.raises(SurefootError, match=r"^reward=3: is not a function, a list of terms or a table; set"):
         take_functions(3)

@@ -228,7 +228,7 @@ def test_a_run_prints_and_saves_its_origin(surefoot, tmp_path):
     assert (tmp_path / "runs/one/config.toml").read_text() == (tmp_path / "runs/two/config.toml").read_text()
 
 
-def test_without_a_preset_a_recipe_has_the_plain_defaults(surefoot, tmp_path):
+def test_without_a_preset_a_recipe_has_the_defaults(surefoot, tmp_path):
     plain = make_recipe({"task": "CartPole-v1"})
     assert (
         resolve_recipe("CartPole-v1", preset="none") == resolve_recipe("cartpole", preset="None") == ResolvedRecipe(plain, None)
@@ -258,7 +258,7 @@ def test_another_preset_gets_the_algorithm_of_the_file(tmp_path):
     )
 
 
-def test_whoever_changes_a_preset_changes_a_copy() -> None:
+def test_presets_are_returned_as_copies() -> None:
     before = presets()["cartpole"]["objective"]["gamma"]
     presets()["cartpole"]["objective"]["gamma"] = before / 2
     assert presets()["cartpole"]["objective"]["gamma"] == before

@@ -113,11 +113,11 @@ def parent_of(pid: int) -> int | None:
         return None
 
 
-def test_the_battery_is_large() -> None:
+def test_there_are_many_attacks() -> None:
     assert len(ATTACKS) == len(READERS) + len(FORGERS) + len(SABOTEURS) >= 30
 
 
-def test_one_who_knows_the_answer_passes(treasure: Treasure) -> None:
+def test_a_correct_answer_passes(treasure: Treasure) -> None:
     """Without this, every attack might fail for a reason of no merit."""
     answer = f"def solve(): return {treasure.secret!r}"
     assert programs.run_tests(answer, cases_of(treasure), Limits(seconds=30)).passed == [True]
@@ -131,7 +131,7 @@ def test_without_a_sandbox_the_secret_is_read(name: str, treasure: Treasure) -> 
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_scores_nothing_ends_in_time_and_leaves_nothing(name: str, treasure: Treasure) -> None:
+def test_an_attack_scores_zero_ends_in_time_and_leaves_nothing(name: str, treasure: Treasure) -> None:
     started = time.monotonic()
     result = programs.run_tests(treasure.filled(ATTACKS[name]), cases_of(treasure), LIMITS)
     assert time.monotonic() - started < LIMITS.seconds + SLACK

@@ -32,11 +32,11 @@ def test_a_script_gets_its_input_and_gives_its_output() -> None:
     assert (outcome.ended, outcome.output.decode()) == ("done", text)
 
 
-def test_a_script_that_reads_nothing_ends_all_the_same() -> None:
+def test_a_script_that_ignores_its_input_ends() -> None:
     assert sandbox.run("print(1)", stdin="x" * MEGABYTE).output == b"1\n"
 
 
-def test_calls_are_answered_in_order_and_prints_are_no_answers() -> None:
+def test_calls_return_in_order_and_prints_are_not_results() -> None:
     source = "print('hello')\ndef f(a, b=0):\n    print(a)\n    return [a, b]\ndef g(): raise KeyError"
     outcome = sandbox.run(source, calls=[("f", [1], {"b": 2}), ("g", [], {}), ("none", [], {}), ("f", ["é"], {})])
     assert [json.loads(line) for line in outcome.output.splitlines()] == [{"value": [1, 2]}, {}, {}, {"value": ["é", 0]}]
@@ -46,7 +46,7 @@ def test_calls_are_answered_in_order_and_prints_are_no_answers() -> None:
     ("source", "ended"),
     [("", "done"), ("1/0", "failed"), ("import sys; sys.exit(3)", "failed"), ("(", "failed"), ("while True: pass", "time")],
 )
-def test_the_outcome_contains_how_a_program_ended(source: str, ended: str) -> None:
+def test_the_outcome_has_the_exit_status(source: str, ended: str) -> None:
     assert sandbox.run(source, limits=Limits(seconds=0.5)).ended == ended
 
 
@@ -98,7 +98,7 @@ def f():
     assert 2**19 <= result_of(source, disk=MEGABYTE) <= MEGABYTE
 
 
-def test_there_is_nothing_but_python() -> None:
+def test_the_sandbox_contains_only_python() -> None:
     source = """
 import os, sys
 def f():
@@ -120,12 +120,12 @@ def f():
     assert not {"home", "root", "proc", "sys", "run", "var", "bin", "sbin", "mnt", "opt"} & set(there["root"])
 
 
-def test_a_sandbox_does_not_see_the_files_of_the_one_before() -> None:
+def test_a_sandbox_has_no_files_of_the_previous_one() -> None:
     assert result_of("def f(): return open('/tmp/x', 'w').write('x')") == 1
     assert result_of("import os\ndef f(): return os.listdir('/tmp')") == []
 
 
-def test_no_descriptor_of_ours_is_open_within() -> None:
+def test_no_descriptor_of_the_parent_is_open_in_the_sandbox() -> None:
     source = """
 import os
 def open_(fd):
@@ -249,7 +249,7 @@ def test_a_bubblewrap_that_does_not_work_runs_nothing(monkeypatch: pytest.Monkey
         sandbox.run("print(1)")
 
 
-def test_a_stop_while_programs_run_leaves_none() -> None:
+def test_no_program_survives_an_interrupt() -> None:
     class Stop(Exception):
         pass
 

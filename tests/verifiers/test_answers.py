@@ -58,7 +58,7 @@ def test_every_fraction_is_read_as_it_is_written(number: Fraction) -> None:
     assert last_number(f"{number.numerator:,}") == number.numerator
 
 
-def test_how_close_is_close_enough() -> None:
+def test_numbers_match_within_the_tolerance() -> None:
     assert numeric(["3.14", "3.15", "none"], ["3.14159"] * 3, tolerance=0.002) == [1, 0, 0]
     assert numeric(["99", "98"], [100, 100], relative=0.01) == [1, 0]
     assert numeric(["0.1", "1/10", "0.10000000001"], [0.1] * 3) == [1, 1, 0]
@@ -74,6 +74,6 @@ def test_how_close_is_close_enough() -> None:
         (lambda: numeric(["1"], [1], tolerance=-1), "tolerance=-1"),
     ],
 )
-def test_a_row_that_is_wrong_is_rejected(call, what: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_invalid_row_is_rejected(call, what: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SurefootError, match=what):
         call()

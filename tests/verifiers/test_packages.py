@@ -47,7 +47,7 @@ def test_answers_that_are_equal_as_mathematics() -> None:
 
 
 @pytest.mark.slow
-def test_a_bomb_costs_one_response_and_its_process() -> None:
+def test_a_resource_bomb_fails_only_its_response_and_process() -> None:
     pytest.importorskip("math_verify")
     assert math(["12"], ["12"], workers=1) == [1]  # the process is there
     started = time.monotonic()
@@ -58,7 +58,7 @@ def test_a_bomb_costs_one_response_and_its_process() -> None:
 
 
 @pytest.mark.slow
-def test_importing_a_package_takes_none_of_the_seconds_for_a_response(tmp_path: Path, monkeypatch: Any) -> None:
+def test_import_time_does_not_count_towards_the_time_limit(tmp_path: Path, monkeypatch: Any) -> None:
     processes.close()
     slow = "import time\ntime.sleep(3)\ndef parse(text, **_): return [text.strip('$')]\ndef verify(a, b, **_): return a == b\n"
     (tmp_path / "math_verify.py").write_text(slow)
@@ -70,7 +70,7 @@ def test_importing_a_package_takes_none_of_the_seconds_for_a_response(tmp_path: 
         processes.close()
 
 
-def test_an_answer_that_is_none_is_the_rows_fault() -> None:
+def test_an_invalid_answer_is_an_error_of_the_row() -> None:
     pytest.importorskip("math_verify")
     with pytest.raises(SurefootError, match=r"^response 2: answer='': is not a formula"):
         math(["1", "1"], ["1", ""], workers=1)
@@ -92,7 +92,7 @@ def test_json_that_fits_its_schema() -> None:
     assert json(["3"], [encoding.dumps({"type": "integer"})]) == [1]
 
 
-def test_a_pattern_that_takes_forever_costs_one_response() -> None:
+def test_an_endless_pattern_fails_only_its_response() -> None:
     pytest.importorskip("jsonschema")
     schema = {"type": "string", "pattern": "^(a+)+$"}
     assert json(['"aa"', encoding.dumps("a" * 50 + "b"), '"a"'], [schema] * 3, seconds=1.0, workers=1) == [1, 0, 1]
@@ -107,7 +107,7 @@ def test_a_pattern_that_takes_forever_costs_one_response() -> None:
         (3, "is a int; it must be a table"),
     ],
 )
-def test_a_schema_that_is_none_is_the_rows_fault(schema: Any, what: str) -> None:
+def test_an_invalid_schema_is_an_error_of_the_row(schema: Any, what: str) -> None:
     pytest.importorskip("jsonschema")
     with pytest.raises(SurefootError, match=what):
         json(['{"a": 1}'], [schema], workers=1)

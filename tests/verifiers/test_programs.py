@@ -40,7 +40,7 @@ def test_scripts_are_scored_by_their_output() -> None:
 
 
 @pytest.mark.usefixtures("sandboxed")
-def test_a_bomb_costs_one_response() -> None:
+def test_a_resource_bomb_fails_only_its_response() -> None:
     right, bomb = "def add(a, b): return a + b", "while True: pass"
     assert code([right, bomb, right], [ADD] * 3, seconds=2) == [1, 0, 1]
 
@@ -103,7 +103,7 @@ def test_where_all_tests_count_a_response_may_hang_in_every_script(monkeypatch: 
 
 
 @pytest.mark.usefixtures("sandboxed")
-def test_it_is_a_reward_function_with_arguments() -> None:
+def test_code_is_a_reward_function_with_arguments() -> None:
     reward = FunctionReward("surefoot.verifiers:code", arguments={"partial": True})
     assert reward(["add: "], ["def add(a, b): return 3"], {"tests": [ADD]}).total.tolist() == [0.5]
     with pytest.raises(SurefootError, match="requires 'tests'; available: answer, partial, prompts, responses"):
@@ -138,7 +138,7 @@ def test_tests_of_another_shape_are_rejected(tests: Any, what: str) -> None:
         parsed(tests, "tests")
 
 
-def test_nulls_that_parquet_fills_in_are_not_there() -> None:
+def test_nulls_filled_in_by_parquet_are_ignored() -> None:
     call = {"call": "f", "args": None, "expected": None, "stdin": None, "stdout": None}
     script = {"call": None, "args": None, "expected": None, "stdin": "a", "stdout": "b"}
     assert parsed([call, script], "tests") == [{"call": "f", "expected": None}, {"stdin": "a", "stdout": "b"}]
@@ -175,5 +175,5 @@ def test_a_value_is_the_same_as_itself_and_not_as_itself_in_a_list(value: Any) -
         ({"a": 1}, {"a": 1, "b": 2}, 0, False),
     ],
 )
-def test_what_is_the_same(value: Any, expected: Any, tolerance: float, is_same: bool) -> None:
+def test_equal_values_compare_equal(value: Any, expected: Any, tolerance: float, is_same: bool) -> None:
     assert same(value, expected, tolerance) is is_same
