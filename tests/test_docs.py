@@ -147,7 +147,7 @@ def run_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "path", [pytest.param(path, id=name_of(path), marks=pytest.mark.slow if path.stem in LONG else ()) for path in RUN]
 )
-def test_what_a_page_shows_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     names: dict[str, Any] = {"__name__": f"docs_{path.stem.replace('-', '_')}"}
@@ -173,7 +173,7 @@ def test_what_a_page_shows_runs(path: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_what_a_long_page_shows_parses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_a_long_page_parse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (path,) = (path for path in RUN if path.stem == name)
     for block in blocks(path.read_text("utf-8")):
@@ -239,7 +239,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", LINKED, ids=name_of)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_work(path: Path) -> None:
     text = re.sub(r"^```.*?^```|`[^`\n]+`(?!\])", "", path.read_text("utf-8"), flags=re.M | re.S)
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -261,7 +261,7 @@ def test_every_dependency_has_its_reason() -> None:
     assert {name for name in project["optional-dependencies"] if f"`{name}`" not in page} == set()
 
 
-def test_no_file_names_a_place_on_the_machine_that_wrote_it() -> None:
+def test_no_file_contains_a_path_of_the_machine_that_wrote_it() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
@@ -292,7 +292,7 @@ a = 1
 """
 
 
-def test_blocks_are_read() -> None:
+def test_code_blocks_are_parsed() -> None:
     first, second, third = blocks(PAGE)
     assert (first.language, first.text, first.line, first.parse_only) == ("python", "x = 1\n", 3, False)
     assert (second.parse_only, second.commands) == (True, ["surefoot train CartPole-v1      --seed 2"])
@@ -310,7 +310,7 @@ def test_blocks_are_read() -> None:
         "rm -rf runs",
     ],
 )
-def test_a_wrong_command_is_noticed(command: str) -> None:
+def test_a_wrong_command_is_detected(command: str) -> None:
     with pytest.raises((click.UsageError, ValueError, AssertionError)):
         check_command(command)
 

@@ -39,7 +39,7 @@ def bound(low: float, middle: float, high: float, limit: float, above: bool = Tr
     return Bound("x", middle, low, high, limit, above)
 
 
-def test_the_page_is_what_the_results_give(ledger: Any) -> None:
+def test_the_page_matches_the_results(ledger: Any) -> None:
     text = (ROOT / "docs" / "ledger.md").read_text("utf-8")
     between = text.partition(ledger.BEGIN)[2].partition(ledger.END)[0].strip()
     assert between == ledger.page().strip(), "run: python benchmarks/ledger.py table"
@@ -47,7 +47,7 @@ def test_the_page_is_what_the_results_give(ledger: Any) -> None:
 
 @settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.booleans()), max_size=4))
-def test_a_claim_is_confirmed_only_if_every_interval_lies_on_its_side(
+def test_a_claim_is_confirmed_only_if_every_interval_supports_it(
     parts: list[tuple[float, float, float, float, bool]],
 ) -> None:
     from claims import verdict_of
@@ -258,7 +258,7 @@ def test_the_cpu_time_of_a_cell_has_its_stopped_attempts(
     assert twice.results()["a"]["cpu_seconds"] == 7.0
 
 
-def test_a_claim_that_is_repeated_leaves_its_results_and_shows_both(
+def test_repeating_a_claim_keeps_its_results_and_shows_both(
     ledger: Any, one: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from claims import Claim, exact
@@ -277,7 +277,7 @@ def test_a_claim_that_is_repeated_leaves_its_results_and_shows_both(
     assert "E0.1 again:  confirmed; x: 2.00, claimed > 1.5" in shown
 
 
-def test_a_cell_that_another_process_works_on_is_left_to_it(ledger: Any, one: Any, tmp_path: Path) -> None:
+def test_a_cell_of_another_process_is_skipped(ledger: Any, one: Any, tmp_path: Path) -> None:
     experiment, calls = one
     folder = tmp_path / "results" / "a"  # named after the file, which another experiment may share
     folder.mkdir(parents=True)
@@ -368,7 +368,7 @@ def test_a_cell_that_fails_leaves_no_result_and_stops_no_other(
     assert len(calls) == 1
 
 
-def test_an_anchor_is_the_one_that_the_page_links_to(ledger: Any) -> None:
+def test_anchors_match_the_links_of_the_page(ledger: Any) -> None:
     text = (ROOT / "docs" / "ledger.md").read_text("utf-8")
     headings = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("### ")]
     claims = [claim for experiment in ledger.EXPERIMENTS.values() for claim in experiment.claims]
@@ -382,7 +382,7 @@ def test_the_readme_has_the_demo_s_means_over_seeds() -> None:
         assert script["with_part"](page.read_text("utf-8"), text) == page.read_text("utf-8"), "run benchmarks/language.py table"
 
 
-def test_no_cell_of_the_table_has_a_pipe_that_would_split_it(ledger: Any) -> None:
+def test_pipes_in_table_cells_are_escaped(ledger: Any) -> None:
     rows = [line for line in ledger.page().splitlines() if line.startswith("| [E")]
     assert len(rows) == sum(len(experiment.claims) for experiment in ledger.EXPERIMENTS.values())
     assert all(row.count("|") == 5 for row in rows)
@@ -487,7 +487,7 @@ def test_a_claim_that_is_out_of_reach_stays_so_when_other_cells_are_finished(led
     assert "Repeat" not in text
 
 
-def test_what_the_ledger_can_t_run_is_one_line_and_exit_code_2(ledger: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_that_cannot_run_are_one_line_and_exit_code_2(ledger: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for work in (
         lambda: ledger.repeat("E12.2", jobs=1),
         lambda: ledger.run_cells(ledger.EXPERIMENTS["E4"], ["x"], ledger.RUNS),

@@ -36,7 +36,7 @@ def pictures(notebook: Any) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
-def test_the_saved_notebook_is_the_text_run_from_top_to_bottom_without_an_error(tool: dict[str, Any], saved: Any) -> None:
+def test_the_saved_notebook_matches_its_source_and_ran_without_an_error(tool: dict[str, Any], saved: Any) -> None:
     assert tool["cells_of"](saved) == tool["cells_of"](tool["from_text"](TEXT.read_text("utf-8"))), "python docs/notebook.py"
     assert [cell.execution_count for cell in code(saved)] == list(range(1, len(code(saved)) + 1))
     outputs = [output for cell in code(saved) for output in cell.outputs]
@@ -63,7 +63,7 @@ def test_every_rung_is_shown_trained_and_checked() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel of its own, as for a reader, on a small budget: all that is not about learning is checked."""
     monkeypatch.setenv("SUREFOOT_NOTEBOOK_STEPS", "512")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -73,7 +73,7 @@ def test_it_runs(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_claim_that_is_not_so_stops_it(tool: dict[str, Any]) -> None:
+def test_a_false_claim_stops_the_notebook(tool: dict[str, Any]) -> None:
     from nbclient.exceptions import CellExecutionError
 
     with pytest.raises(CellExecutionError, match="AssertionError"):

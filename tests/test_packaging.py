@@ -51,7 +51,7 @@ def test_the_metadata_is_what_an_index_shows(wheel):
         assert f"Classifier: Programming Language :: Python :: {version}" in text
 
 
-def test_the_image_is_of_a_user_without_rights_and_has_the_small_build_of_torch():
+def test_the_image_has_an_unprivileged_user_and_the_cpu_build_of_torch():
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     assert "USER surefoot" in lines
     assert 'ARG TORCH_INDEX="https://download.pytorch.org/whl/cpu"' in lines
@@ -106,7 +106,7 @@ def test_the_core_stays_small_and_every_dependency_has_its_reason_in_docs():
         assert f"`{name}`" in reasons, f"{name} has no reason in docs/dependencies.md"
 
 
-def test_every_pin_is_exact_and_torch_is_the_small_build():
+def test_every_pin_is_exact_and_torch_is_the_cpu_build():
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(pin.count("==") == 1 for pin in pins)
     assert "torch==2.13.0" in pins

@@ -42,7 +42,7 @@ def test_links_to_files_beside_the_pages_lead_to_pages_made_of_them(tool: dict[s
         tool["on_the_site"]("[g](nowhere.md)", page)
 
 
-def test_what_github_and_the_site_escape_otherwise_reads_the_same(tool: dict[str, Any]) -> None:
+def test_text_escaped_differently_by_github_and_the_site_reads_the_same(tool: dict[str, Any]) -> None:
     made, _ = tool["on_the_site"](r"| `int \| None` | `a<b` |", ROOT / "docs" / "index.md")
     assert made == "| <code>int &#124; None</code> | `a<b` |"
     made, _ = tool["on_the_site"]("k\\<n `k\\<n`\n```\nk\\<n | `a\\|b`\n```\n", ROOT / "docs" / "index.md")
@@ -63,14 +63,14 @@ def test_what_github_and_the_site_escape_otherwise_reads_the_same(tool: dict[str
         ('<link rel="stylesheet" href="//elsewhere.org/x.css">', "fetches //elsewhere.org/x.css"),
     ],
 )
-def test_a_broken_site_is_noticed(tool: dict[str, Any], tmp_path: Path, body: str, wrong: str | None) -> None:
+def test_a_broken_site_is_detected(tool: dict[str, Any], tmp_path: Path, body: str, wrong: str | None) -> None:
     (tmp_path / "a.html").write_text(body)
     (tmp_path / "b.html").write_text('<h2 id="there">')
     assert list(tool["broken"](tmp_path)) == ([] if wrong is None else [f"a.html: {wrong}"])
 
 
 @pytest.mark.slow
-def test_the_site_is_whole_and_works_from_a_folder(tool: dict[str, Any], tmp_path: Path, page: Any) -> None:
+def test_the_site_is_complete_and_works_from_a_folder(tool: dict[str, Any], tmp_path: Path, page: Any) -> None:
     """``page`` fails on any request beyond this machine, and on any formula that KaTeX does not understand."""
     assert tool["build"](tmp_path) == []
     site = tmp_path / "site"

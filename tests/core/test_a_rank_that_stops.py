@@ -56,7 +56,7 @@ def test_the_documented_program_prints_what_the_page_shows(start: Start) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_rank_whose_companion_dies_or_stops_ends_in_one_line(start: Start, number: signal.Signals) -> None:
+def test_a_rank_whose_peer_dies_or_stops_ends_with_one_line(start: Start, number: signal.Signals) -> None:
     limit = "timeout=8" if number == signal.SIGSTOP else "timeout=60"  # a death is noticed at once
     first, second = start(changes=(("timeout=60", limit), ("total_steps=20_000", "total_steps=10**12"), SAID))
     assert first.wait_for_output() == "at work\n"
@@ -67,7 +67,7 @@ def test_a_rank_whose_companion_dies_or_stops_ends_in_one_line(start: Start, num
 
 
 @pytest.mark.slow
-def test_a_rank_that_nobody_joins_ends_in_one_line(start: Start) -> None:
+def test_a_rank_that_no_other_joins_ends_with_one_line(start: Start) -> None:
     (first,) = start(1, (("timeout=60", "timeout=3"),))
     _, _, err = first.finish()
     assert err.splitlines()[-1].startswith("ranks.py: ranks: the others did not join within 3 s (")

@@ -126,7 +126,7 @@ def test_transformers_and_its_kind_are_imported_in_language_alone_and_only_when_
     assert loaded & set(packages) == set(), "control runs, and messages come, without the extra"
 
 
-def test_verifiers_and_the_sandbox_know_nothing_of_training() -> None:
+def test_verifiers_and_the_sandbox_do_not_import_training() -> None:
     parts, light = ("surefoot.sandbox", "surefoot.verifiers"), ("surefoot.errors", "surefoot.files")
     ours = {
         imported
@@ -151,7 +151,7 @@ def test_the_core_imports_torch_functional_errors_and_itself_only() -> None:
     assert offences("surefoot.core", ("gymnasium", "transformers", "rich", "click", "pydantic")) == []
 
 
-def test_worlds_read_of_runs_only_what_is_written_to_disk() -> None:
+def test_worlds_import_of_runs_only_readers_of_files() -> None:
     """A world saves and loads itself, also from the hub; it knows no session, display or tracker."""
     disk = tuple(f"surefoot.runs.{name}" for name in ("checkpoint", "folder", "hub", "reading", "traces"))
     used = {name for part in WORLDS for file in FILES if inside(file, part) for name in IMPORTS[file]}
@@ -205,7 +205,7 @@ def only_for_types(path: Path) -> set[str]:
     return imports(text, module_of(path), path.name == "__init__.py")
 
 
-def test_a_circle_is_seen() -> None:
+def test_the_check_detects_an_import_cycle() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [{"b", "c"}]
 
 
@@ -225,14 +225,14 @@ def test_only_main_imports_the_command_line() -> None:
     assert everyone
 
 
-def test_only_the_command_line_knows_comparisons() -> None:
+def test_only_the_command_line_imports_comparisons() -> None:
     everyone = offences("surefoot", "surefoot.compare")
     commands = tuple(f"surefoot.cli.{name} " for name in ("agents", "check", "compare"))
     assert [line for line in everyone if not line.startswith(("surefoot.compare", *commands))] == []
     assert everyone
 
 
-def test_only_the_command_line_knows_the_inspector_and_it_knows_no_world() -> None:
+def test_only_the_command_line_imports_the_inspector_which_imports_no_world() -> None:
     everyone = offences("surefoot", "surefoot.inspector")
     assert [line for line in everyone if not line.startswith(("surefoot.inspector", "surefoot.cli.inspect "))] == []
     assert everyone

@@ -148,7 +148,7 @@ def in_the_loss(beta: float, estimator: str, base: Objective = RLOO) -> Objectiv
         pytest.param("ratio_k3", BETAS[0], marks=pytest.mark.slow),
     ],
 )
-def test_so_does_a_kl_in_the_loss_by_an_estimator_with_the_right_gradient(estimator: str, beta: float) -> None:
+def test_a_kl_in_the_loss_with_the_right_gradient_converges_there_too(estimator: str, beta: float) -> None:
     assert distance(learned(0.0, in_the_loss(beta, estimator), 240), optimum(beta)) <= 2 * BAR
 
 
@@ -168,7 +168,7 @@ def other_optimum(beta: float) -> Tensor:
     return beta * REFERENCE / (high - REWARDS)
 
 
-def test_k3_in_the_loss_as_grpo_has_it_is_an_anchor_of_the_other_direction() -> None:
+def test_k3_in_the_loss_as_in_grpo_converges_to_the_optimum_of_the_other_kl() -> None:
     actual = learned(0.0, in_the_loss(0.5, GRPO.reference_estimator), 240)
     assert distance(actual, other_optimum(0.5)) <= 2 * BAR
     assert distance(actual, optimum(0.5)) > 3 * BAR

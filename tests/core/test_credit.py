@@ -165,7 +165,7 @@ def test_the_end_of_the_batch_bootstraps() -> None:
 
 @pytest.mark.parametrize("objective", [REINFORCE, REINFORCE_BASELINE, A2C, replace(A2C, value_lambda=1.0)])
 @pytest.mark.parametrize("unit", ["step", "row"])
-def test_masked_entries_are_worth_nothing_and_are_never_read(objective: Objective, unit: str) -> None:
+def test_masked_entries_have_no_credit_and_are_never_read(objective: Objective, unit: str) -> None:
     r = rollout(3, unit)
     assert not r.mask.all()
     poisoned = {name: torch.where(r.mask, getattr(r, name), torch.nan) for name in ("rewards", "values", "next_values")}

@@ -326,7 +326,7 @@ def test_pictures_of_one_channel_with_the_channel_last_are_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_frozen_is_part_of_the_program_and_of_its_name() -> None:
+def test_frozen_parameters_are_part_of_the_program_and_of_its_key() -> None:
     """It lies in the program as a constant: another run's program has another one."""
 
     def named(weight: float) -> str:
@@ -436,7 +436,7 @@ def test_batches_of_another_size_take_the_eager_path(programs: None) -> None:
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_rejected_at_once(changes: dict[str, Any], reason: str) -> None:
+def test_networks_that_cannot_be_compiled_are_rejected_at_the_start(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(SurefootError, match=f"engine='compiled': {reason}; set engine = 'eager'"):
         make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, **changes})
 
@@ -527,9 +527,7 @@ IN_SEQUENCES = {
         ({"network": {"lstm": 65}, **IN_SEQUENCES}, "eager", r"network\.lstm = 65 takes most of the time$"),
     ],
 )
-def test_auto_is_compiled_if_the_run_is_long_enough_to_win_the_compiling_back(
-    changes: dict[str, Any], engine: str, reason: str
-) -> None:
+def test_auto_compiles_if_the_run_is_long_enough_to_pay_for_it(changes: dict[str, Any], engine: str, reason: str) -> None:
     rollout = {"rollout": {"environments": 1, "steps": 2048}}
     chosen, why = make_recipe({**LONG, **rollout, **changes}).engine_choice()
     assert chosen == engine
@@ -628,7 +626,7 @@ def test_a_run_that_was_asked_to_be_compiled_and_a_resumed_one_never_change_the_
         surefoot.resume(tmp_path / "run")
 
 
-def test_a_run_of_before_the_engine_was_recorded_was_eager() -> None:
+def test_a_run_without_a_recorded_engine_is_eager() -> None:
     table = to_table(make_recipe({"task": "Pendulum-v1", "steps": 10_000_000}))
     del table["engine"]
     assert make_recipe(table).engine == "eager"

@@ -53,7 +53,7 @@ def test_no_module_makes_float64_on_the_device_of_the_model() -> None:
     assert wrong == {}, "use in_float64(x), or x.cpu().double()"
 
 
-def test_such_an_expression_is_seen() -> None:
+def test_the_check_detects_float64_expressions() -> None:
     assert offences(
         "x.double(); y.to(torch.float64); z.cumsum(-1, dtype=torch.float64); torch.zeros(3, dtype=torch.double, device=d)"
     )

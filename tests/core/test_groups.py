@@ -113,9 +113,7 @@ WORTH: dict[str, tuple[Objective, Callable[[Rollout, int], float]]] = {
 @pytest.mark.parametrize("name", WORTH)
 @laws
 @given(st.integers(0, 999), st.lists(st.integers(0, 3), min_size=8, max_size=8))
-def test_every_token_of_a_response_is_worth_its_return_beside_those_of_its_group(
-    name: str, seed: int, group: list[int]
-) -> None:
+def test_every_token_has_the_group_advantage_of_its_response(name: str, seed: int, group: list[int]) -> None:
     objective, worth = WORTH[name]
     _, r = world(seed)
     r = replace(r, group=torch.tensor(group))
@@ -127,13 +125,13 @@ def test_every_token_of_a_response_is_worth_its_return_beside_those_of_its_group
 
 
 @pytest.mark.parametrize("objective", [GRPO, DR_GRPO, RLOO], ids=["GRPO", "DR_GRPO", "RLOO"])
-def test_a_group_of_one_is_worth_nothing(objective: Objective) -> None:
+def test_a_group_of_one_has_zero_advantage(objective: Objective) -> None:
     _, r = world(3)
     assert (assign_credit(replace(r, group=torch.arange(8)), objective).advantages == 0).all()
 
 
 @pytest.mark.parametrize("objective", [GRPO, DR_GRPO, RLOO], ids=["GRPO", "DR_GRPO", "RLOO"])
-def test_a_group_whose_responses_all_earn_the_same_is_worth_exactly_nothing(objective: Objective) -> None:
+def test_a_group_with_equal_returns_has_exactly_zero_advantages(objective: Objective) -> None:
     _, r = world(3)
     last = r.terminated | r.truncated
     credit = assign_credit(replace(r, rewards=torch.where(last, 0.1, 0.0).to(r.rewards.dtype)), objective)
@@ -141,7 +139,7 @@ def test_a_group_whose_responses_all_earn_the_same_is_worth_exactly_nothing(obje
 
 
 @pytest.mark.parametrize("objective", [GRPO, DR_GRPO, RLOO], ids=["GRPO", "DR_GRPO", "RLOO"])
-def test_a_masked_response_is_left_out_of_its_group_whatever_it_holds(objective: Objective) -> None:
+def test_a_masked_response_is_left_out_of_its_group(objective: Objective) -> None:
     _, r = world(4)
     assert not r.mask[0].any()
     poisoned = replace(r, rewards=torch.where(r.mask, r.rewards, torch.nan))
@@ -166,7 +164,7 @@ def test_golden_group_advantages() -> None:
         assert actual == pytest.approx([high, low, low, high, high], rel=1e-12)
 
 
-def test_a_rollout_that_knows_no_groups_is_rejected() -> None:
+def test_a_rollout_without_groups_is_rejected() -> None:
     _, r = world(1)
     with pytest.raises(SurefootError, match=r"objective\.baseline='group': this rollout has no groups"):
         assign_credit(replace(r, group=None), GRPO)
@@ -290,7 +288,7 @@ def test_the_gradient_is_that_of_the_papers_formula_written_out(name: str, seed:
     same(gradient(policy, r, objective, micro_batch=3), expected)
 
 
-def test_they_differ_in_switches_alone_and_each_switch_matters() -> None:
+def test_group_algorithms_differ_only_in_switches_and_each_switch_matters() -> None:
     policy, r = world(1)
     plain = replace(GRPO, reference_coefficient=0.0)
     wide = {"trust_region": Clip(0.2)}
@@ -402,7 +400,7 @@ def test_metrics_are_means_however_the_loss_is_reduced(aggregation: Any) -> None
     assert 0 < metrics["ratio_outside"] <= 1
 
 
-def test_a_clipped_response_is_silent_as_a_whole() -> None:
+def test_a_clipped_response_has_no_gradient() -> None:
     """No token of it has a gradient, while by the ratios of single tokens some would."""
     policy, r = far_world()
     row = pushed_far(r, mean_log_ratio(policy, r)[1])[0]
@@ -448,7 +446,7 @@ def test_at_the_sampling_policy_the_gradient_of_pairs_is_that_of_the_dpo_loss(se
     assert metrics["preference_accuracy"] == pytest.approx(mean(ranked for _, ranked in right))
 
 
-def test_prompts_whose_answers_earn_the_same_teach_nothing_and_only_the_best_and_the_worst_answer_do() -> None:
+def test_only_the_best_and_worst_answers_of_unequal_groups_have_a_gradient() -> None:
     rewards, ratios = torch.tensor([[1.0, 0.0, 2.0], [1.0, 1.0, 1.0]]), torch.zeros(2, 3)
     assert F.pair_advantages(rewards, ratios, 0.2).tolist() == [pytest.approx([0, -0.3, 0.3]), [0, 0, 0]]
     assert F.pair_advantages(rewards, ratios, 0.2, torch.tensor([[1, 1, 0], [1, 0, 0]])).tolist()[0] == pytest.approx(
@@ -456,7 +454,7 @@ def test_prompts_whose_answers_earn_the_same_teach_nothing_and_only_the_best_and
     )
 
 
-def test_a_pair_that_the_policy_ranks_right_by_far_weighs_little() -> None:
+def test_a_pair_ranked_right_by_a_wide_margin_has_a_small_weight() -> None:
     weights = [
         float(F.pair_advantages(torch.tensor([[1.0, 0.0]]), torch.tensor([[h, -h]]), 1.0)[0, 0]) for h in (-5.0, 0.0, 5.0)
     ]
@@ -488,7 +486,7 @@ def test_the_share_of_bounded_weights_is_a_metric() -> None:
     assert metrics["weight_clipped"] == pytest.approx(mean(above))
 
 
-def test_bad_responses_that_moved_away_are_left_out_and_still_count_in_the_mean() -> None:
+def test_masked_off_policy_bad_responses_still_count_in_the_mean() -> None:
     plain = replace(GRPO, aggregation="token-mean", reference_coefficient=0.0, trust_region=None)
     for seed in range(100):
         policy, r = world(seed)
@@ -558,7 +556,7 @@ def test_the_page_on_the_math_shows_each_as_the_diff_that_it_is() -> None:
         assert replace(ALGORITHMS[base], **switches) == ALGORITHMS[name], name
 
 
-def test_all_are_there_by_name_and_no_two_are_alike() -> None:
+def test_all_group_algorithms_are_available_by_name_and_differ() -> None:
     assert set(PAPERS) <= set(ALGORITHMS)
     assert algorithm_named("reinforce++") == "REINFORCE_PLUS_PLUS"
     assert len(set(ALGORITHMS.values())) == len(ALGORITHMS)

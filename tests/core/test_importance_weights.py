@@ -80,7 +80,7 @@ def test_padding_changes_no_weight_even_if_it_holds_nan() -> None:
         assert weights.isfinite().all()
 
 
-def test_a_response_that_is_far_likelier_under_the_policy_has_a_finite_weight() -> None:
+def test_a_response_much_likelier_under_the_policy_has_a_finite_weight() -> None:
     old, sampler = torch.full((1, 400), -0.1), torch.full((1, 400), -3.0)
     assert importance_weights(old, sampler, 2.0, "sequence_truncate").eq(2).all()
     assert importance_weights(old, sampler, 2.0, "sequence_mask").eq(0).all()

@@ -54,7 +54,7 @@ def test_the_ladder_is_six_rungs_in_order() -> None:
 
 
 @pytest.mark.parametrize(("rung", "switch"), list(enumerate(SWITCHES, 1)), ids=NAMES[1:])
-def test_each_rung_turns_exactly_one_switch(rung: int, switch: str) -> None:
+def test_each_rung_changes_exactly_one_switch(rung: int, switch: str) -> None:
     assert list(switches_between(LADDER[rung - 1], LADDER[rung])) == [switch]
 
 
@@ -67,7 +67,7 @@ def test_with_its_switch_off_a_rung_is_the_rung_below(rung: int) -> None:
     assert replace(below, **{switch: on}) == here
 
 
-def test_reinforce_has_nothing_on() -> None:
+def test_reinforce_has_all_switches_off() -> None:
     assert Objective() == REINFORCE
     assert (REINFORCE.baseline, REINFORCE.reuse, REINFORCE.trust_region) == (None, None, None)
 

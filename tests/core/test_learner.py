@@ -182,7 +182,7 @@ def test_flat_adam_moves_the_policy_in_place_and_continues_from_its_state() -> N
     assert not torch.equal(parameters(policy), parameters(fresh.policy)), "without the moments it goes elsewhere"
 
 
-def test_a_saved_optimizer_does_not_move_on() -> None:
+def test_a_saved_optimizer_state_is_a_copy() -> None:
     policy = TinyPolicy()
     first, second = Learner(policy, A2C, ADAM), Learner(copy.deepcopy(policy), A2C, ADAM)
     update(first, random_rollout(policy, 0))
@@ -243,7 +243,7 @@ def test_linear_learning_rate_matches_golden() -> None:
     assert logged == used
 
 
-def test_constant_learning_rate_stays() -> None:
+def test_a_constant_learning_rate_does_not_change() -> None:
     assert rates_of_a_run("constant", 0.01, 3) == ([0.01] * 3, [0.01] * 3)
 
 
@@ -388,7 +388,7 @@ def test_the_entropy_bonus_raises_entropy() -> None:
         (Clip(0.2, dual_clip=3.0), 0.5, 1.0, True),
     ],
 )
-def test_where_the_gradient_flows_under_a_clip(clip: Clip, ratio: float, advantage: float, flows: bool) -> None:
+def test_the_gradient_is_zero_exactly_where_the_clip_is_active(clip: Clip, ratio: float, advantage: float, flows: bool) -> None:
     """The quadrants of SPEC section 3 through the whole learner, with clip-higher and dual clip; and what is logged."""
     policy = TinyPolicy(critic=False, exact=False)
     rollout = random_rollout(policy, 0, holes=False)
@@ -577,7 +577,7 @@ def test_a_policy_that_scores_differently_in_training_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("gap", [-1e-3, 1e-3])
-def test_one_action_scored_a_thousandth_off_is_enough(gap: float) -> None:
+def test_one_action_with_a_wrong_log_probability_is_rejected(gap: float) -> None:
     policy = TinyPolicy()
     rollout = random_rollout(policy, 0)
     one = torch.zeros_like(rollout.mask)
@@ -631,7 +631,7 @@ def breaks(name: str, value: float, rollout: Rollout) -> Rollout:
         ("ref_log_probs", -torch.inf, ["reference_loss"]),
     ],
 )
-def test_what_is_not_finite_is_named_and_leaves_no_mark(
+def test_a_value_that_is_not_finite_is_named_and_changes_nothing(
     name: str, value: float, terms: list[str], critic_adam: AdamSettings | None
 ) -> None:
     policy, at = TinyPolicy(), state()
@@ -693,7 +693,7 @@ def test_a_gradient_that_is_not_finite_behind_finite_losses_is_named() -> None:
     assert torch.equal(parameters(policy), before)
 
 
-def test_a_metric_that_is_not_finite_stops_nothing_and_is_null() -> None:
+def test_a_metric_that_is_not_finite_is_null_and_stops_nothing() -> None:
     """Entropy that a policy can't tell, without a coefficient on it; explained variance of constant returns."""
 
     class Vague(TinyPolicy):
@@ -747,7 +747,7 @@ def test_the_loop_stops_if_the_callback_returns_true() -> None:
 
 
 @pytest.mark.parametrize("fault", [bad, unseen])
-def test_two_consecutive_faults_are_reported_and_survived(fault: Callable[[Rollout], Rollout]) -> None:
+def test_two_consecutive_faults_are_reported_and_training_continues(fault: Callable[[Rollout], Rollout]) -> None:
     at, messages = loop([good, fault, fault, good])
     assert (at.steps, at.updates, at.faults) == (40, 4, 0)
     assert len(messages) == 2

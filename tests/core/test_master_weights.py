@@ -106,7 +106,7 @@ def test_gradients_of_many_passes_are_added_in_float32() -> None:
     assert group.gradients.tolist() == [300.0] * 3
 
 
-def test_what_is_saved_has_the_names_of_the_module_and_float32_weights_of_what_is_trained() -> None:
+def test_saved_weights_have_the_names_of_the_module_and_trained_ones_are_float32() -> None:
     net = lowered()
     state = stored_weights(net)
     assert state.keys() == net.state_dict().keys()

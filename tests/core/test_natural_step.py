@@ -206,7 +206,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("world", ["Discrete", "Box", "steps"])
 @pytest.mark.parametrize("changes", [{}, {"entropy_coefficient": 0.1}, {"kl_estimator": "exact"}], ids=str)
-def test_a_compiled_natural_step_is_the_eager_one(world: str, changes: dict[str, Any]) -> None:
+def test_a_compiled_natural_step_equals_the_eager_one(world: str, changes: dict[str, Any]) -> None:
     """With the same KL, the same tries, and the same critic after it, in one part and in several."""
     results = []
     for rows, micro_batch in ((None, None), ("all", None), ("all", 1)):
@@ -335,7 +335,7 @@ class Slippery(TinyPolicy):
         return replace(evaluation, distribution=Choice(far))
 
 
-def test_a_line_search_that_fails_leaves_the_policy_bit_for_bit_and_the_critic_is_fitted_all_the_same() -> None:
+def test_a_failed_line_search_leaves_the_policy_unchanged_and_still_fits_the_critic() -> None:
     policy, at = Slippery(), state()
     rollout = random_rollout(policy, 0, rows=6)
     policy.start = policy.head.bias.detach().clone()
@@ -351,7 +351,7 @@ def test_a_line_search_that_fails_leaves_the_policy_bit_for_bit_and_the_critic_i
 
 
 @pytest.mark.parametrize("fall", [Interrupted("stop"), RuntimeError("broken")], ids=["Interrupted", "RuntimeError"])
-def test_a_line_search_that_is_broken_off_leaves_the_policy_bit_for_bit(fall: BaseException) -> None:
+def test_an_interrupted_line_search_leaves_the_policy_unchanged(fall: BaseException) -> None:
     policy = Slippery(fall)
     rollout = random_rollout(policy, 0, rows=6)
     policy.start = policy.head.bias.detach().clone()
@@ -381,7 +381,7 @@ class Straight(TinyPolicy):
         return replace(evaluation, distribution=Choice(evaluation.distribution.logits * 0))
 
 
-def test_without_curvature_there_is_no_step_and_damping_is_a_curvature() -> None:
+def test_without_curvature_there_is_no_step_unless_there_is_damping() -> None:
     policy = Straight()
     rollout = random_rollout(policy, 0)
     actor, _ = actor_and_critic(policy)
@@ -419,7 +419,7 @@ def test_micro_batches_do_not_change_the_step(unit: str) -> None:
     assert metrics[1]["line_search_tries"] == metrics[0]["line_search_tries"]
 
 
-def test_the_entropy_bonus_is_part_of_what_is_climbed() -> None:
+def test_the_entropy_bonus_is_part_of_the_surrogate() -> None:
     """With nothing to gain, a bonus makes the policy more undecided, and a metric says by how much it gained."""
     policy = TinyPolicy()
     rollout = random_rollout(policy, 0, holes=False)
@@ -444,7 +444,7 @@ def test_the_only_minibatch_of_the_step_is_the_batch() -> None:
 
 
 @pytest.mark.parametrize("rewards", [torch.nan, torch.inf])
-def test_what_is_not_finite_leaves_no_mark(rewards: float) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(rewards: float) -> None:
     policy, at = TinyPolicy(), state()
     learner = Learner(policy, BATCHED, ADAM)
     update(learner, random_rollout(policy, 0), at)
@@ -482,7 +482,7 @@ class Table(Policy):
 @pytest.mark.parametrize(
     ("name", "counts", "tries"), [("trpo_step_softmax_uniform", [1, 1, 1], 1), ("trpo_step_baselines_rule", [90, 7, 3], 2)]
 )
-def test_the_step_on_a_table_is_the_golden_one(name: str, counts: list[int], tries: int) -> None:
+def test_the_step_of_a_tabular_policy_matches_golden(name: str, counts: list[int], tries: int) -> None:
     """Every action as often as its probability says, so that the mean over the batch is the exact surrogate. The second case
     is a neighbour's rule, which takes a step beyond δ: ours takes it at half the length."""
     (case,) = (case for case in json.loads(GOLDEN.read_text("utf-8")) if case["name"] == name)
@@ -571,7 +571,7 @@ def test_a_linear_schedule_is_the_critics() -> None:
     assert not torch.equal(ends[0][1], ends[1][1])
 
 
-def test_without_a_critic_there_is_the_step_alone() -> None:
+def test_without_a_critic_only_the_step_is_taken() -> None:
     policy, at = TinyPolicy(critic=False), state()
     objective = replace(TRPO, baseline="mean", gae_lambda=1.0, reuse=None)
     learner = Learner(policy, objective, ADAM)
@@ -598,7 +598,7 @@ class HalfShared(TinyPolicy):
         return self.critic_head.parameters()
 
 
-def test_a_critic_with_a_head_of_its_own_on_a_shared_trunk_is_rejected_before_anything_moves() -> None:
+def test_a_critic_head_on_a_shared_trunk_is_rejected_before_any_update() -> None:
     policy = HalfShared(shared=True)
     rollout, before = random_rollout(policy, 0), parameters(policy)
     with pytest.raises(SurefootError, match=r"trust_region='constraint'.*critic_parameters\(\)"):
@@ -618,7 +618,7 @@ def test_trpo_is_one_switch_away_from_the_unclipped() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"delta": 0.0}, {"damping": -0.1}, {"cg_iterations": 0}, {"shrink": 1.0}, {"shrink": 0.0}, {"tries": 0}]
 )
-def test_a_constraint_that_means_nothing_is_rejected(wrong: dict[str, Any]) -> None:
+def test_an_invalid_constraint_is_rejected(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(SurefootError, match=f"{name}={value}"):
         Constraint(**wrong)
@@ -631,6 +631,6 @@ def test_a_constraint_that_means_nothing_is_rejected(wrong: dict[str, Any]) -> N
         ({"baseline": "mean", "gae_lambda": 1.0}, "objective.reuse=.*no critic"),
     ],
 )
-def test_what_means_nothing_beside_a_constraint_is_rejected(changes: dict[str, Any], message: str) -> None:
+def test_switches_without_effect_beside_a_constraint_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError, match=message):
         replace(TRPO, **changes)

@@ -25,7 +25,7 @@ def moved(settings: AdamSettings, gradients: torch.Tensor) -> torch.Tensor:
     return parameter.detach().double()
 
 
-def test_a_step_is_the_gradient_over_the_root_of_its_running_square() -> None:
+def test_an_rmsprop_step_divides_the_gradient_by_its_running_root_mean_square() -> None:
     gradients = torch.tensor([[0.3, -0.1], [0.2, 0.4], [-0.1, 0.1]])
     expected, square = torch.tensor([1.0, -2.0]).double(), torch.zeros(2).double()
     for gradient in gradients.double():
@@ -78,7 +78,7 @@ def test_weight_decay_is_that_of_adamw_and_leaves_norms_and_biases_alone() -> No
 
 
 @pytest.mark.parametrize(("algorithm", "shrinks"), [("PPO_CLIP", True), ("TRPO", False)])
-def test_weight_decay_reaches_the_policy_unless_it_moves_under_a_constraint(algorithm: str, shrinks: bool) -> None:
+def test_weight_decay_applies_to_the_policy_unless_it_has_a_constraint(algorithm: str, shrinks: bool) -> None:
     """At a learning rate that moves nothing by itself, the critic's matrices shrink, the policy's too, no bias does."""
     settings = {"steps": 64, "seed": 1, "evaluation": {"episodes": 0}, "rollout": {"environments": 2, "steps": 32}}
     settings["objective"] = {"reuse": {"epochs": 2, "minibatches": 2}}
@@ -117,7 +117,7 @@ def test_the_moments_of_the_other_optimizer_are_rejected(tmp_path: Path) -> None
         surefoot.resume(tmp_path / "run", steps=128, allow_changes=True)
 
 
-def test_wrong_kinds_are_one_line() -> None:
+def test_unknown_optimizers_are_rejected_in_one_line() -> None:
     with pytest.raises(SurefootError, match=r"^optimizer\.kind='sgd': "):
         find_recipe("CartPole-v1", {"optimizer": {"kind": "sgd"}})
     with pytest.raises(SurefootError, match=r"^engine='compiled': optimizer\.kind = 'rmsprop' has no compiled step"):

@@ -109,7 +109,7 @@ def test_the_sampled_penalty_has_the_exact_gradient_in_expectation_also_away_fro
     same(torch.cat([g.flatten() for g in gradient]), written_out(policy, rollout, exact=True))
 
 
-def test_where_nothing_is_kept_the_old_distribution_may_be_nan() -> None:
+def test_masked_entries_of_the_old_distribution_may_be_nan() -> None:
     policy, rollout = elsewhere(1, "row")
     assert not rollout.mask.all()
     nan = map_tensors(lambda x: torch.where(rollout.mask.unsqueeze(-1), x, torch.nan), rollout.old_distribution)
@@ -213,7 +213,7 @@ def test_a_larger_beta_keeps_the_policy_closer() -> None:
     assert sum(held) < sum(free) / 3
 
 
-def test_a_fixed_beta_stays_and_is_the_recipes_and_not_the_states() -> None:
+def test_a_fixed_beta_is_that_of_the_recipe_also_after_a_resume() -> None:
     state = LearnerState.seeded(0, 1000)
     state.coefficients["beta"] = 7.0
     messages, moves, _ = run(priced(3.0, reuse=Reuse(4, 3)), 0.05, 4, state)
@@ -279,7 +279,7 @@ def test_beta_follows_the_golden_case() -> None:
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.5), (1.0, 2.0)])
-def test_a_kl_that_beta_does_not_govern_takes_it_no_further_than_its_range(kl: float, factor: float) -> None:
+def test_beta_stays_within_its_range(kl: float, factor: float) -> None:
     actual = betas([kl] * 24, Penalty(3.0, target=0.01))
     assert actual == [3.0 * factor ** min(batch, 20) for batch in range(1, 25)]
     assert BETA_RANGE == 2**20
@@ -307,7 +307,7 @@ class Fresh:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def test_a_run_continues_with_the_beta_that_it_had() -> None:
+def test_a_resumed_run_keeps_its_beta() -> None:
     def go(policy: TinyPolicy, learner: Learner, state: LearnerState, until: int) -> None:
         run_loop(Fresh(policy), learner, state, lambda at, _: at.iteration == until)
 
@@ -355,7 +355,7 @@ def test_the_penalties_are_one_switch_away_from_the_unclipped() -> None:
         ({"fraction": -0.1}, "fraction=-0.1: must lie in"),
     ],
 )
-def test_a_penalty_that_means_nothing_is_rejected(wrong: dict[str, float], message: str) -> None:
+def test_an_invalid_penalty_is_rejected(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(SurefootError, match=message):
         Penalty(**wrong)
 

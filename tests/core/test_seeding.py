@@ -15,6 +15,6 @@ def test_two_streams_agree_only_when_seed_and_name_agree(seed: int, other: int, 
     assert torch.equal(first, second) == ((seed, name) == (other, other_name))
 
 
-def test_derived_seeds_stay_the_same_from_release_to_release() -> None:
+def test_derived_seeds_are_the_same_in_every_release() -> None:
     """Checkpoints replay episodes by these numbers."""
     assert [derived_seed(1, 0, 0), derived_seed(1, 0, 1), derived_seed(1, "sample")] == [1835504127, 1501029259, 1424653476]

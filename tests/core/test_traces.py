@@ -83,7 +83,7 @@ IN_GROUPS = {
 @pytest.mark.parametrize(
     ("name", "unit"), [(name, unit) for name in CASES for unit in ("step", "row")] + [(name, "row") for name in IN_GROUPS]
 )
-def test_every_number_follows_from_the_ones_below_it(name: str, unit: str) -> None:
+def test_every_number_of_a_trace_follows_from_its_inputs(name: str, unit: str) -> None:
     objective, branches = (CASES | IN_GROUPS)[name]
     policy = TinyPolicy(critic=objective.baseline == "critic", memory=unit == "row", exact=False)
     whole = objective.baseline != "critic"
@@ -129,7 +129,7 @@ def test_a_token_world_adds_up_in_every_traced_iteration() -> None:
     assert len({tuple(row.row for row in trace.rows) for trace in traces}) == 3, "other rows each time"
 
 
-def test_a_visit_shows_the_policy_as_it_was_then() -> None:
+def test_a_visit_has_the_policy_of_its_time() -> None:
     """Pass 0 sees θ_old, pass 1 the θ that one pass leads to."""
     policy = TinyPolicy()
     rollout = random_rollout(policy, 1, rows=4, steps=8)
@@ -168,7 +168,7 @@ def test_advantages_are_normalised_by_the_moments_of_their_own_minibatch() -> No
 
 @pytest.mark.parametrize("unit", ["step", "row"])
 @pytest.mark.parametrize("name", CASES)
-def test_recording_changes_no_weight(name: str, unit: str) -> None:
+def test_tracing_changes_no_weight(name: str, unit: str) -> None:
     objective, _ = CASES[name]
     policy = TinyPolicy(critic=objective.baseline == "critic", memory=unit == "row")
     rollout = random_rollout(policy, 3, rows=6, steps=12, unit=unit, whole=objective.baseline != "critic")
@@ -215,7 +215,7 @@ def test_masked_entries_are_zeros_whatever_the_rollout_holds_there(unit: str) ->
     assert seen, "no piece had a hole"
 
 
-def test_an_update_that_was_not_taken_leaves_nothing_behind() -> None:
+def test_a_skipped_update_leaves_no_trace() -> None:
     policy = TinyPolicy()
     rollout = random_rollout(policy, 1, rows=4, steps=8)
     objective, at = replace(PPO_CLIP, reuse=REUSE), LearnerState.seeded(0, 1000)
@@ -235,7 +235,7 @@ def test_an_update_that_was_not_taken_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize(("size", "every"), [(10, 30), (10, 25), (10, 10), (10, 3), (7, 20)])
-def test_an_iteration_is_traced_where_a_multiple_lies_among_its_steps(size: int, every: int) -> None:
+def test_iterations_that_cross_a_multiple_are_traced(size: int, every: int) -> None:
     policy = TinyPolicy()
     rollout = replace(random_rollout(policy, 1, holes=False), steps=size)
     recorder, credit = Recorder(every, rows=1), assign_credit(rollout, PPO_CLIP)
@@ -246,7 +246,7 @@ def test_an_iteration_is_traced_where_a_multiple_lies_among_its_steps(size: int,
         assert started == any(step % every == 0 for step in range(first, first + size))
 
 
-def test_rows_are_spread_and_change_and_those_without_a_decision_are_passed_over() -> None:
+def test_traced_rows_are_spread_change_and_skip_rows_without_a_decision() -> None:
     rollout = random_rollout(TinyPolicy(), 1, rows=8, steps=6, holes=False)
     rollout.mask[2] = False
     seen = [[row for row, _ in choose_segments(rollout, 2, iteration)] for iteration in range(7)]

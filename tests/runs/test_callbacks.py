@@ -153,7 +153,7 @@ def test_a_changed_learning_rate_holds_from_the_next_update_on_and_in_a_resumed_
 
 
 @pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
-def test_a_learning_rate_that_is_none_is_an_error(tmp_path, value):
+def test_an_invalid_learning_rate_is_an_error(tmp_path, value):
     class Wrong(Callback):
         def on_start(self, run):
             run.learning_rate = value
@@ -182,7 +182,7 @@ def test_true_or_stop_ends_the_run_after_its_iteration_with_a_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize("event", ["on_start", "on_evaluation", "on_iteration", "on_checkpoint", "on_end"])
-def test_an_exception_surfaces_as_it_is_and_the_run_resumes_exactly(tmp_path, event):
+def test_an_exception_is_raised_unchanged_and_the_run_resumes_exactly(tmp_path, event):
     class Broken(Callback):
         pass
 
@@ -212,7 +212,7 @@ def test_the_name_of_a_metric_of_the_run_is_an_error(tmp_path):
         train(tmp_path, Taking())
 
 
-def test_logging_what_is_no_number_is_an_error(tmp_path):
+def test_logging_a_value_that_is_not_a_number_is_an_error(tmp_path):
     class Wordy(Callback):
         def on_start(self, run):
             run.log({"mood": "good"})
@@ -222,7 +222,7 @@ def test_logging_what_is_no_number_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("value", [Diary, [print], 3])
-def test_what_is_no_callback_is_rejected_before_a_folder_is_made(tmp_path, value):
+def test_an_invalid_callback_is_rejected_before_the_folder_is_made(tmp_path, value):
     with pytest.raises(SurefootError, match=r"callbacks=.*: is not a callback; give objects of classes that inherit"):
         surefoot.train("CartPole-v1", run_dir=tmp_path / "run", callbacks=value, **FIELDS)
     assert not (tmp_path / "run").exists()

@@ -85,7 +85,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_i
         assert_same(*parts)
 
 
-def test_a_checkpoint_waits_for_the_one_before(tmp_path, monkeypatch):
+def test_a_checkpoint_waits_for_the_previous_one(tmp_path, monkeypatch):
     writing, order = threading.Lock(), []
 
     def slow(folder, snapshot):
@@ -104,7 +104,7 @@ def test_a_checkpoint_waits_for_the_one_before(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["256", "512"])
-def test_an_error_of_the_writer_is_that_of_the_run_and_loses_nothing(tmp_path, monkeypatch, name):
+def test_an_error_of_the_writer_ends_the_run_and_loses_nothing(tmp_path, monkeypatch, name):
     def full(folder, snapshot):
         if folder.name == name and folder.parent.name == "checkpoints":
             raise SurefootError(f"{folder}: a checkpoint is not saved (No space left on device)")
@@ -163,7 +163,7 @@ def test_an_error_of_training_keeps_the_checkpoint_that_is_being_written(tmp_pat
     assert checkpoints_in(tmp_path / "run" / "checkpoints")[-1].name == "256"
 
 
-def test_a_snapshot_shares_nothing_with_what_it_was_taken_from(tmp_path):
+def test_a_snapshot_shares_no_memory_with_the_state(tmp_path):
     weight, table = torch.arange(6.0).view(2, 3), {"episodes": [1, 2]}
     parts = {"agent": {"weight": weight, "tied": weight, "part": weight[:, 1]}, "state": table}
     save_checkpoint(tmp_path / "before", parts)
@@ -184,7 +184,7 @@ def test_tensors_are_written_as_safetensors_writes_them(last: torch.dtype, tmp_p
     assert (tmp_path / "file").read_bytes() == save(tensors)
 
 
-def test_writing_tensors_of_many_sizes_keeps_nothing_of_them() -> None:
+def test_writing_tensors_of_many_sizes_does_not_grow_memory() -> None:
     """Lengths of episodes differ from checkpoint to checkpoint; ctypes would keep a type for each."""
     before = len(ctypes._pointer_type_cache)
     for size in range(1000, 1100):

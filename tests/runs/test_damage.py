@@ -40,13 +40,13 @@ def unnoticed(campaign, cases, flips, seed, scratch):
 
 
 @pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
-def test_damage_to_a_run_of_control_is_noticed(control, tmp_path, monkeypatch, flips):
+def test_damage_to_a_control_run_is_detected(control, tmp_path, monkeypatch, flips):
     monkeypatch.chdir(tmp_path)
     assert unnoticed(control, 12, flips, 1, tmp_path) == []
 
 
 @pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
-def test_damage_to_a_run_of_language_is_noticed(language, tmp_path, monkeypatch, flips):
+def test_damage_to_a_language_run_is_detected(language, tmp_path, monkeypatch, flips):
     monkeypatch.chdir(tmp_path)
     assert unnoticed(language, 4, flips, 1, tmp_path) == []
 
@@ -55,6 +55,6 @@ def test_damage_to_a_run_of_language_is_noticed(language, tmp_path, monkeypatch,
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
 @pytest.mark.parametrize("kind", ["control", "language"])
-def test_much_damage_is_noticed(request, tmp_path, monkeypatch, kind, flips):
+def test_heavy_damage_is_detected(request, tmp_path, monkeypatch, kind, flips):
     monkeypatch.chdir(tmp_path)
     assert unnoticed(request.getfixturevalue(kind), CASES, flips, 7, tmp_path) == []

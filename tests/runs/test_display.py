@@ -28,7 +28,7 @@ def drawn(metrics):
     return console.export_text(styles=True)
 
 
-def test_the_live_table_shows_what_matters():
+def test_the_live_table_shows_the_main_metrics():
     text = drawn(HEALTHY)
     for word in (
         "return, last 100",
@@ -66,7 +66,7 @@ def test_an_unhealthy_value_is_coloured_and_explained():
     assert "\x1b[1;33m" in text.split("KL to")[1].split("\n")[0]
 
 
-def test_a_row_is_there_for_what_the_algorithm_has_and_for_nothing_else():
+def test_the_table_has_only_rows_of_the_algorithm():
     assert "β of the penalty" not in drawn(HEALTHY)
     assert "0.25" in drawn({**HEALTHY, "beta": 0.25}).split("β of the penalty")[1].split("\n")[0]
     without = drawn({**HEALTHY, "explained_variance": None})
@@ -103,7 +103,7 @@ def test_undefined_values_are_not_out_of_range():
     assert names({"explained_variance": -3.0, "clip_active": 0.9}) == {"explained_variance", "clip_active"}
 
 
-def test_the_finding_about_a_critic_states_when_it_means_nothing():
+def test_the_finding_about_a_critic_explains_when_to_ignore_it():
     """A solved task pays the same in every episode: the critic is fine, the number is not."""
     (finding,) = out_of_range({"explained_variance": -30.0})
     assert "meaningless where returns are nearly constant" in finding.what

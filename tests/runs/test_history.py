@@ -53,7 +53,7 @@ def iterations(rows):
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
-def test_a_line_of_nonsense_costs_its_own_row_alone(nonsense, tmp_path):
+def test_an_invalid_line_loses_only_its_own_row(nonsense, tmp_path):
     text = text_of(line(1), line(2), nonsense, line(4), line(5))
     history = History(text)
     assert iterations(history.rows) == [1, 2, 4, 5]
@@ -67,23 +67,23 @@ def test_a_line_of_nonsense_costs_its_own_row_alone(nonsense, tmp_path):
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", "1e300", "0", "12345678901234567890"])
-def test_whatever_number_a_run_may_write_is_a_row(value):
+def test_every_number_that_a_run_may_write_is_read_back(value):
     assert len(History(text_of(line(1), b'{"iteration": 2, "steps": 128, "kl": %s}' % value.encode())).rows) == 2
 
 
-def test_what_an_editor_puts_before_the_first_line_costs_nothing(tmp_path):
+def test_a_byte_order_mark_is_ignored(tmp_path):
     text = text_of(line(1), line(2))
     assert History(b"\xef\xbb\xbf" + text).text == text
     (tmp_path / "metrics.jsonl").write_bytes(b"\xef\xbb\xbf" + text)
     assert Columns(tmp_path / "metrics.jsonl").read_on() == 2
 
 
-def test_a_line_that_is_being_written_is_no_fault():
+def test_an_unfinished_last_line_is_not_an_error():
     history = History(text_of(line(1)) + line(2)[:9])
     assert (history.rows, history.fault) == ([json.loads(line(1))], None)
 
 
-def test_no_file_is_no_rows(tmp_path):
+def test_a_missing_file_has_no_rows(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
@@ -120,7 +120,7 @@ def sha256(content):
 
 
 @pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "of an older version"])
-def test_later_iterations_and_an_unfinished_line_are_dropped_in_silence(has_checksum, tmp_path):
+def test_later_iterations_and_an_unfinished_line_are_dropped_without_a_message(has_checksum, tmp_path):
     before = text_of(line(1), line(2), line(3))
     text = before + text_of(line(4)) + line(5)[:7]
     assert cut(tmp_path, text, 3, before if has_checksum else None) == (before, [])
@@ -129,7 +129,7 @@ def test_later_iterations_and_an_unfinished_line_are_dropped_in_silence(has_chec
 
 @pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "of an older version"])
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
-def test_a_damaged_line_is_kept_elsewhere_and_reported_and_no_other_is_lost(nonsense, has_checksum, tmp_path):
+def test_a_damaged_line_is_set_aside_and_reported_and_no_other_is_lost(nonsense, has_checksum, tmp_path):
     before = text_of(line(1), line(2), line(3), line(4))
     text = text_of(line(1), line(2), nonsense, line(4), line(5))
     kept, notes = cut(tmp_path, text, 4, before if has_checksum else None)
@@ -157,14 +157,14 @@ def test_missing_rows_are_reported_without_a_checksum(lines, fault, tmp_path):
     assert History(text_of(*lines, line(4))).fault == fault, "and so they are when the run has gone on"
 
 
-def test_what_a_kill_sets_aside_twice_is_there_once(tmp_path):
+def test_lines_set_aside_twice_after_a_kill_are_kept_once(tmp_path):
     text = text_of(line(1), b"nonsense", b"more", line(4))
     cut(tmp_path, text, 4)
     cut(tmp_path, text, 4)
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"nonsense\nmore\n"
 
 
-def test_a_changed_number_is_noticed_and_kept(tmp_path):
+def test_a_changed_number_is_detected_and_kept(tmp_path):
     before = text_of(line(1), line(2), line(3))
     changed = text_of(line(1), line(2, kl=0.75), line(3))
     kept, notes = cut(tmp_path, changed, 3, before)
@@ -174,7 +174,7 @@ def test_a_changed_number_is_noticed_and_kept(tmp_path):
 
 
 @pytest.mark.parametrize("left", [0, 1, 40, 100])
-def test_a_missing_end_is_noticed(left, tmp_path):
+def test_a_missing_end_is_detected(left, tmp_path):
     before = text_of(line(1), line(2), line(3))
     _, notes = cut(tmp_path, before[:left], 3, before)
     assert len(notes) == 1
@@ -182,7 +182,7 @@ def test_a_missing_end_is_noticed(left, tmp_path):
 
 
 @given(st.data())
-def test_no_change_of_what_was_written_passes_unnoticed(data):
+def test_every_change_of_written_rows_is_detected(data):
     before = text_of(*(line(n) for n in range(1, 9)))
     at = data.draw(st.integers(0, 8 * len(before) - 1))
     flipped = bytearray(before)
@@ -296,7 +296,7 @@ def test_missing_metrics_are_reported(surefoot, run):
 
 
 @pytest.mark.parametrize("name", ["a list for a count", "a long number", "brackets"])
-def test_no_command_has_a_traceback_for_nonsense(surefoot, name, run, tmp_path):
+def test_no_command_shows_a_traceback_for_invalid_metrics(surefoot, name, run, tmp_path):
     lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
     (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], NONSENSE[name], *lines[3:]]))
     other = shutil.copytree(run, tmp_path / "other")
@@ -307,7 +307,7 @@ def test_no_command_has_a_traceback_for_nonsense(surefoot, name, run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_no_truncation_and_no_flipped_bit_of_metrics_passes_unnoticed(surefoot, seed, run, tmp_path):
+def test_every_truncation_and_flipped_bit_of_metrics_is_detected(surefoot, seed, run, tmp_path):
     """100 of each; what every command reads is noticed, and a resumed run tells of it."""
     draw, file = random.Random(seed), run / "metrics.jsonl"
     whole = file.read_bytes()

@@ -63,7 +63,7 @@ def header(card: bytes | str) -> dict[str, Any]:
 # ---- agents -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_pushed_agent_comes_back_with_the_same_actions(hub: Hub, run: Path, command: Command) -> None:
+def test_a_pushed_agent_is_downloaded_with_the_same_actions(hub: Hub, run: Path, command: Command) -> None:
     code, out, err = command("push", "cart", "org/cart", "--episodes", "3")
     assert code == 0, err
     commit = hub.model("org/cart").head
@@ -109,7 +109,7 @@ def test_the_card_has_the_metadata_of_the_hub_and_the_evaluation_with_its_seed(
     assert hub.model("org/cart").files["curves/return.png"].startswith(b"\x89PNG")
 
 
-def test_a_second_push_is_one_commit_and_leaves_nothing_of_the_first(hub: Hub, run: Path, command: Command) -> None:
+def test_a_second_push_is_one_commit_and_replaces_the_first(hub: Hub, run: Path, command: Command) -> None:
     command("push", "cart", "cart", "--episodes", "0")
     first = hub.model("org/cart")
     assert "best/256/agent.safetensors" in first.files or "best/512/agent.safetensors" in first.files
@@ -171,7 +171,7 @@ def test_a_pulled_run_is_shown_and_evaluated_but_not_resumed(hub: Hub, run: Path
     assert "comes from the hub, without what resuming needs; begin a new run" in err
 
 
-def test_a_video_of_the_run_is_uploaded_and_film_records_one(hub: Hub, run: Path, command: Command) -> None:
+def test_an_existing_video_is_uploaded_and_film_records_one(hub: Hub, run: Path, command: Command) -> None:
     pytest.importorskip("imageio_ffmpeg")
     _, out, _ = command("push", "cart", "org/cart", "--dry-run", "--episodes", "0")
     assert "no video: add --film to record one\n" in out
@@ -226,18 +226,16 @@ def test_folders_passwords_and_trackers_of_a_recipe_are_not_uploaded(
         ("https://host/score", "https://host/score"),
     ],
 )
-def test_a_value_keeps_what_does_not_name_a_place(text: str, left: str) -> None:
+def test_values_without_paths_are_kept(text: str, left: str) -> None:
     assert without_place(text) == left
 
 
-def test_a_recipe_without_places_is_published_as_it_is() -> None:
+def test_a_recipe_without_paths_is_published_unchanged() -> None:
     recipe = find_recipe("CartPole-v1", {})
     assert public_recipe(recipe) == (recipe, [])
 
 
-def test_a_file_that_names_a_folder_of_this_machine_stops_the_upload(
-    hub: Hub, run: Path, command: Command, tmp_path: Path
-) -> None:
+def test_a_file_with_a_local_path_stops_the_upload(hub: Hub, run: Path, command: Command, tmp_path: Path) -> None:
     environment = json.loads((run / "environment.json").read_text())
     (run / "environment.json").write_text(json.dumps({**environment, "cuda": f"{tmp_path}/cuda"}))
     code, _, err = command("push", "cart", "org/cart", "--episodes", "0")
@@ -384,7 +382,7 @@ def test_a_changed_repository_is_rejected_and_nothing_is_written(
     assert [path.name for path in Path.cwd().iterdir() if path.name.endswith(".tmp")] == []
 
 
-def test_without_the_extra_it_is_named(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "find_spec", lambda name: None)
     for words in (("pull", "org/cart", "x"), ("push", "cart", "org/cart"), ("evaluate", "hf://org/cart")):
         line = rejected(command, *words)

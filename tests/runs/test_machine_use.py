@@ -34,7 +34,7 @@ def test_cpu_time_is_divided_by_the_time_that_passed() -> None:
     assert use.measure()["cpu_cores"] < 0.5 * min(busy, 1)
 
 
-def test_worker_processes_count_from_when_they_are_found_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_processes_count_from_their_detection_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "WORKERS_EVERY", -1.0)
     use = MachineUse("cpu")
     alone = use.measure()["memory_gb"]

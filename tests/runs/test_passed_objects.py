@@ -81,11 +81,11 @@ def cut(folder: Path, **fields: Any) -> Path:
 # ---- networks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_class_trains_as_its_name_does() -> None:
+def test_a_class_trains_like_its_name() -> None:
     assert same(trained(network={"custom": Net}), trained(network={"custom": "mine:Net"}))
 
 
-def test_a_class_that_can_be_imported_is_recorded_by_name_and_needed_no_more(tmp_path: Path) -> None:
+def test_an_importable_class_is_recorded_by_name_and_not_needed_again(tmp_path: Path) -> None:
     run = cut(tmp_path / "run", network={"custom": Net})
     name = f"{Net.__module__}:Net"
     assert read_toml(run / "config.toml")["network"]["custom"] == name
@@ -110,7 +110,7 @@ def test_any_other_function_is_passed_again_to_resume_and_load(tmp_path: Path) -
     assert isinstance(surefoot.load(run, network={"custom": local}), surefoot.Agent)
 
 
-def test_a_lambda_and_an_instance_are_networks_too() -> None:
+def test_a_lambda_or_an_instance_may_make_a_network() -> None:
     assert same(trained(network={"custom": lambda space: Net(space)}), trained(network={"custom": Net}))
 
 
@@ -126,7 +126,7 @@ def test_a_new_training_starts_from_a_run_with_the_same_passed_network(tmp_path:
 # ---- schedules -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_functions_of_the_named_schedules_train_as_the_names_do() -> None:
+def test_functions_equal_to_named_schedules_train_like_the_names() -> None:
     pairs: list[tuple[Any, Any]] = [("linear", lambda left: left), ("constant", lambda left: 1)]
     for name, function in pairs:
         assert same(trained(optimizer={"schedule": name}), trained(optimizer={"schedule": function}))
@@ -154,7 +154,7 @@ def test_a_run_with_scheduled_functions_resumes_exactly(tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_schedule_of_a_file_needs_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_from_a_file_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("decay.py").write_text("def decay(left):\n    return left\n")
     fields: dict[str, Any] = {"optimizer": {"schedule": "decay.py:decay"}}
@@ -178,7 +178,7 @@ def test_a_schedule_of_a_file_needs_nothing_again(tmp_path: Path, monkeypatch: p
         ("no.py:decay", r"^optimizer\.schedule='no\.py:decay': can't be imported"),
     ],
 )
-def test_a_schedule_that_is_none_is_rejected_before_training(schedule: Any, message: str, tmp_path: Path) -> None:
+def test_an_invalid_schedule_is_rejected_before_training(schedule: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=message):
         trained(optimizer={"schedule": schedule}, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -203,14 +203,14 @@ def test_the_schedule_of_the_clip_is_checked_too() -> None:
         trained({"trust_region": {"clip": 0.2, "schedule": lambda left: -1}})
 
 
-def test_a_function_as_learning_rate_is_answered_with_the_schedule() -> None:
+def test_a_function_as_learning_rate_gets_a_hint_at_schedule() -> None:
     with pytest.raises(
         SurefootError, match=r"^optimizer\.learning_rate='.*': is a function; set the largest rate, and optimizer\.s"
     ):
         trained(optimizer={"learning_rate": halved})
 
 
-def test_the_name_of_a_function_is_no_schedule_of_the_core() -> None:
+def test_the_core_rejects_function_names_as_schedules() -> None:
     assert scheduled("field", "linear", 0.25) == 0.25
     with pytest.raises(SurefootError, match="field='mine:halved': is the name of a function; pass the function itself"):
         scheduled("field", "mine:halved", 0.5)  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def test_the_name_of_a_function_is_no_schedule_of_the_core() -> None:
 # ---- both ----------------------------------------------------------------------------------------------------------------
 
 
-def test_resume_takes_functions_and_no_other_settings(tmp_path: Path) -> None:
+def test_resume_accepts_functions_but_no_other_settings(tmp_path: Path) -> None:
     run = cut(tmp_path / "run", network={"custom": Net})
     for fields in ({"optimizer": {"learning_rate": 1.0}}, {"network": {"custom": Net, "hidden": [3]}}, {"network": Net}):
         with pytest.raises(SurefootError, match=r": only functions and classes that train got are passed again"):

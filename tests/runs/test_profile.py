@@ -168,7 +168,7 @@ def test_a_section_that_raises_is_closed() -> None:
     assert set(timer.seconds) == {("outer", "inner"), ("outer",), ("next",)}
 
 
-def test_the_device_is_waited_for_at_the_end_of_every_section() -> None:
+def test_the_device_is_synchronised_at_the_end_of_every_section() -> None:
     timer, waited = Timer(), []
     timer.synchronise = lambda: waited.append(len(timer.seconds))
     with timer.section("outer"), timer.section("inner"):
@@ -191,7 +191,7 @@ def test_the_table_is_in_order_of_time_and_has_shares_of_the_whole() -> None:
     ]
 
 
-def test_what_ran_in_later_iterations_only_leaves_the_first_whole() -> None:
+def test_sections_of_later_iterations_do_not_change_the_first() -> None:
     """A part may be missing in the first iteration, or in all others; the rest of its section is then all of it."""
     profile = Profile(Timer(), None, "cpu")
     profile.first = Sections(1, 2.0, {("a",): 1.0}, {("a",): 1})

@@ -416,7 +416,7 @@ def test_an_error_within_together_is_the_error_of_every_rank(tmp_path):
     ]
 
 
-def test_weights_that_differ_in_one_bit_are_noticed_on_every_rank(tmp_path):
+def test_weights_that_differ_in_one_bit_are_detected_on_every_rank(tmp_path):
     def body(number):
         join_ranks()
         layer = torch.nn.Linear(2, 2)
@@ -430,7 +430,7 @@ def test_weights_that_differ_in_one_bit_are_noticed_on_every_rank(tmp_path):
     assert all("the weights of rank 1 differ from those of rank 0" in result for result in on_ranks(2, body, tmp_path))
 
 
-def test_what_the_first_rank_does_while_the_others_wait_sees_one_process(tmp_path):
+def test_code_run_on_the_first_rank_alone_sees_one_process(tmp_path):
     def body(number):
         join_ranks()
         before = rank(), world_size()
@@ -470,7 +470,7 @@ def test_a_demo_on_two_ranks_is_one_run_that_the_first_evaluates(tmp_path, monke
         ({}, None),
     ],
 )
-def test_a_process_knows_its_place_under_every_launcher(variables, expected):
+def test_rank_and_world_size_are_read_from_every_launcher(variables, expected):
     launch = launch_of(variables)
     assert (launch and (launch.rank, launch.size, launch.local_rank, launch.launcher)) == expected
 
@@ -479,5 +479,5 @@ def test_a_process_knows_its_place_under_every_launcher(variables, expected):
     ("nodes", "host"),
     [("gpu[003-007,9],login", "gpu003"), ("node1", "node1"), ("a,b", "a"), ("n[1,3]", "n1"), ("r[1-2]-ib", "r1-ib")],
 )
-def test_the_first_host_of_a_slurm_list_is_where_the_ranks_meet(nodes, host):
+def test_the_first_host_of_a_slurm_list_is_the_master_address(nodes, host):
     assert first_host(nodes) == host

@@ -80,7 +80,7 @@ def unfinished(path, task):
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
-def test_a_kill_at_a_random_moment_changes_nothing(uninterrupted, tmp_path, task):
+def test_a_kill_at_a_random_moment_changes_no_result(uninterrupted, tmp_path, task):
     expected = uninterrupted(task)
     seed = int.from_bytes(os.urandom(4), "big")
     print("seed of the kills:", seed)
@@ -131,7 +131,7 @@ def test_a_run_in_which_an_older_version_was_killed_inside_a_removal_resumes(uni
 
 
 @pytest.mark.parametrize("name", ["1", ".notes"])
-def test_what_stands_in_a_run_beside_its_checkpoints_is_left_alone(name, tmp_path):
+def test_other_files_in_a_run_are_kept(name, tmp_path):
     path = tmp_path / "run"
     api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda metrics: metrics["steps"] >= 600)
     (path / name).mkdir()
@@ -162,7 +162,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted, tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_polite_signal_saves_and_stops_and_resumes_exactly(tmp_path, monkeypatch, number):
+def test_sigterm_saves_and_stops_and_the_run_resumes_exactly(tmp_path, monkeypatch, number):
     path = tmp_path / "run"
     words = ["train", "CartPole-v1", "--steps", "60000", "--run-dir", str(path)]
     words += ["--evaluation.episodes", "1", "--checkpoint-every", "1000000"]
@@ -229,7 +229,7 @@ class Unwell(gymnasium.Env):
 
 
 @pytest.mark.parametrize("at", [128, 256], ids=["on the way", "at the end"])
-def test_an_evaluation_that_fails_loses_nothing_and_is_made_again_on_resuming(at, tmp_path):
+def test_a_failed_evaluation_loses_nothing_and_is_repeated_on_resume(at, tmp_path):
     fields = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 2, "every": 128}, "traces": {"every": 64}}
     fields |= {"objective": {"reuse": {"epochs": 2, "minibatches": 4}}}
     away = tmp_path / "away"
@@ -261,7 +261,7 @@ def test_an_evaluation_that_fails_loses_nothing_and_is_made_again_on_resuming(at
     assert traces[0] == traces[1]
 
 
-def test_how_long_workers_are_waited_for_and_how_many_there_are_is_no_change_of_a_run(tmp_path):
+def test_number_and_deadline_of_workers_may_change_on_resume(tmp_path):
     path = tmp_path / "run"
     fields = {**RECIPES["CartPole-v1"], "rollout": {"environments": 4, "steps": 128, "backend": "workers", "workers": 1}}
     api.start(find_recipe("CartPole-v1", fields), path, callback=lambda m: m["steps"] >= 1024)
@@ -302,7 +302,7 @@ def test_changes_to_an_algorithm_with_another_kind_of_trust_region_are_never_all
     assert_same(before, outcome_without_best(path))
 
 
-def test_a_field_that_an_older_version_did_not_know_has_its_default(tmp_path):
+def test_a_field_that_an_older_version_lacks_has_its_default(tmp_path):
     """In its recipe and in its checkpoint; another value of it is a change like any."""
     path = tmp_path / "run"
     api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)

@@ -38,7 +38,7 @@ def board(width, height, metrics, sample, times=1):
     return console.export_text(), ["".join(segment.text for segment in line) for line in frame]
 
 
-def test_what_is_not_printed_is_shown_as_what_it_is():
+def test_unprintable_characters_are_shown_as_escapes():
     shown = visible(HOSTILE)
     assert shown.isprintable()
     for mark in ("\\x1b[31m", "\\x9b", "\\x07", "\\r", "\\x08", "\\u202e", "\\u2028", "⇥", "⏎", "\\ud800", "[bold red]no[/]"):
@@ -56,7 +56,7 @@ def test_samples_are_read_as_they_were_written_and_damaged_lines_are_left_out(tm
 
 
 @pytest.mark.parametrize(("width", "height"), [(140, 50), (140, 24), (80, 24)])
-def test_hostile_text_moves_no_cursor_and_is_no_markup(width, height):
+def test_hostile_text_moves_no_cursor_and_is_not_markup(width, height):
     metrics = FEW_METRICS if height == 50 else METRIC_ROWS
     console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
     display = Dashboard("title", console)
@@ -114,7 +114,7 @@ def test_plain_lines_carry_a_few_samples_in_one_line_each_and_only_new_ones(caps
     assert len(line_of(64, samples(response="x" * 10_000)[0])) < 200
 
 
-def test_a_letter_that_the_other_end_has_not_ends_no_run(monkeypatch):
+def test_characters_that_the_terminal_cannot_encode_do_not_end_a_run(monkeypatch):
     end = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", end)
     lines = Lines("title")
@@ -124,7 +124,7 @@ def test_a_letter_that_the_other_end_has_not_ends_no_run(monkeypatch):
     assert "\\u65e5\\u672c" in end.read()
 
 
-def test_the_few_come_from_all_over_and_are_the_same_each_time():
+def test_displayed_samples_are_spread_and_the_same_each_time():
     assert [s["prompt"] for s in some(samples(128))] == ["red bike 0: ", "red bike 42: ", "red bike 85: "]
     assert len(some(samples(2))) == 2
     assert some([]) == []
@@ -212,7 +212,7 @@ def test_displays_show_the_samples_before_training(capsys):
     assert [line.split()[:2] for line in shown] == [["step", "0"]] * 3
 
 
-def test_evaluation_that_is_off_shows_and_writes_no_samples(tmp_path):
+def test_without_evaluation_there_are_no_samples(tmp_path):
     pytest.importorskip("transformers")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "red bike: "}\n')

@@ -55,7 +55,7 @@ def test_a_command_of_one_process_is_rejected_in_one_line_and_writes_nothing(wor
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_ranks_that_can_not_find_each_other_are_rejected_in_one_line(launcher, command, monkeypatch):
+def test_ranks_that_cannot_connect_are_rejected_in_one_line(launcher, command, monkeypatch):
     launched(monkeypatch, LAUNCHERS[launcher])
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -68,7 +68,7 @@ def test_ranks_that_can_not_find_each_other_are_rejected_in_one_line(launcher, c
     assert not Path("new").exists()
 
 
-def test_ranks_whose_others_do_not_come_are_rejected_in_one_line(command, monkeypatch):
+def test_missing_ranks_are_reported_in_one_line(command, monkeypatch):
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     launched(monkeypatch, {**variables, "SUREFOOT_RANK_TIMEOUT": "1"})
     code, _, err = command("train", "CartPole-v1", *SMALL, "--run-dir", "run")

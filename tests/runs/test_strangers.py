@@ -216,7 +216,7 @@ def test_signed_json_beyond_what_python_reads_is_rejected(command, run, name, te
         ({"$tensor": ["other"]}, r"agent.json: names a tensor that was not saved with it \(.*\)$"),
     ],
 )
-def test_a_signed_agent_of_another_shape_is_rejected_in_words(run, value, expected):
+def test_a_signed_agent_of_another_shape_is_rejected_with_an_explanation(run, value, expected):
     table = json.loads((best(run) / "agent.json").read_text())
     (best(run) / "agent.json").write_text(json.dumps({**table, next(iter(table)): value}))
     signed(best(run))
@@ -227,7 +227,7 @@ def test_a_signed_agent_of_another_shape_is_rejected_in_words(run, value, expect
 
 @pytest.mark.parametrize("where", ["checkpoints", "best"])
 @pytest.mark.parametrize("make", [lambda path: path.touch(), os.mkfifo, lambda path: path.symlink_to("nothing")])
-def test_what_is_no_folder_but_named_like_a_checkpoint_is_rejected_before_anything_is_trained(command, run, where, make):
+def test_a_file_named_like_a_checkpoint_is_rejected_before_training(command, run, where, make):
     make(run / where / "768")
     rows = (run / "metrics.jsonl").read_bytes()
     expected = f"{where}/768: is not a folder, but has the name of a checkpoint; move it away"
@@ -319,7 +319,7 @@ def test_weights_that_are_not_finite_are_rejected_when_they_are_loaded(command, 
         api.load(tmp_path / "saved")
 
 
-def test_an_agent_that_is_sound_is_still_read(run):
+def test_a_valid_agent_is_still_read(run):
     assert isinstance(api.load(run), Agent)
 
 
@@ -348,7 +348,7 @@ def test_a_name_of_a_run_is_that_of_one_folder_in_letters_that_are_shown(command
     assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]
 
 
-def test_no_name_reaches_the_terminal_raw(command, run, tmp_path):
+def test_names_are_escaped_before_they_are_printed(command, run, tmp_path):
     """A folder of a stranger's may be called anything."""
     evil = tmp_path / "a\x1b[2J\x9b31m\u202e\udcffz"
     os.rename(run, evil)

@@ -61,7 +61,7 @@ def test_every_trace_of_a_run_adds_up_and_joins_the_metrics(tmp_path, task):
             assert ratios.min() >= rows[trace.steps]["ratio_min"] - 1e-6
 
 
-def test_a_trace_that_was_read_is_the_one_that_was_written(run):
+def test_a_trace_is_read_as_written(run):
     for file in traces_in(run / "traces"):
         assert to_bytes(read_trace(file)) == file.read_bytes()
 
@@ -95,7 +95,7 @@ def test_resuming_cuts_traces_back_and_writes_the_same_again(run, tmp_path):
     assert not list((path / "traces").glob(".*.tmp"))
 
 
-def test_the_oldest_make_room_and_a_resumed_run_keeps_the_same(run, tmp_path):
+def test_the_oldest_traces_are_removed_and_a_resumed_run_keeps_the_same_ones(run, tmp_path):
     sizes = [len(content) for content in contents(run).values()]
     limit = 3.5 * max(sizes) / 1e6
     totals = []
@@ -140,7 +140,7 @@ def test_a_full_disk_stops_the_run_in_one_line(run, tmp_path, monkeypatch):
     assert list((tmp_path / "traces").iterdir()) == []
 
 
-def test_what_is_no_trace_is_rejected_in_one_line(run, tmp_path):
+def test_files_that_are_not_traces_are_rejected_in_one_line(run, tmp_path):
     good = traces_in(run / "traces")[0]
     whole = good.read_bytes()
     trace = read_trace(good)

@@ -48,7 +48,7 @@ def test_a_run_has_no_tracker_unless_its_recipe_names_one():
 
 
 @pytest.mark.parametrize("value", ["wandb,mlflow", ["wandb", "mlflow", "wandb"], "wandb, mlflow"])
-def test_trackers_are_a_list_or_words_with_commas(value):
+def test_trackers_are_a_list_or_comma_separated_names(value):
     recipe = find_recipe("CartPole-v1", {"trackers": value})
     assert recipe.trackers == ("wandb", "mlflow")
     assert make_recipe(to_table(recipe)) == recipe
@@ -406,7 +406,7 @@ def deliver(tmp_path, ledger, rows=(), new=(), name="wandb"):
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"], ids=["in a thread", "in training's thread"])
 @pytest.mark.parametrize("had", [NOTHING, 10, 20, 30, 40])
-def test_a_resumed_tracker_gets_what_it_lacks_and_nothing_that_it_has(name, had, tmp_path):
+def test_a_resumed_tracker_gets_only_missing_rows(name, had, tmp_path):
     rows = [{"steps": steps, "x": 1.0} for steps in (10, 20, 30)]
     new = [{"steps": steps, "x": 2.0} for steps in (40, 50)]
     ledger = Ledger(had=had)
@@ -441,7 +441,7 @@ def test_samples_before_training_are_logged_once_at_step_0(tmp_path, written):
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"], ids=["in a thread", "in training's thread"])
-def test_a_tracker_that_fails_is_reported_once_and_then_left_alone(name, tmp_path):
+def test_a_failing_tracker_is_reported_once_and_then_disabled(name, tmp_path):
     ledger = Ledger(fail_at=20)
     reported = deliver(tmp_path, ledger, new=[{"steps": steps} for steps in range(10, 100, 10)], name=name)
     (finding,) = reported
@@ -505,7 +505,7 @@ def test_trackers_change_no_number_of_a_run(tmp_path):
     assert plain == tracked
 
 
-def test_a_record_that_a_kill_cut_off_is_left_out(offline):
+def test_a_truncated_record_is_skipped(offline):
     pytest.importorskip("wandb")
     import struct
 
