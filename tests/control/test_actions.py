@@ -71,7 +71,7 @@ def stretched(actions: Any) -> np.ndarray:
 
 
 @given(finite, finite, finite)
-def test_whatever_is_drawn_the_environment_gets_an_action_of_its_space(a: float, b: float, drawn: float) -> None:
+def test_the_environment_always_gets_an_action_of_its_space(a: float, b: float, drawn: float) -> None:
     space = one(min(a, b), max(a, b))
     for wanted in (True, False):
         assert space.contains(ActionBounds(space, wanted).apply(torch.tensor([drawn])).numpy())
@@ -96,14 +96,14 @@ def test_a_number_bounded_by_one_goes_through_to_the_last_bit_beside_others_that
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_the_largest_number_there_is_is_no_bound(dtype: Any) -> None:
+def test_the_largest_float_is_not_a_bound(dtype: Any) -> None:
     largest = float(np.finfo(dtype).max)
     bounds = ActionBounds(spaces.Box(dtype(-largest), dtype(largest), (2,), dtype), True)
     assert not bounds.rescales
     assert not bounds.bounded.any()
 
 
-def test_beyond_are_the_numbers_that_are_clipped_of_those_with_a_bound() -> None:
+def test_the_metric_counts_clipped_numbers_among_bounded_ones() -> None:
     space = spaces.Box(np.float32([100, -np.inf, -np.inf]), np.float32([1000, np.inf, 2]))
     drawn = torch.tensor([[1.5, 1e9, 1.5], [0.5, 1e9, 2.5]])
     assert ActionBounds(space, True).clipped(drawn).tolist() == [[True, False], [False, True]]
@@ -114,7 +114,7 @@ def test_beyond_are_the_numbers_that_are_clipped_of_those_with_a_bound() -> None
 
 
 @pytest.mark.slow
-def test_training_predicting_evaluating_and_exported_files_all_stretch_alike(tmp_path: Path) -> None:
+def test_training_predict_evaluation_and_exported_files_scale_actions_alike(tmp_path: Path) -> None:
     world = world_of(Far, PPO_CLIP, **FEW)
     rollout = world.collector.collect(fresh_state())
     for environment, drawn in zip(world.environments.environments, rollout.actions, strict=True):  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def test_worker_processes_and_vector_environments_get_what_the_loop_gets() -> No
     assert torch.equal(earned[0], earned[2])
 
 
-def test_where_bounds_are_one_already_nothing_is_changed() -> None:
+def test_bounds_of_one_change_nothing() -> None:
     weights = []
     for wanted in (True, False):
         agent = surefoot.train("MountainCarContinuous-v0", PPO_CLIP, steps=64, normalise={"actions": wanted}, **FEW)
@@ -175,7 +175,7 @@ def without_the_field(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "normalise": {key: value for key, value in table["normalise"].items() if key != "actions"}}
 
 
-def test_a_recipe_kept_before_there_was_stretching_is_read_as_without_and_one_typed_by_hand_as_with() -> None:
+def test_saved_recipes_without_the_field_have_no_scaling_and_new_ones_have() -> None:
     kept = to_table(find_recipe("CartPole-v1"))
     assert kept["normalise"]["actions"] is True
     assert control_recipe(without_the_field(kept)).normalise.actions is False
@@ -187,7 +187,7 @@ def test_a_preset_keeps_the_actions_that_its_results_were_measured_with(name: st
     assert control_recipe(without_tuned_for(presets()[name])).normalise.actions is False
 
 
-def test_an_agent_and_a_run_kept_without_the_field_go_on_as_they_were(tmp_path: Path) -> None:
+def test_agents_and_runs_saved_without_the_field_keep_their_actions(tmp_path: Path) -> None:
     run, later = tmp_path / "run", {"normalise": {"actions": False}}
     surefoot.train(Far, PPO_CLIP, steps=16, run_dir=run, **FEW, **later)
     whole = surefoot.train(Far, PPO_CLIP, steps=32, **FEW, **later)

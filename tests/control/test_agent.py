@@ -95,7 +95,7 @@ def test_the_same_seed_gives_the_same_weights_bit_for_bit_and_another_seed_other
     assert not any(torch.equal(one.state_dict()[name], other[name]) for name in weights)
 
 
-def test_evaluating_on_the_way_does_not_change_what_is_learned() -> None:
+def test_evaluations_during_training_do_not_change_the_weights() -> None:
     assert_same_weights(cartpole(), cartpole(evaluation={"every": 300, "episodes": 3}))
 
 
@@ -168,7 +168,7 @@ def test_a_critic_on_a_shared_trunk_is_rejected_an_optimizer_of_its_own() -> Non
         cartpole(network={"shared_trunk": True}, optimizer={"critic_learning_rate": 1e-2})
 
 
-def test_a_shared_trunk_serves_both_and_separate_ones_share_nothing() -> None:
+def test_a_shared_trunk_is_used_by_both_heads_and_separate_ones_share_no_parameter() -> None:
     shared, apart = (cartpole(steps=1, network={"shared_trunk": shared}).policy for shared in (True, False))
     assert shared.critic_trunk is None
     assert list(shared.critic_parameters()) == []
@@ -245,7 +245,7 @@ def test_predict_sees_observations_through_the_normaliser() -> None:
     assert not np.allclose(agent.predict(observations, deterministic=True)[0], predicted, rtol=1e-3)
 
 
-def test_predict_hands_the_state_back_and_reads_lists_and_doubles() -> None:
+def test_predict_returns_the_state_and_accepts_lists_and_doubles() -> None:
     agent = cartpole(steps=1)
     action, state = agent.predict(CARTPOLE.astype(np.float64).tolist(), state="mine", episode_start=np.array([True]))
     assert action in (0, 1)
@@ -268,7 +268,7 @@ def test_an_observation_that_is_not_finite_is_rejected(odd: float) -> None:
             method([0.0, odd, 0.0, 0.0])
 
 
-def test_an_agent_is_shown_in_one_line_and_only_an_agent_is_evaluated() -> None:
+def test_the_repr_of_an_agent_is_one_line_and_other_objects_are_not_evaluated() -> None:
     assert re.fullmatch(r"<Agent PPO_CLIP on CartPole-v1, [\d,]+ parameters>", repr(cartpole(steps=1)))
     with pytest.raises(SurefootError, match="runs/first: no such run folder; see what there is with: ls runs"):
         surefoot.evaluate("runs/first", episodes=1)
@@ -301,7 +301,7 @@ def test_the_value_of_an_agent_without_a_critic_is_an_error() -> None:
 # ---- saving -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_agent_comes_back_with_the_same_actions_values_and_normalisers(tmp_path: Path) -> None:
+def test_a_loaded_agent_has_the_same_actions_values_and_normalisers(tmp_path: Path) -> None:
     agent = pendulum()
     agent.save(tmp_path / "agent")
     again = surefoot.load(tmp_path / "agent")
@@ -343,7 +343,7 @@ def test_saving_again_replaces_and_saving_over_something_else_is_rejected(tmp_pa
     assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "irreplaceable"
 
 
-def test_loading_from_nowhere_is_rejected(tmp_path: Path) -> None:
+def test_loading_a_missing_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match="nowhere"):
         surefoot.load(tmp_path / "nowhere")
 
@@ -448,7 +448,7 @@ def test_what_is_not_finite_stops_an_evaluation_with_the_words_of_training(what:
         surefoot.evaluate(agent, Ill, episodes=2)
 
 
-def test_an_episode_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_episode_ends_the_evaluation_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert evaluate.MAX_EPISODE_STEPS == 1_000_000
     monkeypatch.setattr(evaluate, "MAX_EPISODE_STEPS", 50)
     agent = surefoot.train(Endless, A2C, steps=1, **QUICK_ONCE)

@@ -211,7 +211,7 @@ class Generous(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.uint8), 7.0 if action == FIRE else 1.0, self.left == 0, False, {}
 
 
-def test_what_the_fire_after_a_lost_life_earns_is_learned_from_too() -> None:
+def test_rewards_of_the_fire_action_after_a_lost_life_count() -> None:
     env = EpisodicLife(Generous(), fire=True, training=True, ends_value=True)
     env.reset()
     _, reward, terminated, _, info = env.step(NOOP)
@@ -232,7 +232,7 @@ def assert_same_from_here(a: Environments, b: Environments, steps: int) -> None:
 
 
 @pytest.mark.parametrize("sticky", [0.0, 0.25])
-def test_a_game_in_its_second_life_is_brought_back_exactly(sticky: float, tmp_path: Path) -> None:
+def test_a_game_in_its_second_life_is_restored_exactly(sticky: float, tmp_path: Path) -> None:
     environments, again = (looped(BREAKOUT, 2, repeat_action_probability=sticky) for _ in range(2))
     environments.reset()
     for _ in range(40):
@@ -307,7 +307,7 @@ def test_arguments_that_would_undo_the_preprocessing_are_rejected(arguments: dic
 
 
 @pytest.mark.parametrize("package", ["ale_py", "cv2"])
-def test_a_missing_package_is_answered_with_the_extra_to_install(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_extra_to_install(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     register()
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SurefootError, match=r"task='ALE/Breakout-v5': needs an extra .*pip install .*\[atari\]'"):

@@ -361,7 +361,7 @@ def test_whole_episodes_are_rejected_before_anything_is_made(backend: str) -> No
     rejected("CartPole-v1", backend, "REINFORCE needs them", "objective with a critic", algorithm="REINFORCE")
 
 
-def test_a_missing_envpool_is_answered_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_envpool_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "envpool", None)
     rejected("CartPole-v1", "envpool", "envpool, which is not installed", "[envpool]'")
 

@@ -117,7 +117,7 @@ def test_old_log_probs_are_what_the_policy_gives_for_the_stored_actions(action_s
 
 
 @pytest.mark.parametrize("lstm", [None, 4])
-def test_a_rollout_stays_what_it_was_when_the_policy_moves(lstm: int | None) -> None:
+def test_a_rollout_does_not_change_with_the_policy(lstm: int | None) -> None:
     """A Gaussian's log σ is a parameter: a view of it would follow θ, and KL(π_old‖π) would miss how σ changed."""
 
     class Boxed(Endless):
@@ -145,7 +145,7 @@ def test_box_actions_are_stored_unclipped_and_sent_clipped() -> None:
     assert rollout.metrics["actions_clipped"] == pytest.approx(((stored < low) | (stored > high)).mean())
 
 
-def test_an_unbounded_box_gets_the_actions_as_they_are() -> None:
+def test_actions_of_an_unbounded_box_are_sent_unchanged() -> None:
     single = clockworks(action_space=spaces.Box(-np.inf, np.inf, (2,), np.float32))
     rollout = collecting(single, network={"log_std": 2.0}).collector.collect(fresh_state())
     assert np.array_equal(np.stack([[step.action for step in env.log] for env in single]), rollout.actions.numpy())
@@ -174,7 +174,7 @@ def test_without_a_critic_values_are_zero() -> None:
 
 
 @pytest.mark.parametrize("algorithm", LADDER, ids=lambda a: surefoot.core.algorithms.algorithm_name(a))
-def test_every_rung_learns_from_what_was_collected(algorithm: Any) -> None:
+def test_every_rung_learns_from_the_rollout(algorithm: Any) -> None:
     lasting = [((30, "terminated"), (20, "truncated"))] * 2
     maker = one_by_one(clockworks(lasting))
     fields = {"rollout": {"environments": 2, "steps": 16}, "objective": {"gamma": 0.9}}
@@ -371,7 +371,9 @@ def test_a_reward_too_large_for_float32_is_named_as_such() -> None:
     ],
     ids=["reward", "last reward", "observation", "final observation", "observation of a reset"],
 )
-def test_what_is_not_finite_is_named_and_collecting_goes_on(what: str, episode: int, at: int, value: float) -> None:
+def test_a_value_that_is_not_finite_is_reported_and_collection_continues(
+    what: str, episode: int, at: int, value: float
+) -> None:
     ends = [ENDS[0], ((5, "truncated"), (2, "both")), ENDS[2]]
     single = with_poison(what, value, episode, at, ends)
     world = collecting(single, steps=12, normalise={"observations": True, "rewards": True})
@@ -394,7 +396,7 @@ def test_a_first_observation_that_is_not_finite_is_named_before_it_reaches_the_n
     assert_sound(world, world.collector.collect(fresh_state()))
 
 
-def test_an_observation_that_is_large_but_finite_is_no_fault() -> None:
+def test_a_large_but_finite_observation_is_accepted() -> None:
     class Large(Endless):
         def step(self, action: Any) -> Any:
             return np.float32([3e38, 3e38]), 1.0, False, False, {}
@@ -441,7 +443,7 @@ def test_after_a_fault_no_discounted_return_leaks_into_another_episode() -> None
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_policy_whose_actions_are_not_finite_is_named_and_no_environment_blamed(strict: bool) -> None:
+def test_actions_that_are_not_finite_are_reported_as_an_error_of_the_policy(strict: bool) -> None:
     class Picky(Endless):
         action_space = BOX
 
@@ -469,7 +471,7 @@ def test_two_environments_that_fail_at_once_both_start_new_episodes() -> None:
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
-def test_collecting_goes_on_with_a_vector_environment_too(mode: str) -> None:
+def test_collection_continues_with_a_vector_environment_too(mode: str) -> None:
     single = with_poison("reward", math.nan, 0, 3)
     world = vectorised(single, mode, 12)
     with pytest.raises(NotFiniteError, match="the reward of environment 1 at step 3"):
@@ -595,7 +597,7 @@ def test_a_vector_environment_may_write_all_its_arrays_again_and_change_what_it_
 
 @pytest.mark.parametrize("fields", [{}, {"network": {"lstm": 4}}], ids=["plain", "lstm"])
 @pytest.mark.parametrize("algorithm", [A2C, PPO_CLIP, TRPO], ids=["a2c", "ppo", "trpo"])
-def test_where_all_that_happened_was_that_environments_reset_a_rollout_goes_on(algorithm: Any, fields: Any) -> None:
+def test_a_rollout_continues_if_environments_only_reset(algorithm: Any, fields: Any) -> None:
     """In NEXT_STEP environments that end together, of a rollout of one step."""
 
     def ending() -> SyncVectorEnv:
@@ -608,7 +610,7 @@ def test_where_all_that_happened_was_that_environments_reset_a_rollout_goes_on(a
     assert [row["steps"] for row in seen] == list(range(2, 25, 2)), "a step in which all reset counts for nothing"
 
 
-def test_an_evaluation_that_is_impossible_is_rejected_before_training() -> None:
+def test_an_impossible_evaluation_is_rejected_before_training() -> None:
     seen: list[Any] = []
     with pytest.raises(SurefootError, match=r"evaluation\.episodes=10: .*vector environment; set evaluation\.episodes = 0"):
         surefoot.train(vector_task, A2C, steps=60, callback=seen.append)

@@ -77,7 +77,7 @@ def test_a_compiled_actor_does_what_the_agent_does_whatever_was_learned_in_betwe
     world.close()
 
 
-def test_the_compiled_engine_acts_by_it_and_the_eager_one_does_not() -> None:
+def test_only_the_compiled_engine_uses_the_compiled_actor() -> None:
     for engine, compiled in (("compiled", True), ("eager", False)):
         world = ControlWorld(make_recipe({"task": "CartPole-v1", "engine": engine}))
         assert isinstance(getattr(world.collector.actor, "__self__", None), CompiledActor) is compiled

@@ -244,7 +244,7 @@ def test_sampling_never_takes_an_action_whose_logit_is_minus_infinity(seed: int,
         assert policy.log_prob(taken).isfinite().all()
 
 
-def test_a_hopeless_but_possible_action_is_rarely_and_an_impossible_one_never_taken() -> None:
+def test_an_unlikely_action_is_rarely_and_an_impossible_one_never_sampled() -> None:
     count = 100_000
     taken = Categorical(torch.tensor([math.log(0.999), math.log(0.001), -math.inf]).expand(count, 3)).sample(stream())
     counts = torch.bincount(taken, minlength=3)

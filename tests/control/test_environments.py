@@ -216,7 +216,7 @@ def through_a_file(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("steps", [0, 1, 57])
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"])
-def test_a_saved_state_brings_every_environment_back_exactly(task: str, steps: int, tmp_path: Path) -> None:
+def test_environments_are_restored_exactly_from_a_saved_state(task: str, steps: int, tmp_path: Path) -> None:
     environments, again = make_environments(task, {}, 3, SEED), make_environments(task, {}, 3, SEED)
     observations = environments.reset()
     script = actions_for(environments, 1, steps + 250)
@@ -355,7 +355,7 @@ def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable
     assert "\n" not in line
 
 
-def test_before_the_first_step_there_is_nothing_to_resume_from() -> None:
+def test_an_error_before_the_first_step_suggests_no_resume() -> None:
     environments = LoopedEnvironments(Rejecting, 1, SEED, "rejecting")
     with pytest.raises(
         SurefootError,
@@ -375,7 +375,7 @@ def test_before_the_first_step_there_is_nothing_to_resume_from() -> None:
     ],
     ids=["none", "a word", "an array", "an array of one", "a list"],
 )
-def test_a_reward_that_is_no_number_is_named_with_its_environment_episode_and_step(reward: Any, what: str) -> None:
+def test_an_invalid_reward_is_reported_with_its_environment_episode_and_step(reward: Any, what: str) -> None:
     environments = LoopedEnvironments(one_by_one([Faulty(None, 0), Faulty(None, 2, reward)]), 2, SEED, "faulty")
     with pytest.raises(
         SurefootError, match=rf"^faulty: environment 1 gave a reward of {what} .* in step\(\), episode 1, step 2;"
@@ -410,7 +410,7 @@ def test_the_error_for_an_environment_of_the_older_interface_names_what_is_missi
         run(environments)
 
 
-def test_what_was_made_before_a_failure_is_closed() -> None:
+def test_environments_made_before_a_failure_are_closed() -> None:
     made: list[Any] = []
     closed: list[Any] = []
 
@@ -494,7 +494,7 @@ def test_an_id_that_can_not_be_made_is_named() -> None:
     ],
     ids=["mujoco", "box2d", "mujoco module", "ale module"],
 )
-def test_a_missing_package_is_answered_with_the_extra_to_install(error: Exception, extra: str) -> None:
+def test_a_missing_package_names_the_extra_to_install(error: Exception, extra: str) -> None:
     def needs_more() -> Any:
         raise error
 
@@ -504,7 +504,7 @@ def test_a_missing_package_is_answered_with_the_extra_to_install(error: Exceptio
 
 @pytest.mark.filterwarnings("ignore:.*is out of date")
 @pytest.mark.parametrize("old", ["Hopper-v2", "Walker2d-v3"])
-def test_an_id_that_moved_out_of_gymnasium_is_answered_with_the_one_to_take(old: str) -> None:
+def test_an_id_that_moved_out_of_gymnasium_gets_its_new_id(old: str) -> None:
     """Gymnasium lists it, and no package that could be installed brings it back."""
     with pytest.raises(SurefootError, match=rf"^task='{old}': was removed from Gymnasium; use '{old[:-3]}-v5'$"):
         make_environments(old, {}, 1, SEED)

@@ -183,7 +183,7 @@ def test_the_torch_file_describes_its_origin(files: dict[tuple[str, str], Path])
     assert (about["task"], about["steps"]) == ("CartPole-v1", "4096")
 
 
-def test_files_name_no_place_of_the_machine_that_wrote_them(files: dict[tuple[str, str], Path]) -> None:
+def test_exported_files_contain_no_local_paths(files: dict[tuple[str, str], Path]) -> None:
     here = str(Path(export.__file__).parent).encode()
     for (_, format), path in files.items():
         content = path.read_bytes()
@@ -232,7 +232,7 @@ def test_box_actions_are_kept_within_their_bounds_and_without_a_critic_there_is_
     assert np.abs(mean).max() > 2
 
 
-def test_exporting_leaves_the_agent_as_it_was(tmp_path: Path) -> None:
+def test_exporting_does_not_change_the_agent(tmp_path: Path) -> None:
     agent = surefoot.train("Pendulum-v1", surefoot.A2C, steps=1, evaluation={"episodes": 0})
     before = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
     space = agent.observation_space.np_random.bit_generator.state
@@ -485,7 +485,7 @@ def test_a_part_with_the_name_of_something_else_in_the_file_is_rejected(
 
 
 @pytest.mark.parametrize(("names", "lstm"), [(("tanh", "linear"), None), pytest.param(("v", "getitem"), 4, marks=SLOW)])
-def test_a_part_may_be_called_as_a_step_of_the_graph_is(names: tuple[str, str], lstm: int | None, tmp_path: Path) -> None:
+def test_a_part_may_have_the_name_of_a_graph_node(names: tuple[str, str], lstm: int | None, tmp_path: Path) -> None:
     parts = dict(zip(("one", "other"), names, strict=True))
     agent = surefoot.train(PLACE, surefoot.A2C, steps=1, network={"lstm": lstm}, environment=parts, **BRIEF)
     path = tmp_path / "agent.onnx"
@@ -502,7 +502,7 @@ def counted(kind: str) -> Sampled:
 
 @pytest.mark.parametrize("format", [pytest.param("onnx", marks=SLOW), "torch"])
 @pytest.mark.parametrize("kind", ["int32", "uint8", "uint16"])
-def test_actions_keep_the_kind_of_number_that_their_space_has(kind: str, format: str, tmp_path: Path) -> None:
+def test_actions_keep_the_dtype_of_their_space(kind: str, format: str, tmp_path: Path) -> None:
     agent = surefoot.train(f"{__name__}:counted", surefoot.A2C, steps=1, environment={"kind": kind}, **BRIEF)
     path = tmp_path / f"agent{export.SUFFIXES[format]}"
     export_agent(agent, path, format)  # which compares with what the agent does
@@ -568,7 +568,7 @@ def probed() -> tuple[surefoot.Agent, export.ExportedPolicy, list[export.ExportP
         pytest.param("Pendulum-v1", "torch", False, marks=SLOW),
     ],
 )
-def test_the_file_remembers_over_an_episode_what_the_agent_does(task: str, format: str, shared: bool, remembering: Any) -> None:
+def test_the_file_carries_the_lstm_state_like_the_agent(task: str, format: str, shared: bool, remembering: Any) -> None:
     """The program acts on its own memory, the agent is asked at every step, and the second episode forgets the first."""
     agent, made = remembering(task, format, shared)
     run = stepping(made.path)
@@ -595,7 +595,7 @@ def test_the_file_remembers_over_an_episode_what_the_agent_does(task: str, forma
 
 
 @pytest.mark.parametrize("format", ["onnx", pytest.param("torch", marks=SLOW)])
-def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, remembering: Any) -> None:
+def test_rows_of_a_batch_have_independent_lstm_states(format: str, remembering: Any) -> None:
     agent, made = remembering("CartPole-v1", format, False)
     assert made.signature == (
         "observation [N, 4], memory [N, 2, 2, 6], episode_start [N] -> "
@@ -617,7 +617,7 @@ def test_rows_of_a_batch_remember_and_forget_each_for_itself(format: str, rememb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["action", "value", "next_memory"])
-def test_a_program_whose_memory_differs_is_detected(name: str, probed: Any) -> None:
+def test_a_program_with_another_lstm_state_is_detected(name: str, probed: Any) -> None:
     agent, acting, probes = probed
     assert {situation.start for situation in probes} == {True, False}
     export._compare(agent, acting, altered(acting, name, 0), probes, "it")
@@ -626,7 +626,7 @@ def test_a_program_whose_memory_differs_is_detected(name: str, probed: Any) -> N
 
 
 @pytest.mark.parametrize("forgotten", ["memory", "episode_start"])
-def test_a_program_that_does_not_look_at_memory_or_starts_is_detected(forgotten: str, probed: Any) -> None:
+def test_a_program_that_ignores_the_lstm_state_or_starts_is_detected(forgotten: str, probed: Any) -> None:
     agent, acting, probes = probed
     index = list(acting.inputs).index(forgotten)
 
@@ -700,7 +700,7 @@ def test_of_a_thousand_actions_the_file_chooses_an_allowed_one_and_the_agents(ki
 
 
 @pytest.mark.parametrize("format", [pytest.param("onnx", marks=SLOW), "torch"])
-def test_a_mask_goes_with_a_memory(format: str, tmp_path: Path) -> None:
+def test_masks_and_lstm_states_can_be_combined(format: str, tmp_path: Path) -> None:
     agent = masking_agent("multidiscrete", lstm=4)
     made = export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format)
     assert made.signature.startswith(
@@ -722,7 +722,7 @@ def test_a_mask_goes_with_a_memory(format: str, tmp_path: Path) -> None:
     ("kind", "lstm"),
     [*((kind, None) for kind in MANY), *(pytest.param(kind, 4, marks=SLOW if kind != "discrete" else ()) for kind in MANY)],
 )
-def test_a_program_that_does_not_look_at_masks_is_detected(kind: str, lstm: int | None) -> None:
+def test_a_program_that_ignores_masks_is_detected(kind: str, lstm: int | None) -> None:
     agent = masking_agent(kind, lstm=lstm)
     acting, (probes, _) = export.ExportedPolicy(agent, masked=True), export_probes(agent)
     index = list(acting.inputs).index(MASK)

@@ -15,14 +15,14 @@ from surefoot.demos import SOLVED
 from .tiny import Endless
 
 
-def test_cartpole_with_its_tuned_recipe_is_well_on_its_way_after_25000_steps() -> None:
+def test_the_cartpole_preset_learns_within_25000_steps() -> None:
     agent = surefoot.train("CartPole-v1", PPO_CLIP, steps=25_000, seed=2, evaluation={"episodes": 0})
     assert surefoot.evaluate(agent, episodes=20).mean_return > 150
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO], ids=algorithm_name)
-def test_cartpole_with_its_tuned_recipe_and_another_trust_region_is_well_on_its_way_after_25000_steps(algorithm: Any) -> None:
+def test_the_cartpole_preset_with_another_trust_region_learns_within_25000_steps(algorithm: Any) -> None:
     returns = []
     for seed in (1, 2, 3):  # one alone says little: how a processor rounds makes it another run
         agent = surefoot.train("CartPole-v1", algorithm, steps=25_000, seed=seed, evaluation={"episodes": 0})
@@ -31,7 +31,7 @@ def test_cartpole_with_its_tuned_recipe_and_another_trust_region_is_well_on_its_
 
 
 @pytest.mark.slow
-def test_cartpole_with_its_tuned_recipe_is_solved_after_100000_steps() -> None:
+def test_the_cartpole_preset_solves_it_within_100000_steps() -> None:
     agent = surefoot.train("CartPole-v1", PPO_CLIP, seed=1, evaluation={"episodes": 0})
     assert agent.recipe.steps == 100_000
     assert surefoot.evaluate(agent, episodes=100).mean_return >= SOLVED == 475
@@ -82,7 +82,7 @@ class Aim(Endless):
 
 
 @pytest.mark.parametrize("normalise", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "normalised"])
-def test_box_actions_find_the_target_that_goes_with_what_is_seen(normalise: bool) -> None:
+def test_box_actions_find_the_target_of_each_observation(normalise: bool) -> None:
     agent = surefoot.train(
         Aim,
         PPO_CLIP,
@@ -167,9 +167,7 @@ class Half(Once):
 
 
 @pytest.mark.parametrize(("task", "steps"), [(Highest, 1_500), (Copied, 1_500), (Flipped, 1_500), (Signed, 1_500), (Half, 600)])
-def test_a_question_that_needs_masks_choices_bits_leaves_or_an_image_is_answered_without_a_mistake(
-    task: Any, steps: int
-) -> None:
+def test_tasks_that_need_masks_choices_bits_leaves_or_images_are_solved(task: Any, steps: int) -> None:
     """Chance is 0.3 to 0.5. Three seeds of three answer all of 100 questions."""
     agent = surefoot.train(
         task,

@@ -89,7 +89,7 @@ def test_a_forbidden_action_has_probability_zero_and_the_others_share_the_rest(n
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_nothing_forbidden_gets_a_gradient_and_none_is_nan(name: str) -> None:
+def test_forbidden_actions_get_no_gradient_and_none_is_nan(name: str) -> None:
     policy, allowed = policy_of(name), masks(name, 30, 0.05)
     allowed[:, 7] = False  # in no row
     allowed[:, 6] = True
@@ -216,7 +216,7 @@ def test_predict_and_evaluate_apply_masks(deterministic: bool) -> None:
         ([[1] * 7], r"shape \(1, 7\) where"),
     ],
 )
-def test_predict_rejects_a_mask_that_can_not_be_meant(mask: Any, message: str) -> None:
+def test_predict_rejects_an_invalid_mask(mask: Any, message: str) -> None:
     with pytest.raises(SurefootError, match=f"action_mask: is an action mask .*{message}"):
         masked_agent().predict(SEEN.sample(), action_mask=mask)
 

@@ -97,7 +97,7 @@ def by_segments(memory: EpisodicLSTM, features: Tensor, starts: Tensor, state: T
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4), st.integers(0, 99))
-def test_what_was_before_a_start_does_not_matter(starts: list[list[bool]], seed: int) -> None:
+def test_steps_before_an_episode_start_have_no_effect(starts: list[list[bool]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     memory, flags = EpisodicLSTM(3, 4, generator), torch.tensor(starts)
     features, state = torch.randn(len(starts), 7, 3, generator=generator), torch.randn(len(starts), 2, 4, generator=generator)
@@ -190,7 +190,7 @@ def test_no_gradient_crosses_a_start() -> None:
 # ---- rollouts ---------------------------------------------------------------------------------------------------------
 
 
-def test_scoring_a_rollout_remembers_what_acting_did() -> None:
+def test_scoring_a_rollout_uses_the_lstm_states_of_acting() -> None:
     world, rollouts = collected(3)
     for rollout, following in pairwise(rollouts):
         policy, inputs = world.policy, rollout.inputs
@@ -269,7 +269,7 @@ def test_every_autoreset_mode_gives_the_same_values_and_successors(mode: Autores
 # ---- agents and runs --------------------------------------------------------------------------------------------------
 
 
-def test_predict_carries_the_memory_and_forgets_it_at_a_start() -> None:
+def test_predict_carries_the_lstm_state_and_resets_it_at_a_start() -> None:
     agent = surefoot.train(cut_after_five, steps=24, run_dir=None, **SMALL)
     one, other = np.array([0.3, 0.1], np.float32), np.array([0.9, 0.7], np.float32)
     _, fresh = agent.predict(one, deterministic=True)
@@ -323,7 +323,7 @@ def test_every_algorithm_trains_an_lstm(algorithm: str, shared: bool) -> None:
     assert surefoot.evaluate(agent, episodes=2, seed=1).episodes == 2
 
 
-def test_a_run_with_memory_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_with_an_lstm_resumes_bit_for_bit(tmp_path: Path) -> None:
     settings = {**SMALL, "checkpoint": {"every": 24}, "seed": 4}
     whole = surefoot.train("CartPole-v1", steps=192, run_dir=tmp_path / "whole", **settings)
     surefoot.train("CartPole-v1", steps=192, run_dir=tmp_path / "cut", callback=lambda m: m["steps"] >= 72, **settings)  # type: ignore[operator]

@@ -45,7 +45,7 @@ PAIR = spaces.Dict({"where": spaces.Discrete(3, start=1), "x": spaces.Box(-1, 1,
         (spaces.MultiDiscrete(np.array([[2], [2]])), [[[1], [0]]], [[0, 1, 1, 0]]),
     ],
 )
-def test_choices_become_ones_among_zeros(space: Any, seen: Any, encoded: Any) -> None:
+def test_choices_are_encoded_one_hot(space: Any, seen: Any, encoded: Any) -> None:
     layer = OneHot(space)
     out = layer(torch.tensor(seen))
     assert out.tolist() == encoded
@@ -54,7 +54,7 @@ def test_choices_become_ones_among_zeros(space: Any, seen: Any, encoded: Any) ->
     assert not list(layer.state_dict())
 
 
-def test_numbers_of_any_shape_lie_side_by_side() -> None:
+def test_numbers_of_any_shape_are_flattened_and_concatenated() -> None:
     for shape in ((), (3,), (2, 3)):
         x = torch.rand(4, 5, *shape)
         assert torch.equal(Vector(shape)(x), x.reshape(4, 5, -1))
@@ -97,7 +97,7 @@ def test_one_channel_is_read_alike_first_or_last_and_lies_in_memory_alike(shape:
     assert strides[0] == strides[1]
 
 
-def test_leaves_stand_side_by_side_in_order() -> None:
+def test_features_of_leaves_are_concatenated_in_order() -> None:
     trunk = Trunk(PAIR, Network(hidden=()), stream(1))
     assert trunk.width == 5
     features = trunk({"x": torch.tensor([[0.5, -0.5]]), "where": torch.tensor([2]), "action_mask": torch.ones(1, 4)})
@@ -175,7 +175,7 @@ def trained(space: Any = PAIR, path: str = "mine:Mine", **network: Any) -> suref
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_network_of_ones_own_is_trained_saved_and_loaded(shared: bool, tmp_path: Path) -> None:
+def test_a_custom_network_is_trained_saved_and_loaded(shared: bool, tmp_path: Path) -> None:
     agent = trained(shared_trunk=shared)
     policy = agent.policy
     assert policy.actor_head.weight.shape == (2, 7)
@@ -190,7 +190,7 @@ def test_a_network_of_ones_own_is_trained_saved_and_loaded(shared: bool, tmp_pat
     assert again.value(observation) == agent.value(observation)
 
 
-def test_it_gets_rows_of_leaves_as_documented() -> None:
+def test_a_custom_network_gets_rows_of_leaves() -> None:
     agent = trained()
     shapes = agent.policy.actor_trunk.module.seen
     assert all(set(row) == {"where", "x"} for row in shapes)
@@ -200,12 +200,12 @@ def test_it_gets_rows_of_leaves_as_documented() -> None:
     assert {row["x"][0][0] for row in shapes} == {1, 2, 16}
 
 
-def test_one_leaf_is_handed_over_as_a_tensor() -> None:
+def test_a_custom_network_gets_a_single_leaf_as_a_tensor() -> None:
     agent = trained(spaces.Box(-1, 1, (4,)), "mine:Bare")
     assert agent.policy.actor_head.weight.shape == (2, 3)
 
 
-def test_its_weights_depend_on_the_runs_seed_and_on_nothing_else() -> None:
+def test_weights_of_a_custom_network_depend_on_the_seed_alone() -> None:
     def weights(seed: int) -> list[Tensor]:
         policy = ActorCritic(PAIR, spaces.Discrete(2), Network(custom="mine:Mine"), True, stream(seed, "weights"))
         return list(policy.parameters())
@@ -279,7 +279,7 @@ def test_a_network_that_does_not_fit_is_rejected_in_one_line(name: str, mine: Mo
     assert "\n" not in str(caught.value)
 
 
-def test_a_frozen_part_in_eval_mode_stays_in_it(mine: ModuleType) -> None:
+def test_a_frozen_part_stays_in_eval_mode(mine: ModuleType) -> None:
     mine.partly = lambda space: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())  # type: ignore[attr-defined]
     trunk = CustomTrunk("mine:partly", spaces.Box(-1, 1, (4,), np.float32), stream(1, "weights"))
     assert [module.training for module in trunk.module] == [True, False]  # type: ignore[union-attr]
@@ -293,7 +293,7 @@ def test_loading_an_agent_whose_network_is_missing_is_an_error(tmp_path: Path, m
         surefoot.load(tmp_path / "agent")
 
 
-def test_parameters_that_are_frozen_stay_as_they_are(mine: ModuleType) -> None:
+def test_frozen_parameters_do_not_change(mine: ModuleType) -> None:
     def frozen(space: Any) -> nn.Module:
         module = Mine(space)
         module.table.requires_grad_(False)

@@ -152,7 +152,7 @@ def test_the_discounted_return_does_not_depend_on_where_rollouts_are_cut(seed: i
     assert torch.equal(carried, last)
 
 
-def test_masked_rows_change_nothing_whatever_they_hold() -> None:
+def test_masked_rows_change_no_statistics() -> None:
     keep = torch.tensor([[True, True, False, True, False, True]])
     rewards = torch.tensor([[1.0, 2.0, torch.nan, 3.0, torch.inf, 4.0]])
     ended = torch.tensor([[False, True, False, False, True, False]])
@@ -227,7 +227,7 @@ def test_a_saved_agent_keeps_which_parts_it_normalises(tmp_path: Path) -> None:
         ([1], r"^normalise\.observations=\[1\]: must be true"),
     ],
 )
-def test_what_names_no_part_to_normalise_is_rejected(chosen: Any, message: str) -> None:
+def test_an_unknown_part_to_normalise_is_rejected(chosen: Any, message: str) -> None:
     with pytest.raises(SurefootError, match=message):
         of_parts(chosen)
 
@@ -254,7 +254,7 @@ def test_statistics_are_frozen_within_a_rollout_and_updated_after_it() -> None:
             assert not torch.equal(before[name], after[name]), name
 
 
-def test_what_was_prepared_for_acting_does_not_follow_a_later_update() -> None:
+def test_a_prepared_normaliser_ignores_later_updates() -> None:
     normaliser = ObservationNormaliser(bare((2,)), 10.0)
     frozen, x = normaliser.frozen(), torch.rand(2)
     before = frozen(bare(x))["observation"]
@@ -278,7 +278,7 @@ def test_the_final_observation_is_seen_through_the_same_statistics() -> None:
 # ---- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_normalised_is_clipped_at_ten() -> None:
+def test_normalised_values_are_clipped_at_ten() -> None:
     one = torch.ones(1, 100, dtype=torch.bool)
     observation = ObservationNormaliser(bare((1,)), 10.0)
     observation.update(torch.linspace(-1, 1, 100).reshape(1, 100, 1), one)

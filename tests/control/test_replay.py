@@ -55,7 +55,7 @@ def test_every_traced_piece_can_be_replayed_from_wherever_in_its_episode_it_begi
     assert sum(row.about["episode"] > 0 and row.about["step"] == 0 for row in rows) >= 4
 
 
-def test_so_can_actions_that_an_environment_gets_clipped(tmp_path: Path) -> None:
+def test_clipped_actions_can_be_replayed_too(tmp_path: Path) -> None:
     surefoot.train("Pendulum-v1", steps=192, seed=3, run_dir=tmp_path / "run", **SHORT, objective={"reuse": {"minibatches": 4}})
     rows = rows_of(tmp_path / "run")
     assert max(float(row.actions.abs().max()) for row in rows) > 2, "nothing was clipped"
@@ -75,7 +75,7 @@ def test_actions_scaled_to_their_bounds_can_be_replayed_and_recorded(tmp_path: P
     assert all("replayed" in line for line in record_traces(tmp_path / "run", "all"))
 
 
-def test_a_person_can_replay_it_with_gymnasium_alone(run: Path) -> None:
+def test_a_trace_can_be_replayed_with_gymnasium_alone(run: Path) -> None:
     row = next(row for row in rows_of(run) if row.about["step"] > 0)
     environment = gymnasium.make("CartPole-v1")
     environment.reset(seed=row.about["seed"])
@@ -85,7 +85,7 @@ def test_a_person_can_replay_it_with_gymnasium_alone(run: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["actions", "before", "episode", "reward", "end", "observed"])
-def test_a_replay_that_comes_out_otherwise_is_rejected(run: Path, wrong: str) -> None:
+def test_a_replay_that_differs_is_rejected(run: Path, wrong: str) -> None:
     row = next(row for row in rows_of(run) if row.about["step"] > 0)
     about = row.about
     changed = {
@@ -102,7 +102,7 @@ def test_a_replay_that_comes_out_otherwise_is_rejected(run: Path, wrong: str) ->
         replayed(row, "CartPole-v1", seed=2)
 
 
-def test_worker_processes_note_the_same(run: Path, tmp_path: Path) -> None:
+def test_traces_of_worker_processes_can_be_replayed_too(run: Path, tmp_path: Path) -> None:
     settings = {**SHORT, "rollout": {**SHORT["rollout"], "backend": "workers", "workers": 2}}
     surefoot.train("CartPole-v1", steps=512, seed=1, run_dir=tmp_path / "run", **settings)
     here, there = ([file.read_bytes() for file in traces_in(path / "traces")] for path in (run, tmp_path / "run"))

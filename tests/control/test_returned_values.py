@@ -66,7 +66,7 @@ def test_an_end_may_be_any_boolean(truncated: Any) -> None:
     ],
     ids=repr,
 )
-def test_an_end_that_is_no_boolean_is_reported(truncated: Any, message: str) -> None:
+def test_an_end_that_is_not_a_boolean_is_reported(truncated: Any, message: str) -> None:
     faulty = Faulty(truncated)
     if truncated is None:
         faulty.step = lambda action: (np.zeros(2, np.float32), 1.0, None, False, {})  # type: ignore[method-assign]
@@ -90,7 +90,7 @@ def test_a_close_that_raises_loses_nothing(vector: bool, tmp_path: Path) -> None
         assert surefoot.evaluate(agent, make, episodes=2).returns == [3.0, 3.0]
 
 
-def test_an_evaluation_that_fails_in_an_unknown_way_saves_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_in_an_evaluation_saves_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 

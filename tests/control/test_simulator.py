@@ -59,7 +59,7 @@ def spaces_of(task: str) -> tuple[Any, Any]:
     return environments.observation_space, environments.action_space
 
 
-def test_the_deprecation_is_there_once_for_those_who_debug(
+def test_the_deprecation_warning_is_shown_once_when_debugging(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environments, "_logged", set())

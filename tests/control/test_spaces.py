@@ -127,7 +127,7 @@ def test_every_algorithm_trains_every_kind_of_choice_under_masks(algorithm: str,
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_what_was_stored_is_what_was_sent_and_both_belong_to_the_space(action: str) -> None:
+def test_stored_actions_equal_sent_ones_and_belong_to_the_space(action: str) -> None:
     space = ACTIONS[action]
     single = [Sampled(OBSERVATIONS["vector"], space) for _ in range(2)]
     rollout = world_of(lambda: single.pop(0), PPO_CLIP, **TINY).collector.collect(fresh_state())
@@ -146,7 +146,7 @@ def test_what_was_stored_is_what_was_sent_and_both_belong_to_the_space(action: s
 # ---- leaves -----------------------------------------------------------------------------------------------------------
 
 
-def test_leaves_are_named_by_their_way_and_kept_in_the_spaces_order() -> None:
+def test_leaves_are_named_by_their_path_and_keep_the_order_of_the_space() -> None:
     actual = observation_parts(NESTED)
     assert list(actual) == ["camera.front", "camera.size", "type.0", "type.1", "values"]
     assert [leaf.dtype.name for leaf in actual.values()] == ["uint8", "float32", "int64", "int8", "float32"]
@@ -156,7 +156,7 @@ def test_leaves_are_named_by_their_way_and_kept_in_the_spaces_order() -> None:
 
 
 @pytest.mark.parametrize("mode", ["looped", *(mode.name for mode in AutoresetMode)])
-def test_every_leaf_of_every_step_is_what_the_environment_showed(mode: str) -> None:
+def test_every_leaf_of_every_step_equals_the_environments_observation(mode: str) -> None:
     single = [Sampled(NESTED, spaces.Discrete(2), masked=True, seed=b) for b in range(3)]
     if mode == "looped":
         environments: Any = LoopedEnvironments(iter(single).__next__, 3, 1, "sampled")
@@ -287,7 +287,7 @@ def test_predict_reads_one_observation_or_many_of_any_space_and_rows_do_not_depe
             assert agent.predict(row)[0] in (0, 1)
 
 
-def test_a_nested_agent_comes_back_from_a_file_as_it_was(tmp_path: Path) -> None:
+def test_an_agent_with_nested_observations_is_loaded_unchanged(tmp_path: Path) -> None:
     make = partial(Sampled, NESTED, ACTIONS["table"], masked=True)
     agent = surefoot.train(lambda: make(), PPO_CLIP, steps=32, objective=small(PPO_CLIP), **TINY)
     agent.save(tmp_path / "agent")
@@ -350,13 +350,13 @@ def test_choices_are_counted_per_part_of_an_action() -> None:
         ([1, 1], None, "Box actions can't be masked"),
     ],
 )
-def test_a_mask_that_can_not_be_meant_is_rejected(mask: Any, sizes: Any, message: str) -> None:
+def test_an_invalid_mask_is_rejected(mask: Any, sizes: Any, message: str) -> None:
     with pytest.raises(SpaceError, match=message):
         read_mask(mask, sizes)
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.int64, np.float32])
-def test_masks_may_be_numbers_or_truths(dtype: Any) -> None:
+def test_masks_may_be_numbers_or_booleans(dtype: Any) -> None:
     allowed = read_mask(np.array([0, 1, 1, 0, 1], dtype), (3, 2))
     assert allowed.tolist() == [False, True, True, False, True]
     assert allowed.dtype == bool
@@ -416,7 +416,7 @@ class Huge(Listing):
 
 
 @pytest.mark.parametrize("task", [Huge, lambda: SyncVectorEnv([Huge])], ids=["looped", "vector"])
-def test_what_is_too_large_for_float32_is_rejected_in_those_words(task: Any) -> None:
+def test_numbers_too_large_for_float32_are_rejected_with_that_reason(task: Any) -> None:
     world = world_of(lambda: Listing([0, 0]))
     with pytest.raises(NotFiniteError, match=r"observation of environment 0 at step 0 .* not finite as float32, whose largest"):
         world_of(task, rollout={"environments": 1, "steps": 8}).collector.collect(fresh_state())

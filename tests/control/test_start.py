@@ -103,7 +103,7 @@ def test_an_agent_that_was_passed_is_kept_for_a_run_that_starts_again(run: Path,
         ({"start": "nowhere"}, "^start: nowhere: no such run folder"),
     ],
 )
-def test_what_does_not_fit_is_one_line_and_leaves_no_folder(
+def test_an_agent_that_does_not_fit_is_rejected_and_leaves_no_folder(
     fields: dict[str, Any], line: str, run: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(SurefootError, match=line):
@@ -111,6 +111,6 @@ def test_what_does_not_fit_is_one_line_and_leaves_no_folder(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_language_recipe_is_referred_to_model() -> None:
+def test_a_language_recipe_with_start_gets_a_hint_at_model() -> None:
     with pytest.raises(SurefootError, match=r"^start='runs/x': a language model starts from model; set model to that folder"):
         make_recipe({"kind": "sft", "model": "pocket", "data": {"train": "x"}, "start": "runs/x"})

@@ -89,7 +89,7 @@ def gradient(learner: Learner, rollout: Rollout, state: LearnerState) -> Tensor:
     return torch.cat([optimizer.gradients for optimizer in learner.optimizers.values()])
 
 
-def test_images_that_are_the_steps_themselves_leave_the_gradient_as_it_was() -> None:
+def test_images_equal_to_the_steps_do_not_change_the_gradient() -> None:
     """As those of a symmetric policy do: a mean over twice the rows."""
     gradients = []
     for function in (None, nothing):
@@ -156,7 +156,7 @@ def raising(observations: Tensor, actions: Tensor) -> None:
         (lambda x, a: (x + 1, a), r"applied twice, it returns other observation; make it a mirror, which undoes itself"),
     ],
 )
-def test_a_function_that_is_no_mirror_is_one_line(function: Any, error: str) -> None:
+def test_an_invalid_symmetry_is_rejected_in_one_line(function: Any, error: str) -> None:
     with pytest.raises(SurefootError, match=rf"^rollout\.symmetry='tests:mirror': {error}"):
         collected("Pendulum-v1", function)
 
@@ -172,7 +172,7 @@ def test_a_function_may_write_into_what_it_gets() -> None:
         each.close()
 
 
-def test_a_memory_has_no_image() -> None:
+def test_symmetry_is_rejected_for_lstms() -> None:
     with pytest.raises(SurefootError, match=r"rollout\.symmetry='a:b': the state of an LSTM has no mirror image; unset it"):
         make_recipe(
             {"task": "Pendulum-v1", "rollout": {"symmetry": "a:b"}, "network": {"lstm": 8}, "objective": SMALL["objective"]}
@@ -190,7 +190,7 @@ def test_the_arithmetic_counts_images() -> None:
     world.close()
 
 
-def test_a_mask_has_no_image() -> None:
+def test_symmetry_is_rejected_for_masks() -> None:
     def masked() -> Sampled:
         return Sampled(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), masked=True)
 

@@ -50,7 +50,7 @@ SINGLE = {kind.id: gymnasium.make(kind.id) for kind in (type(make(1)) for make i
 @pytest.mark.parametrize("name", list(KINDS))
 @given(data=st.data())
 @settings(max_examples=60)
-def test_a_step_from_any_state_is_gymnasiums(name: str, data: st.DataObject) -> None:
+def test_a_step_from_any_state_equals_gymnasiums(name: str, data: st.DataObject) -> None:
     ours: ClassicControl = KINDS[name](3)
     ours.reset(seed=0)
     single = SINGLE[ours.id]
@@ -224,7 +224,7 @@ def test_next_step_environments_skip_the_rows_that_only_reset(lstm: int | None) 
     assert not rollout.mask.all()
 
 
-def test_without_final_observations_v_of_the_last_one_stands_in_and_a_metric_says_so() -> None:
+def test_without_final_observations_the_last_value_is_used_and_a_metric_counts_it() -> None:
     rollout = rows_world(lambda: Rows(clockworks(), None), 3, 14).collector.collect(fresh_state())
     cut = rollout.truncated & ~rollout.terminated
     assert cut.any()
@@ -396,7 +396,7 @@ class Copies(Refusing):
             return func(*args, **(kwargs or {}))
 
 
-def test_what_a_step_must_not_do_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_detects_copies_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: an environment that waits is found out."""
 
     class Waiting(CartPole):
@@ -773,7 +773,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, lstm: 
 
 
 @pytest.mark.parametrize("lstm", [None, 8])
-def test_so_is_one_with_compiled_programs(tmp_path: Path, lstm: int | None, programs: None) -> None:
+def test_a_resumed_compiled_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, lstm: int | None, programs: None) -> None:
     resumes_exactly(tmp_path, engine="compiled", network={"lstm": lstm})
 
 
@@ -790,7 +790,7 @@ def stop_after(iterations: int) -> Callable[[Any], bool]:
     return lambda row: row["iteration"] >= iterations
 
 
-def test_without_a_state_dict_a_resumed_run_begins_new_episodes_and_says_so() -> None:
+def test_without_a_state_dict_a_resumed_run_starts_new_episodes_with_a_message() -> None:
     saved = world_of(IsaacLike, rollout={"environments": 4, "steps": 16})
     saved.collector.collect(fresh_state())
     parts = {**saved.checkpoint_parts(), "collector": saved.collector.state_dict()}
@@ -871,7 +871,7 @@ def test_an_adaptive_learning_rate_follows_the_kl_of_each_minibatch_and_resumes(
     adapts_and_resumes(tmp_path, "eager")
 
 
-def test_so_it_does_with_compiled_programs(tmp_path: Path, programs: None) -> None:
+def test_an_adaptive_learning_rate_follows_the_kl_with_compiled_programs_too(tmp_path: Path, programs: None) -> None:
     adapts_and_resumes(tmp_path, "compiled")
 
 

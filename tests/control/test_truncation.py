@@ -72,11 +72,11 @@ def test_an_endless_task_cut_every_50_steps_is_worth_one_over_one_minus_gamma(al
 
 
 @algorithms
-def test_were_the_cut_taken_for_an_end_the_task_would_be_worth_clearly_less(algorithm: Objective) -> None:
+def test_without_bootstrapping_at_truncation_the_value_would_be_clearly_lower(algorithm: Objective) -> None:
     assert value_of(lambda: Cut(terminated=True), algorithm) < 0.8 * WORTH
 
 
 @algorithms
-def test_a_cut_episode_goes_on_from_its_final_observation_and_not_from_the_reset_one(algorithm: Objective) -> None:
+def test_truncation_bootstraps_from_the_final_observation_not_the_reset_one(algorithm: Objective) -> None:
     """With a toll of 30 a reset is worth 30 less, which must not be felt before the cut: nothing is paid there."""
     assert value_of(lambda: Cut(toll=30.0), algorithm) == pytest.approx(WORTH, rel=0.1)

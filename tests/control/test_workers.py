@@ -242,7 +242,7 @@ def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(ho
 
 
 @pytest.mark.slow
-def test_a_slow_environment_is_no_hanging_one_as_long_as_each_call_comes_back() -> None:
+def test_a_slow_environment_is_accepted_if_each_call_returns_in_time() -> None:
     environments = in_workers(Misbehaving, 4, 1, 1.0, how="dawdles", doom=None, at=0)
     started = time.monotonic()
     environments.reset()
@@ -315,7 +315,7 @@ def test_a_run_that_is_rejected_leaves_no_process_behind() -> None:
         ({"backend": "workers", "deadline": 0}, "rollout.deadline=0"),
     ],
 )
-def test_what_can_not_be_meant_is_rejected(rollout: dict[str, Any], message: str) -> None:
+def test_invalid_settings_of_workers_are_rejected(rollout: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError) as caught:
         find_recipe("CartPole-v1", {"rollout": rollout})
     assert str(caught.value).startswith(message)
@@ -443,7 +443,7 @@ def test_an_environment_that_no_other_process_can_import_is_rejected_with_the_re
     assert "its own module" in line
 
 
-def test_loops_do_not_know_that_they_are_parts() -> None:
+def test_partial_loops_need_no_knowledge_of_the_whole() -> None:
     """The numbers in messages and seeds count from the first environment of all."""
     environments = LoopedEnvironments(Misbehaving, 2, SEED, "tiny")
     environments.first = 4

@@ -124,7 +124,7 @@ def test_a_run_is_running_while_a_process_has_its_lock(runs: Path) -> None:
     assert [row["status"] for row in page.get("/api/table").json()["runs"]] == ["finished", "finished"]
 
 
-def test_looking_whether_a_run_is_in_use_keeps_nobody_from_using_it(runs: Path) -> None:
+def test_checking_whether_a_run_is_in_use_does_not_block_it(runs: Path) -> None:
     stop = threading.Event()
 
     def look() -> None:
@@ -148,7 +148,7 @@ def test_looking_whether_a_run_is_in_use_keeps_nobody_from_using_it(runs: Path) 
 # ---- tags -------------------------------------------------------------------------------------------------------------
 
 
-def test_tags_are_a_file_of_their_own_and_the_run_resumes_as_before(runs: Path) -> None:
+def test_tags_are_a_separate_file_and_the_run_resumes_as_before(runs: Path) -> None:
     page, before = browser(runs), contents(runs / "a")
     assert post(page, "tags", {"run": "a", "tags": [" paper ", "seed 1", "paper", ""]}).json() == {"tags": ["paper", "seed 1"]}
     after = contents(runs / "a")
@@ -194,7 +194,7 @@ def test_kept_tags_stay_as_they_are(tags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "group/b"])
-def test_a_deleted_run_comes_back_byte_for_byte(runs: Path, name: str) -> None:
+def test_a_deleted_run_is_restored_byte_for_byte(runs: Path, name: str) -> None:
     page, before = browser(runs), contents(runs)
     deleted = post(page, "delete", {"run": name}).json()["id"]
     assert name not in [row["name"] for row in page.get("/api/table").json()["runs"]]

@@ -86,7 +86,7 @@ def test_a_cell_that_is_clicked_writes_its_arithmetic_out(table: Any) -> None:
     assert table.inner_text('[data-term="unclipped"] .mark') == "taken"
 
 
-def test_the_keyboard_walks_the_grid_and_the_curve(table: Any) -> None:
+def test_the_keyboard_moves_through_the_grid_and_the_curve(table: Any) -> None:
     cell = table.locator('#cells td[data-ratio="1.5"][data-advantage="1.5"]')
     assert cell.get_attribute("tabindex") == "0", "the grid is one stop of the Tab key"
     assert table.locator('#cells td[tabindex="0"]').count() == 1
@@ -123,7 +123,7 @@ def test_the_point_is_dragged_along_the_curve(table: Any) -> None:
     assert float(table.input_value("#ratio")) == ratio, "let go is let go"
 
 
-def test_a_number_that_makes_no_sense_is_marked_and_changes_nothing(table: Any) -> None:
+def test_an_invalid_number_is_marked_and_changes_nothing(table: Any) -> None:
     before = table.inner_text("#chain")
     table.fill("#low", "7")
     assert table.get_attribute("#low", "aria-invalid") == "true"

@@ -31,7 +31,7 @@ def columns(tmp_path: Path) -> Columns:
     return Columns(tmp_path / "metrics.jsonl")
 
 
-def test_what_is_written_later_is_read_on_and_what_was_unknown_before_is_nan(columns: Columns) -> None:
+def test_later_lines_are_appended_and_new_metrics_are_nan_before(columns: Columns) -> None:
     assert columns.read_on() == 7
     write(columns.path, [{**row, "late": 2.0} for row in rows(8, 10)])
     assert columns.read_on() == 9
@@ -74,7 +74,7 @@ def test_rows_with_other_keys_and_in_another_order_keep_their_own_numbers(tmp_pa
             np.testing.assert_array_equal(columns.columns[name], wanted)
 
 
-def test_a_line_is_read_when_it_is_whole(columns: Columns) -> None:
+def test_a_line_is_read_once_it_is_complete(columns: Columns) -> None:
     with columns.path.open("a") as file:
         file.write('{"iteration": 8, "steps":')
     assert columns.read_on() == 7
@@ -85,13 +85,13 @@ def test_a_line_is_read_when_it_is_whole(columns: Columns) -> None:
 
 
 @pytest.mark.parametrize("steps", [None, "80", 8.5, True, [80]])
-def test_a_line_whose_steps_are_no_number_is_passed_over(columns: Columns, steps: Any) -> None:
+def test_a_line_with_invalid_steps_is_skipped(columns: Columns, steps: Any) -> None:
     write(columns.path, [{"iteration": 8, "steps": steps, "kl": 1.0}])
     assert columns.read_on() == 7
     assert columns.columns["steps"][-1] == 70
 
 
-def test_a_line_that_does_not_fit_between_its_neighbours_is_passed_over_when_they_are_there(columns: Columns) -> None:
+def test_a_line_out_of_order_is_skipped(columns: Columns) -> None:
     write(columns.path, [{"iteration": 8, "steps": 2**40, "kl": 1.0}])
     assert columns.read_on() == 8
     write(columns.path, rows(9, 11))
@@ -148,7 +148,7 @@ def test_whatever_the_lines_hold_the_rows_and_the_damage_are_those_of_check(
     assert (columns.fault or "") == ((history.fault or "").split(" and ")[0] if history.damaged else "")
 
 
-def test_lines_that_are_an_object_only_together_are_no_rows() -> None:
+def test_an_object_over_several_lines_is_not_a_row() -> None:
     """As many objects as lines, but other ones."""
     split = line(7) + b"," + line(8) + b"\n" + b'{"iteration": 9' + b"\n" + b' "steps": 90}' + b"\n"
     with pytest.raises(ValueError, match="one object per line"):
@@ -222,16 +222,14 @@ def test_runs_of_different_lengths_share_a_grid(tmp_path: Path) -> None:
     assert np.isnan(highs[11.0])
 
 
-def test_a_running_mean_forgets_what_is_older_and_skips_what_is_unknown() -> None:
+def test_a_running_mean_has_a_window_and_skips_missing_values() -> None:
     x = np.array([1.0, 3.0, np.nan, 5.0, 100.0])
     assert running_mean(x, 2).tolist() == [1.0, 2.0, 3.0, 5.0, 52.5]
     assert np.isnan(running_mean(np.array([np.nan, 1.0]), 1)[0])
     assert running_mean(np.array([1.0, np.inf, 2.0, 4.0]), 2).tolist() == [1.0, 1.0, 2.0, 3.0], "one infinity ends no curve"
 
 
-def test_a_long_file_is_answered_for_before_it_is_read_and_is_whole_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_file_is_served_in_part_at_first_and_complete_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "AT_A_TIME", 1_000)
     write(tmp_path / "metrics.jsonl", rows(1, 2_000))
     whole, hasty = Columns(tmp_path / "metrics.jsonl"), Columns(tmp_path / "metrics.jsonl")

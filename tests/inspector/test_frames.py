@@ -88,7 +88,7 @@ def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: 
 
 
 @pytest.mark.slow
-def test_videos_of_whole_episodes_are_shown_and_nothing_about_answers(
+def test_videos_of_whole_episodes_are_shown_without_text_tabs(
     page: Any, recorded: Path, inspector: Begin, tmp_path: Path
 ) -> None:
     run = tmp_path / "cart"

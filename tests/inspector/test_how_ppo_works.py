@@ -108,7 +108,7 @@ def test_the_memory_of_every_role_is_the_planners(how: Any) -> None:
             assert float(how.get_attribute("#total", "data-bytes")) == pytest.approx(sum(roles.values()) - roles["value"])
 
 
-def test_the_loop_is_stepped_through_and_begins_again(how: Any) -> None:
+def test_the_loop_can_be_stepped_through_and_restarts(how: Any) -> None:
     stages = []
     for _ in range(7):
         stages.append(how.inner_text("#stage"))
@@ -123,7 +123,7 @@ def test_the_loop_is_stepped_through_and_begins_again(how: Any) -> None:
     assert "mean of its group" in how.inner_text("#stage")
 
 
-def test_the_dots_of_the_frontier_are_the_runs(how: Any) -> None:
+def test_the_points_of_the_frontier_are_the_runs(how: Any) -> None:
     shown = how.evaluate(
         "() => [...document.querySelectorAll('#frontier [data-score]')].map(({dataset: d}) => [d.label, d.score, +d.kl, "
         "+d.value])"

@@ -84,7 +84,7 @@ def test_damaged_lines_are_shown_under_the_name_of_the_run(page: Any, cart: Path
 
 
 @pytest.mark.slow
-def test_looking_closer_and_moving_along_takes_little_of_a_frame(page: Any, cart: Path, inspector: Begin) -> None:
+def test_zooming_and_panning_take_a_small_part_of_a_frame(page: Any, cart: Path, inspector: Begin) -> None:
     page.goto(inspector([cart]))
     page.wait_for_selector(".chart[data-metric=kl] canvas")
     box = page.query_selector(".chart[data-metric=kl] .u-over").bounding_box()
@@ -111,7 +111,7 @@ def test_looking_closer_and_moving_along_takes_little_of_a_frame(page: Any, cart
     page.wait_for_selector("#whole", state="hidden")
 
 
-def test_a_run_that_goes_on_is_followed(page: Any, cart: Path, tmp_path: Path, inspector: Begin) -> None:
+def test_a_running_run_is_updated_live(page: Any, cart: Path, tmp_path: Path, inspector: Begin) -> None:
     copy = tmp_path / "going"
     shutil.copytree(cart, copy)
     lines = (cart / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -250,7 +250,9 @@ def test_every_algorithms_chain_adds_up(page: Any, tmp_path: Path, inspector: Be
     assert int(page.get_attribute("#audit", "data-count")) > 30
 
 
-def test_before_and_after_and_all_text_of_a_run_is_escaped(page: Any, text_run: Path, tmp_path: Path, inspector: Begin) -> None:
+def test_samples_before_and_after_are_shown_with_all_text_escaped(
+    page: Any, text_run: Path, tmp_path: Path, inspector: Begin
+) -> None:
     copy = tmp_path / text_run.name
     shutil.copytree(text_run, copy)
     steps = sorted(int(file.stem) for file in (copy / "samples").iterdir())
@@ -282,7 +284,7 @@ def test_before_and_after_and_all_text_of_a_run_is_escaped(page: Any, text_run: 
     assert "taken" not in page.title().split("·")[1]
 
 
-def test_without_the_token_there_is_nothing_to_see(chromium: Any, cart: Path, inspector: Begin) -> None:
+def test_without_the_token_nothing_is_served(chromium: Any, cart: Path, inspector: Begin) -> None:
     address = inspector([cart])
     context = chromium.new_context()
     page = context.new_page()

@@ -72,7 +72,7 @@ def opened(cart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     end()
 
 
-def test_the_file_goes_as_soon_as_somebody_is_inside(opened: tuple[str, Callable[[], None]], tmp_path: Path) -> None:
+def test_the_login_file_is_deleted_after_the_first_login(opened: tuple[str, Callable[[], None]], tmp_path: Path) -> None:
     file = file_of(opened[0])
     assert file.parent == tmp_path, "a home folder, which browsers in a sandbox can read"
     match = re.search(r"url=http://127\.0\.0\.1:(\d+)(/enter\?token=[\w-]{32})\"", file.read_text())
@@ -92,7 +92,7 @@ def test_the_file_goes_as_soon_as_somebody_is_inside(opened: tuple[str, Callable
     connection.close()
 
 
-def test_the_file_goes_with_an_inspector_that_nobody_visited(opened: tuple[str, Callable[[], None]]) -> None:
+def test_the_login_file_is_deleted_with_an_unvisited_inspector(opened: tuple[str, Callable[[], None]]) -> None:
     file = file_of(opened[0])
     assert file.exists()
     opened[1]()
@@ -100,7 +100,7 @@ def test_the_file_goes_with_an_inspector_that_nobody_visited(opened: tuple[str, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_the_file_goes_with_an_inspector_that_is_killed(number: signal.Signals, cart: Path, tmp_path: Path) -> None:
+def test_the_login_file_is_deleted_when_the_inspector_is_terminated(number: signal.Signals, cart: Path, tmp_path: Path) -> None:
     program = f"""
 import signal
 from pathlib import Path

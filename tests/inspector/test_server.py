@@ -62,7 +62,7 @@ def inside(store: RunFolders) -> TestClient:
     return made
 
 
-def test_every_page_of_ours_names_its_icon_so_that_no_browser_guesses_one(store: RunFolders) -> None:
+def test_every_page_has_an_icon_so_that_browsers_request_no_other(store: RunFolders) -> None:
     browser = client(store, **{"sec-fetch-site": "cross-site"})
     forwarding = browser.get(f"/enter?token={TOKEN}")
     browser.headers.pop("sec-fetch-site")
@@ -89,7 +89,7 @@ def test_the_token_works_once_and_leaves_a_cookie_that_scripts_cannot_read(store
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_route_wants_the_cookie_the_host_and_the_origin(store: RunFolders, inside: TestClient, path: str) -> None:
+def test_every_route_requires_the_cookie_the_host_and_the_origin(store: RunFolders, inside: TestClient, path: str) -> None:
     assert inside.get(path).status_code == 200
     assert client(store).get(path).status_code == 403
     assert client(store, cookie=f"surefoot_{PORT}=guess").get(path).status_code == 403
@@ -149,7 +149,7 @@ def test_only_known_files_are_sent(inside: TestClient, cart: Path) -> None:
     assert all(name.rpartition(".")[2] in ("html", "js", "css", "svg") for name in front_end())
 
 
-def test_what_does_not_exist_is_a_one_line_error(inside: TestClient) -> None:
+def test_unknown_paths_are_a_one_line_error(inside: TestClient) -> None:
     for path in (
         "9",
         "0/traces/1",
@@ -249,7 +249,7 @@ def remembering(make: Any, made: list[Any]) -> Any:
     return init
 
 
-def test_it_listens_on_this_machine_alone(served: str) -> None:
+def test_the_server_listens_on_localhost_only(served: str) -> None:
     port = port_of(served)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/" + served.split("/", 3)[3])
@@ -268,7 +268,7 @@ def test_it_listens_on_this_machine_alone(served: str) -> None:
             socket.create_connection((other, port), timeout=2).close()
 
 
-def test_values_that_are_not_finite_are_sent_as_words(cart: Path, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_sent_as_strings(cart: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(cart, run)
     steps = spoiled(run, 5000)
@@ -338,7 +338,7 @@ def everything(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: 127", b"GET / HTTP/1.1\r\ncontent-length: 5\r\n\r\n12"])
-def test_a_connection_whose_request_never_becomes_whole_is_closed(hasty: None, served: str, sent: bytes) -> None:
+def test_a_connection_with_an_incomplete_request_is_closed(hasty: None, served: str, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port_of(served)), timeout=60) as half_open:
         half_open.sendall(sent)
         assert b"HTTP/1.1 200" not in everything(half_open), "no page for half a request"

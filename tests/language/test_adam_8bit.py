@@ -106,7 +106,7 @@ def test_a_run_learns_and_resumes_exactly(files: dict[str, str], model: Path, tm
         surefoot.resume(tmp_path / "cut", steps=64)
 
 
-def test_what_cannot_be_is_rejected_in_one_line(
+def test_invalid_settings_are_rejected_in_one_line(
     files: dict[str, str],  # noqa: F811
     model: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -204,7 +204,7 @@ def test_roles_on_one_base_have_the_loss_and_the_gradients_of_separate_copies(ch
             torch.testing.assert_close(gradient, other[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
-def test_a_checkpoint_without_the_roles_context_would_be_seen(folder: Path) -> None:
+def test_the_test_detects_checkpointing_without_the_roles_context(folder: Path) -> None:
     """Recomputed in another role than computed, a layer has another gradient: the law above can fail."""
     gradients = []
     for contexts in (True, False):
@@ -448,7 +448,7 @@ def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
         ({"model": "pocket"}, r"^adapter: model='pocket' has random weights"),
     ],
 )
-def test_an_adapter_that_cannot_be_is_rejected_in_one_line(
+def test_invalid_adapters_are_rejected_in_one_line(
     changes: dict[str, Any], message: str, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     with pytest.raises(SurefootError, match=message) as error:
@@ -461,7 +461,7 @@ def test_dropout_is_rejected_where_it_would_change_the_policy(files: dict[str, s
         make_recipe(table("language", files, folders["llama"], adapter={"dropout": 0.1}))
 
 
-def test_layers_that_the_model_has_not_are_rejected_with_those_it_has(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_unknown_target_layers_are_rejected_with_those_of_the_model(files: dict[str, str], folders: dict[str, Path]) -> None:
     wrong = {"adapter": {**SMALL, "targets": ["q_prj"]}}
     with pytest.raises(SurefootError, match=r"^adapter.targets='q_prj': .*did you mean 'q_proj'"):
         SupervisedWorld(make_recipe(table("sft", files, folders["llama"], **wrong)))  # type: ignore[arg-type]
@@ -475,7 +475,7 @@ def test_layers_that_the_model_has_not_are_rejected_with_those_it_has(files: dic
     assert len(list(world.base.parameters(POLICY))) == 2 * 2 * 2
 
 
-def test_without_peft_the_extra_is_named(
+def test_a_missing_peft_names_the_extra(
     files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from surefoot import language

@@ -87,7 +87,7 @@ def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_
     assert seen[1] == seen[4] == seen[8]
 
 
-def test_the_same_attempts_are_made_again(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_evaluation_repeats_the_same_attempts(folders: dict[str, Path], tmp_path: Path) -> None:
     world, requests = made(folders["llama"], tmp_path)
     assert measure_attempts(world, Attempts(4)) == measure_attempts(world, Attempts(4))
     assert requests[:6] == requests[6:]

@@ -208,7 +208,7 @@ CASES: list[tuple[list[str], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("words", "parts"), CASES, ids=lambda x: " ".join(x)[:60])
-def test_what_cannot_be_trained_on_is_rejected_in_one_line_and_leaves_nothing(
+def test_invalid_data_is_rejected_in_one_line_and_leaves_no_folder(
     words: list[str], parts: tuple[str, ...], command: Command, models: Path, tmp_path: Path
 ) -> None:
     before = sorted(tmp_path.iterdir())
@@ -295,7 +295,7 @@ def test_a_column_is_read_up_to_the_depth_that_python_copies(
 
 
 @pytest.mark.parametrize(("kind", "column"), [("language", "prompt"), ("language", "note"), ("sft", "completion")])
-def test_half_a_character_is_rejected_with_its_row(
+def test_an_unpaired_surrogate_is_rejected_with_its_row(
     kind: str, column: str, command: Command, models: Path, tmp_path: Path
 ) -> None:
     """JSON can hold half of a surrogate pair, as slicing text leaves it, and no tokenizer encodes it."""

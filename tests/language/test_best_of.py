@@ -90,7 +90,7 @@ def test_truncated_responses_may_be_chosen_with_keep_cut(writer: LanguageModel, 
     assert any(len(row["completion"]) == 3 for row in result.rows)
 
 
-def test_pairs_are_the_best_and_the_worst_and_none_where_they_earn_the_same(writer: LanguageModel, prompts: Path) -> None:
+def test_pairs_are_the_best_and_the_worst_unless_rewards_are_equal(writer: LanguageModel, prompts: Path) -> None:
     watching = Watching()
     result = best_of_n(writer, prompts, FunctionReward(watching), BestOfSettings(3, max_tokens=2, keep_cut=True), worst=True)
     counts = [[text.count("a") for text in group] for group in groups_of(watching, 3)]
@@ -111,7 +111,7 @@ def test_a_seed_gives_the_same_rows_whatever_the_batch_and_another_gives_others(
     assert one.rows != other.rows
 
 
-def test_rows_that_earn_too_little_are_left_out(writer: LanguageModel, prompts: Path) -> None:
+def test_rows_below_the_threshold_are_left_out(writer: LanguageModel, prompts: Path) -> None:
     reward = FunctionReward(Watching())
     everything = best_of_n(writer, prompts, reward, DRAWING).rows
     some = best_of_n(writer, prompts, reward, BestOfSettings(4, max_tokens=3, at_least=1.0)).rows
@@ -213,7 +213,7 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
         ({"--stop": ""}, ("--stop",)),
     ],
 )
-def test_what_cannot_be_is_rejected_in_one_line_and_writes_nothing(
+def test_invalid_options_are_rejected_in_one_line_and_write_nothing(
     changed: dict[str, Any], parts: tuple[str, ...], command: Command, prompts: Path
 ) -> None:
     Path("mine.py").write_text(REWARDS)

@@ -54,12 +54,12 @@ def in_another_thread(call):
 
 @needs_alarms
 @pytest.mark.parametrize("call", [spin, sleep, wait_for_a_lock, backtrack])
-def test_a_hang_is_interrupted(call):
+def test_a_hanging_call_is_interrupted(call):
     assert SOON <= seconds_until_overdue(call) < 50
 
 
 @pytest.mark.parametrize("call", [spin, sleep])
-def test_a_hang_is_interrupted_in_another_thread(call):
+def test_a_hanging_call_is_interrupted_in_another_thread(call):
     def elsewhere():
         try:
             with_deadline(SOON, call)
@@ -86,7 +86,7 @@ def test_code_that_catches_the_interruption_is_interrupted_again():
     assert calls == ["caught"] * 3
 
 
-def test_a_call_in_time_gives_its_result_and_leaves_no_alarm():
+def test_a_call_in_time_returns_and_leaves_no_alarm():
     assert with_deadline(60, lambda: "done") == "done"
     assert in_another_thread(lambda: with_deadline(60, lambda: "done")) == "done"
 
@@ -106,7 +106,7 @@ def test_errors_pass_through(run):
 
 
 @needs_alarms
-def test_an_alarm_that_was_set_before_still_rings():
+def test_an_alarm_that_was_set_before_still_fires():
     """pytest-timeout has one of its own here: it is put back too."""
     messages = []
     before, left = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 0)
@@ -150,7 +150,7 @@ def test_an_alarm_that_is_set_meanwhile_is_kept():
 # ---- in threads -------------------------------------------------------------------------------------------------------------
 
 
-def test_results_come_in_order_whatever_finishes_first() -> None:
+def test_results_are_in_order_whichever_finishes_first() -> None:
     def slow_at_first(number: int) -> int:
         time.sleep(0.02 if number == 0 else 0)
         return number * number

@@ -132,7 +132,7 @@ TEXTS = st.text("ab\ufffd", max_size=12)
 
 
 @given(TEXTS, TEXTS, st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
-def test_what_is_certain_of_a_text_stays_when_it_goes_on(text: str, more: str, stop: list[str]) -> None:
+def test_streamed_text_is_never_revised(text: str, more: str, stop: list[str]) -> None:
     from surefoot.language.sampling import cut_at_stop
 
     if cut_at_stop(text, stop) == text:  # drawing ends with a stop string
@@ -157,14 +157,14 @@ def test_lines_from_a_pipe_are_answered_until_quit_and_answers_alone_are_on_stdo
     assert err.splitlines()[-1].startswith("surefoot: chat: the prompt has ")
 
 
-def test_bytes_that_are_no_text_are_read_as_such_a_mark(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_bytes_are_read_as_replacement_characters(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     code, out, _ = command("chat", "pocket", "--max-tokens", "4")
     assert (code, out.count("\n") >= 1) == (0, True)
 
 
 @pytest.mark.parametrize("leaving", ["/quit", EOFError, KeyboardInterrupt])
-def test_a_person_may_try_again_and_leaves_cleanly(
+def test_a_user_can_regenerate_an_answer_and_quit(
     leaving: str | type[BaseException],
     plain: LanguageModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +196,9 @@ def printable(text: str) -> bool:
     return all(c.isprintable() or c in "\n\t" for c in text)
 
 
-def test_escape_sequences_of_a_model_reach_no_terminal(command: Command, evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_escape_sequences_of_a_model_never_reach_the_terminal(
+    command: Command, evil: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines(monkeypatch, "hello\n" * 20)
     code, out, _ = command("chat", str(evil), "--max-tokens", "20")
     assert code == 0

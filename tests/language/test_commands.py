@@ -131,7 +131,7 @@ def test_a_dry_run_prints_parameters_rows_and_updates_of_each_kind(command: Comm
         (("evaluate", "RUNS/ppo", "--after", "#"), ("--after #", "add --samples N")),
     ],
 )
-def test_what_cannot_be_is_rejected_in_one_line(
+def test_invalid_settings_are_rejected_in_one_line(
     words: tuple[str, ...], parts: tuple[str, ...], command: Command, runs: Path
 ) -> None:
     code, _, err = command(*(word.replace("RUNS", str(runs)) for word in words))
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_would_write_outside_its_folder_is_rejected(runs: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_the_demo_rejects_what_it_has_not_before_it_writes(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_rejects_unknown_options_before_it_writes(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = command("demo", "--no-anchor")
     assert (code, err) == (2, "surefoot: --no-anchor: is for the language demo; run: surefoot demo language --no-anchor\n")
     monkeypatch.setattr("surefoot.language.importlib.util.find_spec", lambda name: None)

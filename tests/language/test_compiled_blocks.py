@@ -128,7 +128,7 @@ def test_blocks_that_compute_something_else_when_compiled_are_one_line(calls: Ca
         ("sft", {"objective": {"router_coefficient": 0.1}}, "the load-balancing loss of experts"),
     ],
 )
-def test_what_is_not_compiled_is_one_line(kind: str, fields: dict[str, Any], what: str) -> None:
+def test_unsupported_settings_of_the_compiled_engine_are_one_line(kind: str, fields: dict[str, Any], what: str) -> None:
     table = {"kind": kind, "model": "m", "data": {"train": "d.jsonl"}, "steps": 64, "engine": "compiled", **fields}
     with pytest.raises(surefoot.SurefootError, match=f"^engine='compiled': is not for {what}.*; set engine = 'eager'$"):
         make_recipe(table)

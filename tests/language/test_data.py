@@ -81,7 +81,7 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path: Path) -> None:
         (b"\n\n", r"a\.jsonl: has no rows"),
     ],
 )
-def test_a_line_that_is_no_object_is_named(content: bytes, expected: str, tmp_path: Path) -> None:
+def test_a_line_that_is_not_an_object_is_named(content: bytes, expected: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(SurefootError, match=expected):
         read_rows(tmp_path / "a.jsonl")
@@ -320,7 +320,7 @@ def test_a_prompt_keeps_its_tools_wherever_it_is_rendered_again(tmp_path: Path) 
     assert best == {"prompt": [ASK], "completion": [ANSWER], "reward": 1.0, **OPTIONS}
 
 
-def test_what_is_not_used_is_named_once(tmp_path: Path) -> None:
+def test_unused_columns_are_named_once(tmp_path: Path) -> None:
     rows = [
         {"messages": [ASK, {**ANSWER, "name": "it"}], "id": 3, "source": None},
         {"messages": [ASK, ANSWER], "id": 4, "source": None, "prompt": "2+2", "tools": []},
@@ -425,7 +425,7 @@ def test_messages_of_weight_0_are_read_and_not_trained(tmp_path: Path) -> None:
         (prompts, {"messages": [ANSWER]}, "has nothing before the answer"),
     ],
 )
-def test_what_is_wrong_with_a_row_names_file_and_line(
+def test_errors_of_a_row_name_file_and_line(
     make: Callable[..., Any], row: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     fine = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
@@ -435,7 +435,7 @@ def test_what_is_wrong_with_a_row_names_file_and_line(
     assert "\n" not in str(caught.value)
 
 
-def test_without_the_extra_parquet_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_parquet_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", ROWS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SurefootError, match=r"reading Parquet needs pyarrow.*pip install .*\[language\]'"):
@@ -470,7 +470,7 @@ def test_a_preview_colours_what_is_trained_and_counts_the_rest(tmp_path: Path) -
     assert f"{dim}ab\x1b[0m{bold_green}c⟨eos⟩\x1b[0m" in colours
 
 
-def test_a_preview_knows_pairs_and_prompts(tmp_path: Path) -> None:
+def test_a_preview_shows_pairs_and_prompts(tmp_path: Path) -> None:
     both, _ = printed(jsonl(tmp_path / "a.jsonl", [{"prompt": "ab", "chosen": "c", "rejected": "dd"}]))
     assert "1 chosen" in both
     assert "abdd⟨eos⟩" in both
@@ -480,7 +480,7 @@ def test_a_preview_knows_pairs_and_prompts(tmp_path: Path) -> None:
     assert "3, of which 0 trained" in shown
 
 
-def test_a_preview_names_what_is_left_out_and_what_is_not_used(tmp_path: Path) -> None:
+def test_a_preview_names_dropped_rows_and_unused_columns(tmp_path: Path) -> None:
     rows = [{"prompt": "ab", "chosen": "c", "rejected": "dd", "score": 1}, {"prompt": "ab", "chosen": "c", "rejected": "c"}]
     both, _ = printed(jsonl(tmp_path / "a.jsonl", rows))
     assert "pairs    │ 1 of 2 rows" in both

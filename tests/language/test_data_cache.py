@@ -71,7 +71,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("make", [demonstrations, pairs, prompts])
-def test_what_is_on_disk_is_what_would_be_in_memory(make: Callable[..., Any], large: Path) -> None:
+def test_cached_ids_equal_those_in_memory(make: Callable[..., Any], large: Path) -> None:
     memory = make(list(open_rows(large)), TOKENS, 50)
     for _ in ("written", "found"):
         made = make(open_rows(large), TOKENS, 50)
@@ -160,7 +160,7 @@ RUNS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_what_is_computed_from_all_rows_is_computed_once(kind: str, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_about_all_rows_are_computed_once(kind: str, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashes and lengths: those of a cache equal those of memory, and a warm start reads no row."""
     rows = [row for row in ROWS if row["chosen"] != row["rejected"]] * 2
     rows = [{**row, "prompt": f"{row['prompt']}{index}", "label": bool(index % 2)} for index, row in enumerate(rows)]
@@ -329,7 +329,7 @@ def test_an_interrupt_while_processes_start_ends_them(two: None, monkeypatch: py
     assert all(worker.process.returncode is not None for worker in started)
 
 
-def test_work_that_cannot_be_sent_is_done_here(two: None) -> None:
+def test_work_that_cannot_be_pickled_is_done_in_this_process(two: None) -> None:
     assert list(processes.in_processes(lambda rows: sum(rows), range(5), 2)) == [([0, 1, 2], 3), ([3, 4], 7)]
 
 

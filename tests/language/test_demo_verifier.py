@@ -94,7 +94,7 @@ def test_the_demo_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_a_verifier_makes_likely_what_a_small_model_does_half_of_the_time(tmp_path: Path) -> None:
+def test_training_on_a_verifier_raises_accuracy(tmp_path: Path) -> None:
     model, data = write_folder(tmp_path / "model", "llama", scale=1.0), tmp_path / "data"
     data.mkdir()
     write_rows(data / "demonstrations.jsonl", tasks.demonstrations("sorting", 6_400, 2, 2))

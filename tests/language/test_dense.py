@@ -98,7 +98,7 @@ def test_a_step_ends_with_its_separator_and_white_space_is_none() -> None:
 
 
 @given(st.text(alphabet="ab; \n", max_size=20), st.sampled_from([";", "\n\n", " "]))
-def test_what_is_not_white_space_is_in_one_step(text: str, separator: str) -> None:
+def test_every_character_but_white_space_is_in_exactly_one_step(text: str, separator: str) -> None:
     steps = split_steps(text, separator)
     assert "".join("".join(step.text for step in steps).split()) == "".join(text.replace(separator, "").split())
     for step in steps:
@@ -132,7 +132,7 @@ def test_the_reward_of_a_step_is_on_the_token_that_writes_its_last_character(tex
     assert scores.total.tolist() == [sum(values)]
 
 
-def test_characters_of_several_tokens_and_tokens_of_several_characters_are_met_in_these_tests() -> None:
+def test_the_tests_cover_multi_token_characters_and_multi_character_tokens() -> None:
     tokens = Tokens(byte_tokenizer())
     ids = tokens.encode_completion("日;the step")
     assert len(ids) < len("日;the step"), "some token writes several"
@@ -370,7 +370,7 @@ def test_groups_compare_the_sums_and_a_critic_sees_every_step(files: dict[str, s
     torch.testing.assert_close(assign_credit(r, made.recipe.objective).returns, torch.where(r.mask, to_go, 0.0))
 
 
-def test_further_rounds_keep_what_lies_where(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_further_rounds_keep_the_positions_of_rewards(files: dict[str, str], folders: dict[str, Path]) -> None:
     sampling = {"prompts": 8, "samples": 2, "max_tokens": 6, "rounds": 3}
     made, r = collected(files, folders["llama"], "letters", algorithm="GRPO", sampling=sampling)
     assert r.metrics["sampling_rounds"] is not None
@@ -417,7 +417,7 @@ def test_a_stop_string_writes_nothing_as_eos_does(files: dict[str, str], folders
         assert float(dense[row].sum()) == sum(letter in "aeiou " for letter in text)
 
 
-def test_a_critic_is_held_against_what_is_still_to_be_earned(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_a_critic_is_compared_with_the_remaining_return(files: dict[str, str], folders: dict[str, Path]) -> None:
     made, _ = collected(files, folders["llama"], "places", reference={"beta": 0.0})
     answers = made.collector.respond(made.collector.prompts, range(40))
     curve = calibration(made, answers)

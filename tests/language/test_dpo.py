@@ -70,9 +70,7 @@ def gradient(world: SupervisedWorld, rollout: Any) -> tuple[Tensor, float]:
 
 @pytest.mark.parametrize("wrong", [0.0, 0.1])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_is_that_of_the_loss_by_the_book(
-    loss: str, wrong: float, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_gradient_is_that_of_the_published_loss(loss: str, wrong: float, folders: dict[str, Path], tmp_path: Path) -> None:
     """In float64 (GPT-2 has no step in float32), away from the reference, beside ``transformers`` row by row, unpadded."""
     other = write_folder(tmp_path / "other", "gpt2", seed=2)
     preference = {"loss": loss, "label_smoothing": wrong}
@@ -151,7 +149,7 @@ def test_before_the_first_step_the_model_is_its_own_reference(folder: Path, tmp_
         assert float(answer_log_probs(world.policy.writer, rollout.inputs).max()) < -0.1
 
 
-def test_of_an_answer_in_messages_only_what_the_assistant_wrote_counts(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_only_the_assistants_messages_of_an_answer_count(folders: dict[str, Path], tmp_path: Path) -> None:
     """As in SFT: a second question inside an answer is read, and neither rewarded nor punished."""
     question = [{"role": "user", "content": "one?"}]
 
@@ -314,7 +312,7 @@ def test_simpo_has_a_beta_of_its_own_unless_the_recipe_sets_one() -> None:
         ({"optimizer": {"critic_learning_rate": 0.1}}, "has no critic"),
     ],
 )
-def test_what_makes_no_sense_is_rejected_in_one_line(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_contradictory_settings_are_rejected_in_one_line(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SurefootError) as caught:
         recipe(tmp_path, "rows.jsonl", **fields)
     assert message in str(caught.value)

@@ -93,7 +93,7 @@ def test_a_request_that_failed_early_is_sent_again_and_its_error_is_that_of_the_
         collected(world(files, folders["llama"], **settings))
 
 
-def test_what_is_called_when_a_response_ends_has_its_number_and_tokens() -> None:
+def test_the_callback_at_the_end_of_a_response_gets_its_index_and_tokens() -> None:
     finished: dict[int, list[int]] = {}
     drawn = sample(
         model("llama"),

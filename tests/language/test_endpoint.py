@@ -131,7 +131,7 @@ def test_steps_and_tokens_go_along_where_they_are_scored(server: Server) -> None
     assert [sorted(body) for body in server.bodies] == [["prompts", "responses", "steps"], ["prompts", "responses", "tokens"]]
 
 
-def test_a_column_that_json_has_no_word_for_is_named(server: Server) -> None:
+def test_a_column_that_json_cannot_hold_is_named(server: Server) -> None:
     with pytest.raises(SurefootError, match="'when' can't be sent as JSON"):
         reward(server.url)([""], [""], {"when": [datetime.now(UTC)]})
     with pytest.raises(SurefootError, match="argument 'answer' is also a column of the rows"):
@@ -176,7 +176,7 @@ def test_a_token_that_is_missing_or_can_t_be_sent_is_rejected_without_being_show
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "http://", "localhost:80", "http://host:x/", "http://[::1/"])
-def test_what_is_no_address_is_rejected(url: str) -> None:
+def test_an_invalid_address_is_rejected(url: str) -> None:
     assert "address" in rejection(url)
 
 
@@ -214,11 +214,11 @@ def test_a_secret_in_the_query_of_an_address_is_rejected_and_not_repeated(query:
     "query",
     ["model=judge-70b-instruct", "max_tokens=8", "keyword=blue", "monkey=1", "v=1.2.3", "sort_key=date", "partitionKey=id"],
 )
-def test_what_is_no_secret_may_stand_in_a_query(query: str) -> None:
+def test_query_parameters_that_are_not_secrets_are_allowed(query: str) -> None:
     assert http_client.url_complaint(f"https://host/score?{query}") == ""
 
 
-def test_what_no_server_gets_is_rejected() -> None:
+def test_a_fragment_in_an_address_is_rejected() -> None:
     with pytest.raises(
         SurefootError, match=r"url='https://host/score': has a fragment after '#', which is never sent"
     ) as raised:
@@ -229,7 +229,7 @@ def test_what_no_server_gets_is_rejected() -> None:
 # ---- down, flaky, slow ----------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_down_is_tried_again_and_named(server: Server) -> None:
+def test_a_server_that_is_down_is_retried_and_named(server: Server) -> None:
     server.close()
     text = rejection(server.url, retries=2)
     assert "can't be reached (ConnectError: " in text
@@ -250,14 +250,14 @@ def test_tries_are_numbered(server: Server) -> None:
     assert len(server.bodies) == 4
 
 
-def test_waiting_doubles_at_random_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_back_off_exponentially_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "FIRST_WAIT", 0.5)
     drawn = {tried: [http_client.backoff(tried) for _ in range(50)] for tried in (1, 2, 4, 2000)}
     for tried, longest in ((1, 0.5), (2, 1.0), (4, 4.0), (2000, http_client.LONGEST_WAIT)):
         assert longest / 2 <= min(drawn[tried]) < max(drawn[tried]) <= longest
 
 
-def test_retry_after_is_waited_for(server: Server) -> None:
+def test_retry_after_is_respected(server: Server) -> None:
     server.in_turn((429, b"", {"Retry-After": "1"}), (200, [1, 2, 3]))
     started = time.monotonic()
     assert score(server.url).total.tolist() == [1, 2, 3]
@@ -266,7 +266,7 @@ def test_retry_after_is_waited_for(server: Server) -> None:
     assert [http_client.retry_after(text) for text in (None, "", "soon", "-5", "Thu, 01 Jan 1970 00:00:00 GMT")] == [0] * 5
 
 
-def test_a_wait_beyond_the_deadline_is_not_begun(server: Server) -> None:
+def test_no_retry_waits_beyond_the_deadline(server: Server) -> None:
     server.in_turn((503, b"", {"Retry-After": "3600"}))
     started = time.monotonic()
     text = rejection(server.url)
@@ -353,5 +353,5 @@ def test_a_server_on_this_machine_is_never_reached_through_a_proxy(
         ("http://example.org/127.0.0.1", False),
     ],
 )
-def test_which_addresses_mean_this_machine(url: str, local: bool) -> None:
+def test_local_addresses_are_recognised(url: str, local: bool) -> None:
     assert http_client.is_local(url) == local

@@ -104,7 +104,7 @@ def test_a_run_that_was_killed_before_it_left_its_model_leaves_it_when_resumed(
         surefoot.resume(files / "cut")
 
 
-def test_if_no_policy_was_within_reach_of_the_target_the_last_one_is_left_with_a_note(
+def test_if_no_policy_was_near_the_target_the_last_one_is_saved_with_a_note(
     files: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     """And patience, which waits for a better one, does not run out before β could bring the policy back."""
@@ -147,7 +147,7 @@ def test_the_best_policy_by_another_measure_is_forgotten_when_a_change_is_allowe
 
 
 @KINDS
-def test_once_nothing_is_evaluated_the_last_policy_is_left_and_no_earlier_best(kind: str, files: Path) -> None:
+def test_without_evaluation_the_last_policy_is_saved(kind: str, files: Path) -> None:
     run = cut_short(kind, files)
     table = read_toml(run / "config.toml")
     table["data"]["held_out"] = "none"
@@ -215,7 +215,7 @@ def test_a_run_is_not_resumed_with_another_reward_model(files: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["evaluate", "watch", "export"])
-def test_what_is_for_agents_rejects_a_model_of_language_in_one_line(
+def test_commands_for_agents_reject_language_models_in_one_line(
     command: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = RunFolder(cut_short("sft", files)).latest()
@@ -241,7 +241,7 @@ def test_the_error_for_a_run_with_relative_paths_names_the_folder_to_resume_it_f
     same(weights(run), weights(files / "whole"))
 
 
-def test_a_run_stands_for_its_model_in_a_preview_too(files: Path) -> None:
+def test_a_preview_accepts_a_run_as_its_model(files: Path) -> None:
     run = cut_short("sft", files)
     shown = []
     for model in (run, run / "model"):

@@ -74,7 +74,7 @@ def test_responses_have_the_right_shapes_in_prompt_major_order(engine: Engine) -
     assert drawn.missing is None
 
 
-def test_eos_ends_a_response_and_nothing_else_but_the_limit_does(engine: Engine) -> None:
+def test_only_eos_and_the_limit_end_a_response(engine: Engine) -> None:
     drawn = engine.sample(request())
     reasons = set()
     for response, reason in zip(drawn.responses(), drawn.finish_reasons, strict=True):
@@ -154,7 +154,7 @@ def test_weights_after_an_update_are_used_and_their_version_is_reported(engine: 
     expect_own_log_probs(model, PROMPTS, after, 0.8, within=1e-4)
 
 
-def test_the_global_generator_and_the_modes_of_the_model_are_left_alone(engine: Engine) -> None:
+def test_sampling_leaves_the_global_generator_and_the_models_modes_unchanged(engine: Engine) -> None:
     model = engine.model.train()  # type: ignore[attr-defined]
     before, attention = torch.get_rng_state(), model.config._attn_implementation
     engine.sample(request())
@@ -230,7 +230,7 @@ def gathered(answers: Sequence[tuple[list[int], list[float]] | None], stopped: b
     return samples_of(asked, found, torch.device("cpu"), "vllm", 3)
 
 
-def test_a_missing_answer_is_an_empty_row() -> None:
+def test_a_missing_response_is_an_empty_row() -> None:
     drawn = gathered([([30, 40], [-1.0, -2.0]), None, ([31] * 16, [-0.5] * 16)])
     assert drawn.finish_reasons == ["stop", "error", "length"]
     assert drawn.lengths.tolist() == [2, 0, 16]

@@ -125,7 +125,7 @@ def test_a_model_may_be_a_path_and_a_reward_one_text(folders: dict[str, Path], t
     assert model.recipe.reward.terms[0].function == reward
 
 
-def test_a_model_from_elsewhere_has_no_recipe_to_be_evaluated_by(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_without_a_recipe_cannot_be_evaluated(folders: dict[str, Path], tmp_path: Path) -> None:
     model = supervised("sft", folders["llama"], tmp_path)
     with pytest.raises(SurefootError, match=r"^model: has no recipe to evaluate it by; give the run's folder"):
         surefoot.evaluate(LanguageModel(model.model, model.tokens))

@@ -157,7 +157,7 @@ def test_the_summary_names_adapted_and_frozen_layers(mixture: Path) -> None:
     assert base.summary().endswith("% of all are frozen")
 
 
-def test_experts_with_dropout_and_matrices_that_are_not_there_are_rejected(mixture: Path) -> None:
+def test_dropout_and_unknown_matrices_of_experts_are_rejected(mixture: Path) -> None:
     model, _ = load_model(mixture)
     with pytest.raises(
         SurefootError,
@@ -360,7 +360,7 @@ def test_the_loss_is_that_of_transformers_on_the_same_logits(mixture: Path) -> N
     assert len(recorded) == (1 if "qwen3" in str(mixture) else 2), "layers without experts have no router"
 
 
-def test_equal_loads_cost_as_much_as_each_token_has_experts_and_unequal_ones_more() -> None:
+def test_the_balance_loss_is_smallest_for_equal_loads() -> None:
     even = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
     all_kept = torch.ones(2, dtype=torch.bool)
     counts, probabilities = expert_load(even, 2, all_kept)
@@ -444,7 +444,7 @@ def test_without_a_coefficient_no_router_logits_are_computed(
     assert "router_loss" not in metrics
 
 
-def test_a_load_that_is_balanced_becomes_more_even(mixture: Path, files: dict[str, str]) -> None:
+def test_training_with_the_balance_loss_evens_the_load(mixture: Path, files: dict[str, str]) -> None:
     seen: list[Any] = []
     surefoot.train(
         "sft",

@@ -88,7 +88,7 @@ def test_the_likelihood_is_the_mean_over_tokens_of_the_first_rows_whatever_goes_
         assert 0 < max(shape[0] if "micro_batch" in bound else shape.numel() for shape in read) <= most
 
 
-def test_what_a_run_forgets_is_in_its_metrics_and_in_its_evaluation(files: Path, folders: dict[str, Path]) -> None:
+def test_forgetting_is_in_the_metrics_and_the_evaluation(files: Path, folders: dict[str, Path]) -> None:
     settings = fields(files, folders["llama"], steps=256, reference={"beta": 0.0}, optimizer={"learning_rate": 3e-3})
     settings["evaluation"]["every"] = 64
     surefoot.train("language", run_dir=files / "run", **settings)
@@ -102,7 +102,7 @@ def test_what_a_run_forgets_is_in_its_metrics_and_in_its_evaluation(files: Path,
     assert "log π of demonstrations" in report_table(report)
 
 
-def test_it_is_measured_without_held_out_prompts_too_and_decides_nothing(files: Path, folders: dict[str, Path]) -> None:
+def test_forgetting_is_measured_without_held_out_prompts_and_affects_no_choice(files: Path, folders: dict[str, Path]) -> None:
     """Neither which checkpoint is the best, nor when patience ends."""
     data = {"train": str(files / "prompts.jsonl"), "max_length": 16}
     settings = fields(files, folders["llama"], data=data, steps=64)

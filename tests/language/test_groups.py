@@ -112,19 +112,19 @@ def test_the_constant_length_is_the_longest_response_allowed_unless_given() -> N
     assert recipe("PPO_CLIP", objective={"aggregation": "constant"}).objective.aggregation_length == 64
 
 
-def test_dapo_brings_what_is_no_switch_of_an_objective() -> None:
+def test_dapo_sets_recipe_fields_outside_the_objective() -> None:
     dapo = recipe("DAPO")
     assert (dapo.sampling.rounds, dapo.reward.overlong, dapo.reward.missing_eos) == (10, 0.2, None)
     own = recipe("DAPO", sampling={"rounds": 2}, reward={"terms": [{"function": "x:y"}], "overlong": "none"})
     assert (own.sampling.rounds, own.reward.overlong) == (2, None)
 
 
-def test_what_was_filled_in_is_written_and_read_back() -> None:
+def test_filled_in_defaults_are_written_and_read_back() -> None:
     for name in ("DAPO", "DR_GRPO", "RLOO"):
         assert make_recipe(to_table(recipe(name))) == recipe(name)
 
 
-def test_a_value_of_ones_own_is_taken_as_it_stands(files: dict[str, str]) -> None:
+def test_a_custom_objective_is_used_unchanged(files: dict[str, str]) -> None:
     own = replace(DR_GRPO, entropy_coefficient=0.01)
     recipe = find_recipe("language", fields(files, Path("nowhere")), own)
     assert recipe.objective == replace(own, aggregation_length=8)
@@ -148,7 +148,7 @@ def test_a_value_of_ones_own_is_taken_as_it_stands(files: dict[str, str]) -> Non
         ({"algorithm": "DR_GRPO", "sampling": {"max_tokens": "many"}}, "sampling.max_tokens='many'"),
     ],
 )
-def test_what_cannot_work_is_rejected_in_one_line(changes: dict[str, Any], message: str) -> None:
+def test_impossible_combinations_are_rejected_in_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError) as rejection:
         recipe(**changes)
     assert message in str(rejection.value)
@@ -235,9 +235,7 @@ def test_what_was_sampled_in_several_rounds_is_scored_by_the_policy_as_the_sampl
     assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
 
 
-def test_where_the_rounds_run_out_the_batch_is_filled_with_groups_that_teach_nothing(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
+def test_after_the_last_round_groups_without_signal_fill_the_batch(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(
         files, folders["llama"], "nothing", "DR_GRPO", sampling={"prompts": 4, "samples": 2, "max_tokens": 4, "rounds": 3}
     )
@@ -317,7 +315,7 @@ def test_the_last_tokens_below_the_limit_cost_up_to_one(files: dict[str, str], f
         pytest.param("REINFORCE_PLUS_PLUS", 5e-3, marks=pytest.mark.slow),
     ],
 )
-def test_each_raises_the_reward_of_a_model(
+def test_each_algorithm_raises_the_reward(
     algorithm: str, learning_rate: float, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     """The share of vowels among the letters of its responses, from a model of random weights."""

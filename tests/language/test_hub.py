@@ -72,7 +72,7 @@ def test_a_name_has_a_configuration_a_revision_and_a_split_or_not() -> None:
             open_rows(text)
 
 
-def test_without_the_extra_a_name_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SurefootError, match=r"hf://org/name:train: reading the hub needs datasets.*pip install .*\[data\]'"):
         open_rows("hf://org/name:train")

@@ -73,7 +73,7 @@ def idle_recipe(files: Path, start: Path, **changes: Any) -> Any:  # noqa: F811
         (["critic"], "float32", {"kind": "rmsprop"}),
     ],
 )
-def test_models_that_rest_change_no_number(
+def test_idle_models_on_the_cpu_change_no_number(
     roles: list[str],
     precision: str,
     optimizer: dict[str, Any],
@@ -181,7 +181,7 @@ def test_the_critic_is_on_the_device_for_its_values_and_for_updates_alone(
     assert {name for name, *_ in seen} == {"policy", "reference"}
 
 
-def test_an_error_while_collecting_brings_the_critic_back(files: Path, folders: dict[str, Path], device: Device) -> None:  # noqa: F811
+def test_an_error_during_collection_restores_the_critics_device(files: Path, folders: dict[str, Path], device: Device) -> None:  # noqa: F811
     recipe = idle_recipe(files, folders["llama"], offload=["critic"])
     world: Any = make_world(recipe)
     learner = make_learner(recipe, world.policy)
@@ -223,7 +223,7 @@ def test_uses_within_each_other_share_copies_and_an_error_drops_them(device: Dev
 
 
 @pytest.mark.parametrize(("roles", "precision"), [(ROLES, "float32"), (ROLES, "bfloat16-weights"), (["critic"], "float32")])
-def test_a_run_whose_models_rest_resumes_and_ends_as_one_whose_models_stay(
+def test_a_run_with_idle_models_resumes_with_the_same_numbers(
     roles: list[str],
     precision: str,
     files: Path,  # noqa: F811
@@ -245,7 +245,7 @@ def test_a_run_whose_models_rest_resumes_and_ends_as_one_whose_models_stay(
     assert all(torch.equal(x, others[name]) for name, x in moments.items())
 
 
-def test_a_run_may_begin_with_the_critic_in_its_place_and_go_on_with_one_that_rests(
+def test_idle_roles_may_change_on_resume(
     files: Path,  # noqa: F811
     folders: dict[str, Path],
     tmp_path: Path,
@@ -290,13 +290,18 @@ def test_a_run_may_begin_with_the_critic_in_its_place_and_go_on_with_one_that_re
         ({"reward": {"terms": ["file.py:function"]}}, r"offload: names the reward, and no term of reward.terms is a model"),
     ],
 )
-def test_what_can_not_rest_is_one_line(changes: dict[str, Any], line: str, files: Path, folders: dict[str, Path]) -> None:  # noqa: F811
+def test_unsupported_idle_settings_are_one_line(
+    changes: dict[str, Any],
+    line: str,
+    files: Path,  # noqa: F811
+    folders: dict[str, Path],
+) -> None:
     with pytest.raises(SurefootError, match=f"^{line}") as error:
         idle_recipe(files, folders["llama"], **changes)
     assert "\n" not in str(error.value)
 
 
-def test_kinds_without_frozen_models_have_nothing_that_rests(files: Path, folders: dict[str, Path]) -> None:  # noqa: F811
+def test_kinds_without_frozen_models_have_no_idle_models(files: Path, folders: dict[str, Path]) -> None:  # noqa: F811
     fields = table("sft", files, folders["llama"], "float32", offload=["reference"])
     with pytest.raises(SurefootError, match=r"^offload=\['reference'\]: names models of online runs, and kind = 'sft'"):
         make_recipe({"kind": "sft", **fields})
@@ -313,7 +318,7 @@ def workload(folders: dict[str, Path]) -> Workload:
     return replace(made, micro_batch_tokens=40, sampled=0)
 
 
-def test_what_rests_is_in_the_memory_of_the_cpu_and_in_that_of_the_device_in_its_own_passes(workload: Workload) -> None:
+def test_idle_models_count_as_cpu_memory_and_as_device_memory_in_their_passes(workload: Workload) -> None:
     there, away = estimate(workload), estimate(replace(workload, idle=tuple(ROLES)))
     assert away.host == {role: there.always[role] for role in ROLES}
     assert permanent_bytes(replace(workload, idle=tuple(ROLES))) == permanent_bytes(workload) - host_bytes(away.host)
@@ -324,7 +329,7 @@ def test_what_rests_is_in_the_memory_of_the_cpu_and_in_that_of_the_device_in_its
     assert running_peak(away) < running_peak(there)
 
 
-def test_a_critic_that_rests_needs_the_device_in_updates_and_its_weights_in_its_passes(workload: Workload) -> None:
+def test_an_idle_critic_needs_device_memory_in_updates_and_its_passes(workload: Workload) -> None:
     own = replace(workload, value="own", reference=None, rewards=())
     there, away = estimate(own), estimate(replace(own, idle=("critic",)))
     critic = there.always["value"]
@@ -345,14 +350,14 @@ def test_a_critic_that_rests_needs_the_device_in_updates_and_its_weights_in_its_
     assert upper_bound(replace(own, idle=("critic",))) >= away.peak
 
 
-def test_nothing_rests_where_the_cpu_is_the_device(workload: Workload) -> None:
+def test_no_model_is_idle_if_the_device_is_the_cpu(workload: Workload) -> None:
     here = replace(workload, layout=Layout(gpu=False))
     assert estimate(replace(here, idle=tuple(ROLES))) == estimate(here)
     assert not any(name.startswith("offload") for name, _ in alternatives(here))
     assert any(name == 'offload = ["reference", "reward"]' for name, _ in alternatives(workload))
 
 
-def test_what_rests_must_fit_the_memory_of_the_cpu(
+def test_idle_models_must_fit_into_cpu_memory(
     files: Path,  # noqa: F811
     folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,

@@ -83,7 +83,7 @@ def test_a_score_is_read_by_pattern_or_key(server: Server, settings: dict[str, A
     assert judge(server, judge=settings)(PROMPTS, RESPONSES, {}).total.tolist() == [score] * 3
 
 
-def test_a_comparison_is_asked_in_both_orders_so_a_judge_that_prefers_a_place_gives_half(server: Server) -> None:
+def test_comparisons_use_both_orders_so_position_bias_gives_one_half(server: Server) -> None:
     settings = {"prompt": "{prompt}A: {first}\nB: {second}\nWhich?", "against": "answer"}
     columns = {"answer": ["better", "worse", "worse"]}
     server.answer = lambda body: written("1")
@@ -120,7 +120,7 @@ def test_64_requests_run_at_a_time_or_as_many_as_in_flight(server: Server, in_fl
     assert most[0] == in_flight
 
 
-def test_the_same_question_is_asked_once(server: Server) -> None:
+def test_equal_questions_are_sent_once(server: Server) -> None:
     made = judge(server)
     first = made(["p"] * 6, ["a", "a", "b", "a", "b", "c"], {})
     assert len(server.bodies) == 3
@@ -129,7 +129,7 @@ def test_the_same_question_is_asked_once(server: Server) -> None:
     assert again.total[0] == first.total[5]
 
 
-def test_a_busy_judge_is_asked_again(server: Server) -> None:
+def test_a_busy_judge_is_retried(server: Server) -> None:
     server.in_turn((503, "busy"), (429, "busy"), written("4"))
     assert judge(server, judge={"in_flight": 1})(["p"], ["a"], {}).total.tolist() == [4]
     assert len(server.bodies) == 3

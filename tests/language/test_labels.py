@@ -228,7 +228,7 @@ def test_the_notes_count_both_labels_and_advise_a_weight_where_one_label_outweig
     assert [line for line in balanced.warnings if line.endswith("16 good and 8 bad answers")]
 
 
-def test_the_preview_says_why_a_label_in_other_words_is_no_label(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_preview_explains_invalid_labels(folders: dict[str, Path], tmp_path: Path) -> None:
     from rich.console import Console
 
     console = Console(record=True, width=160)

@@ -125,7 +125,7 @@ def test_the_token_mean_over_micro_batches_is_that_of_one_batch(sizes: dict[str,
         assert parts[1][name] == pytest.approx(whole[1][name], abs=1e-5), name
 
 
-def test_a_response_does_not_depend_on_who_is_in_the_batch(folder: Path, tmp_path: Path) -> None:
+def test_a_response_does_not_depend_on_the_batch(folder: Path, tmp_path: Path) -> None:
     """Fewer prompts in an iteration, so other company and other padding: each response, score and value is the same."""
     eight = made(folder, tmp_path)
     two = made(

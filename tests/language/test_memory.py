@@ -306,9 +306,7 @@ LINES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "switches"), LINES)
-def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(
-    name: str, switches: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipped_layers_are_extrapolated_linearly(name: str, switches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where little passes through the layers and the peak is elsewhere: one short row, a vocabulary 60 times the width."""
     config, fields = deep_model(name), dict(SWITCHES[switches])
     options = passes.PassOptions(**(fields | {"critic": config if fields.get("critic") else None}))
@@ -326,7 +324,7 @@ def test_layers_that_are_left_out_are_on_the_line_of_those_that_are_not(
     assert line == counts()
 
 
-def test_rows_that_are_left_out_are_on_the_line_of_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_rows_are_extrapolated_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
     config = model("llama").config
     parts, switches = passes.BatchShape(40, 20, 10), passes.PassOptions(head=True, chunk=20)
     results = []
@@ -476,7 +474,7 @@ def system(root: Path, groups: str = "0::/a/b\n") -> tuple[Path, Path]:
     return proc, cgroups
 
 
-def test_what_is_available_is_the_machines_and_its_swap(tmp_path: Path) -> None:
+def test_available_memory_includes_swap(tmp_path: Path) -> None:
     assert check.available_memory("cpu", *system(tmp_path)) == 5000 * 1024
     assert check.available_memory("cpu", tmp_path / "none", tmp_path / "none") is None
 
@@ -509,7 +507,7 @@ def test_seven_billion_parameters_are_the_first_llama_and_the_textbook_estimate_
     assert sums == {"textbook": 84, "with AdamW, mixed precision": 252, "here: float32 weights": 280}
 
 
-def test_a_size_is_about_met() -> None:
+def test_a_model_of_a_given_size_has_about_as_many_parameters() -> None:
     for size in (2e7, 1.3e8, 1e9, 1.3e10, 7e10, 4e11):
         assert count_parameters(llama_of(int(size))).total == pytest.approx(size, rel=0.35)
     assert model_config("350m")[1] == 350_000_000
@@ -529,7 +527,7 @@ def test_a_model_is_planned_by_its_configuration_alone(here: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_what_saves_memory_does_and_is_listed() -> None:
+def test_listed_savings_reduce_memory() -> None:
     config = model("llama").config
     setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
     made = MemoryPlan("llama", setup)

@@ -196,7 +196,7 @@ def test_a_process_that_has_other_gpus_beside_it_is_shown_how_to_use_them(
         MemoryCheck(recipe)
 
 
-def test_what_is_offloaded_must_fit_the_memory_of_the_cpu(
+def test_offloaded_parts_must_fit_into_cpu_memory(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

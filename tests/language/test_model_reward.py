@@ -66,7 +66,7 @@ def test_no_batch_is_larger_than_its_tokens(reward_folder):
     assert all(rows * width <= 60 or rows == 1 for rows, width in seen)
 
 
-def test_nothing_to_score_gives_nothing(folders, tmp_path):
+def test_empty_input_gives_no_scores(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     assert ModelReward(tmp_path / "reward")([], [], {}).total.shape == (0,)
@@ -97,7 +97,7 @@ def test_a_model_and_a_function_add_up(folders, tmp_path):
     torch.testing.assert_close(scores.total, 0.5 * scores.parts["reward_model"] + 0.1 * scores.parts["short"])
 
 
-def test_what_is_no_reward_model_is_rejected(folders):
+def test_a_folder_without_a_reward_model_is_rejected(folders):
     with pytest.raises(SurefootError, match="no such folder"):
         ModelReward("nowhere")
     with pytest.raises(SurefootError, match=r"is not a reward model \(LlamaForCausalLM\)"):

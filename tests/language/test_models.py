@@ -100,7 +100,7 @@ def test_pocket_has_about_a_million_parameters() -> None:
     assert model.config.vocab_size == len(tokenizer)
 
 
-def test_pocket_comes_back_from_a_folder_with_its_tokenizer_and_template(tmp_path: Path) -> None:
+def test_pocket_is_loaded_with_its_tokenizer_and_template(tmp_path: Path) -> None:
     model, tokenizer = pocket("abc ", seed=4)
     save_model(model, tokenizer, tmp_path)
     again, same = load_model(tmp_path)
@@ -264,7 +264,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_half_a_model_or_another_kind_is_rejected_in_one_line(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_incomplete_models_and_other_kinds_are_rejected_in_one_line(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     damage, expected = DAMAGE[name]
     folder = damaged(folders["llama"], tmp_path, damage)
     with pytest.raises(SurefootError, match=expected) as caught:
@@ -285,7 +287,7 @@ def test_a_classifier_by_its_weights_alone_is_rejected(folders: dict[str, Path],
         load_model(damaged(folders["llama"], tmp_path, damage))
 
 
-def test_weights_of_something_else_beside_the_models_are_let_be(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_other_weights_in_the_folder_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = damaged(folders["llama"], tmp_path, edit_weights(lambda t: t.update({"v_head.summary.weight": torch.ones(1)})))
     model, _ = load_model(folder)
     assert torch.equal(logits_of(model), logits_of(tiny.model("llama")))
@@ -380,13 +382,13 @@ def test_a_models_own_code_is_not_run_unless_allowed(tmp_path: Path, monkeypatch
     assert Path("ran").exists()
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SurefootError, match=r"^model='pocket' needs transformers.*pip install .*\[language\]'"):
         load_model("pocket")
 
 
-def test_what_is_no_reward_model_is_rejected_as_one(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_without_a_reward_model_is_not_loaded_as_one(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=r"is not a reward model \(LlamaForCausalLM\)"):
         RewardModel.load(folders["llama"])
     with pytest.raises(SurefootError, match=r"no such folder"):
@@ -420,7 +422,7 @@ def test_a_failed_save_leaves_the_older_model(
     assert torch.equal(logits_of(load_model(tmp_path / "out")[0]), logits_of(model))
 
 
-def test_a_folder_of_something_else_is_not_written_over(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_overwritten(folders: dict[str, Path], tmp_path: Path) -> None:
     model, tokenizer = load_model(folders["llama"])
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(SurefootError, match="contains something that is not a model"):

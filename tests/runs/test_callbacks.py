@@ -121,7 +121,7 @@ def test_a_callback_evaluates_saves_and_logs_with_the_agent_at_hand(tmp_path):
     assert surefoot.evaluate(saved, episodes=2, seed=5).mean_return == rows[-1]["my_return"]
 
 
-def test_callbacks_that_only_look_change_no_number_of_a_run(tmp_path):
+def test_callbacks_that_only_read_change_no_number_of_a_run(tmp_path):
     class Looking(Diary):
         def on_iteration(self, run, metrics):
             surefoot.evaluate(run.agent, episodes=1)

@@ -128,7 +128,7 @@ def test_a_notebook_shows_one_table_that_is_redrawn(monkeypatch: pytest.MonkeyPa
     assert "PPO_CLIP on CartPole-v1" in shown[-1]["text/html"]
 
 
-def test_a_listener_of_ones_own_is_the_display(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_listener_is_used_as_the_display(capsys: pytest.CaptureFixture[str]) -> None:
     small(display=displays.Lines("mine"))
     assert capsys.readouterr().out.startswith("mine\n")
 

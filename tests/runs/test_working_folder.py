@@ -124,7 +124,7 @@ def test_a_run_stays_in_its_folder_when_an_environment_changes_the_working_folde
     assert [row["steps"] for row in read_metrics(home / "run" / "metrics.jsonl")] == [32, 64, 96, 128]
 
 
-def test_lines_name_a_run_as_it_was_named(tmp_path, monkeypatch):
+def test_messages_name_a_run_as_the_user_did(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = RunFolder.reserve(tmp_path / "runs" / "a", shown=Path("runs/a"))
     assert folder.as_shown(f"the model is in {folder.path / 'model'}") == "the model is in runs/a/model"
