@@ -282,10 +282,11 @@ def _earned(rewards: Array, returns: Array, ends: int) -> Finding:
         count = int((~np.isfinite(rewards)).sum())
         return check_result("reward", "serious", f"{count} of {STEPS} rewards are {NOT_FINITE}", "fix the environment")
     whole = returns[:-1] if len(returns) > 1 else returns
-    earned = f"chance earns {np.mean(rewards):.3g} ± {np.std(rewards):.3g} a step"
-    earned += (
-        f", {np.mean(whole):.4g} ± {np.std(whole):.3g} an episode ({ends} ended)" if ends else f"; no episode ended in {STEPS}"
-    )
+    earned = f"random actions get {np.mean(rewards):.3g} ± {np.std(rewards):.3g} per step"
+    if ends:
+        earned += f", {np.mean(whole):.4g} ± {np.std(whole):.3g} per episode ({ends} episodes)"
+    else:
+        earned += f"; no episode ended in {STEPS}"
     largest = np.max(np.abs(rewards))
     if np.ptp(rewards) == 0 and (ends < 2 or np.ptp(whole) == 0):
         fix = "check that it can differ; reward intermediate steps, or start from easier episodes"
