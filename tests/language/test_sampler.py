@@ -317,10 +317,15 @@ def test_dropout_and_checkpointing_are_disabled_only_while_sampling(family: str)
     quiet = draw(model)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    training = [module.training for module in model.modules()]
+
+    def settings() -> list[tuple[bool, bool]]:
+        return [(module.training, getattr(module, "gradient_checkpointing", False)) for module in model.modules()]
+
+    before = settings()
+    assert (True, True) in before
     assert draw(model).actions.equal(quiet.actions)
     assert draw(model, path="cached").actions.equal(quiet.actions)
-    assert [module.training for module in model.modules()] == training
+    assert settings() == before
 
 
 def test_sampled_tensors_can_be_used_in_training() -> None:

@@ -190,8 +190,8 @@ def test_a_dry_run_and_a_check_try_schedules(tmp_path: Path, monkeypatch: pytest
     resolved = resolve_recipe("CartPole-v1", {"optimizer": {"schedule": "decay.py:decay"}})
     with pytest.raises(SurefootError, match=r"^optimizer\.schedule: the function returned -1 for 1; return"):
         dry_run_text(resolved)
-    begins = next(each for each in check_recipe(resolved.recipe) if each.name == "begins")
-    assert begins.severity == "serious"
+    recipe = next(each for each in check_recipe(resolved.recipe) if each.name == "recipe")
+    assert recipe.severity == "serious"
 
 
 def test_the_schedule_of_the_clip_is_checked_too() -> None:

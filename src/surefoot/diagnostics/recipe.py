@@ -46,7 +46,7 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
     try:
         world = make_world(recipe)
     except SurefootError as error:
-        findings = [failure("begins", error)]
+        findings = [failure("recipe", error)]
         if isinstance(recipe, ControlRecipe):  # the environment may be at fault; its own checks show more
             findings += _environment(recipe)
         return findings
@@ -54,7 +54,7 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
         schedules_of(recipe)
         start_from(world)
         findings = [
-            check_result("begins", "ok", f"{recipe.title}, seed {recipe.seed}"),
+            check_result("recipe", "ok", f"{recipe.title}, seed {recipe.seed}"),
             *_arithmetic(recipe, world.arithmetic()),
         ]
         findings += [check_result("notes", "warning", note) for note in world.warnings]
@@ -62,7 +62,7 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
             assert isinstance(world, LanguageWorld)
             findings += check_reward(world)
     except SurefootError as error:
-        findings = [failure("begins", error)]
+        findings = [failure("recipe", error)]
     finally:
         world.close()
     if isinstance(recipe, ControlRecipe):
