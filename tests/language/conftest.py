@@ -1,4 +1,4 @@
-"""Model folders are written once per session; a test that changes one copies it first."""
+"""Small model folders, written once per session; a test that changes one copies it first."""
 
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,21 @@ settings.load_profile("laws")
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a run does too, so that sums come out alike everywhere; and stray files land nowhere."""
+    """Use one thread, as runs do, so that sums are the same everywhere; stray files go to a temporary folder."""
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model folder per family: ``folders["llama"]``."""
+    """One model folder per family: ``folders["llama"]``."""
     root = tmp_path_factory.mktemp("models")
     return {family: write_folder(root / family, family) for family in FAMILIES}
 
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
-    """The name of a family: a test that takes it runs for each of the four."""
+    """The name of a family; a test with this fixture runs once for each of the four."""
     return str(request.param)
 
 
@@ -43,7 +43,7 @@ def folder(family: str, folders: dict[str, Path]) -> Path:
 
 @pytest.fixture
 def loaded(folder: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of ``family``, freshly loaded: a test may change them."""
+    """Model and tokenizer of ``family``, freshly loaded, so that a test may change them."""
     from surefoot.language.models.loading import load_model
 
     return load_model(folder)

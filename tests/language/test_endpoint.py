@@ -1,4 +1,4 @@
-"""Rewards over HTTP, with a real local server: requests, and servers that are down, slow or wrong."""
+"""Rewards over HTTP from a local server: requests, tokens, and servers that are down, slow or wrong."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 
 
 class Server:
-    """Answers what it is told to; remembers what it was asked."""
+    """A local HTTP server that returns configured answers and records its requests."""
 
     def __init__(self) -> None:
         self.answer: Callable[[dict[str, Any]], Answer] = lambda body: (200, {"scores": [len(r) for r in body["responses"]]})
@@ -50,7 +50,7 @@ class Server:
                 self.wfile.write(text)
 
             def log_message(self, *words: Any) -> None:
-                """Nothing."""
+                """Print nothing."""
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
@@ -58,7 +58,7 @@ class Server:
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def in_turn(self, *answers: Answer) -> None:
-        """The first request gets the first answer, …, all further ones the last."""
+        """Return these answers in order, then repeat the last one."""
         self.answer = lambda body: answers[min(len(self.bodies), len(answers)) - 1]
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
-def patient_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
 
 
@@ -97,31 +97,31 @@ def rejection(url: str, **fields: Any) -> str:
     return text.partition(": ")[2]
 
 
-# ---- what it is asked ---------------------------------------------------------------------------------------------------
+# ---- requests -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_gets_what_a_function_gets_and_its_numbers_are_the_scores(server: Server) -> None:
+def test_request_has_the_inputs_of_a_function_and_returns_the_scores(server: Server) -> None:
     scores = score(server.url, weight=2.0, arguments={"strict": True})
     assert scores.total.tolist() == [2, 4, 6]
-    assert scores.parts["score"].tolist() == [1, 2, 3], "named by the last word of the address"
+    assert scores.parts["score"].tolist() == [1, 2, 3], "named after the last part of the url"
     assert server.bodies == [{"prompts": PROMPTS, "responses": RESPONSES, **COLUMNS, "strict": True}]
     assert "Authorization" not in server.headers[0]
 
 
-def test_a_list_alone_is_an_answer_too(server: Server) -> None:
+def test_bare_list_of_scores_is_accepted(server: Server) -> None:
     server.answer = lambda body: (200, [0.5, 1, True])
     assert score(server.url).total.tolist() == [0.5, 1, 1]
 
 
-def test_responses_go_in_batches_of_the_size_that_is_set(server: Server) -> None:
+def test_responses_are_sent_in_batches_of_the_configured_size(server: Server) -> None:
     assert score(server.url, batch=2).total.tolist() == [1, 2, 3]
     bodies = sorted(server.bodies, key=lambda body: str(body["responses"]))  # they arrive in any order
     assert [(body["responses"], body["weight"]) for body in bodies] == [(["a", "bb"], [1, 2]), (["ccc"], [3])]
     assert reward(server.url)([], [], {}).total.shape == (0,)
-    assert len(server.bodies) == 2, "for nothing nothing is asked"
+    assert len(server.bodies) == 2, "no request without responses"
 
 
-def test_steps_and_tokens_go_along_where_they_are_scored(server: Server) -> None:
+def test_step_rewards_send_steps_and_token_rewards_send_tokens(server: Server) -> None:
     server.answer = lambda body: (200, [[len(step) for step in row] for row in body.get("steps") or body["tokens"]])
     texts, tokens = ["a;bb", ""], [["a", ";", "bb", ""], [""]]
     steps = reward(server.url, per="step", separator=";")(["", ""], texts, {}, tokens)
@@ -131,7 +131,7 @@ def test_steps_and_tokens_go_along_where_they_are_scored(server: Server) -> None
     assert [sorted(body) for body in server.bodies] == [["prompts", "responses", "steps"], ["prompts", "responses", "tokens"]]
 
 
-def test_a_column_that_json_cannot_hold_is_named(server: Server) -> None:
+def test_columns_unfit_for_json_and_duplicate_arguments_are_rejected(server: Server) -> None:
     with pytest.raises(SurefootError, match="'when' can't be sent as JSON"):
         reward(server.url)([""], [""], {"when": [datetime.now(UTC)]})
     with pytest.raises(SurefootError, match="argument 'answer' is also a column of the rows"):
@@ -139,11 +139,11 @@ def test_a_column_that_json_cannot_hold_is_named(server: Server) -> None:
     assert server.bodies == []
 
 
-# ---- the token ----------------------------------------------------------------------------------------------------------
+# ---- tokens and addresses -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("value", "sent"), [("s3cret", "Bearer s3cret"), ("Basic czNjcmV0", "Basic czNjcmV0")])
-def test_the_token_comes_from_the_environment_and_is_sent_alone(
+def test_token_from_the_environment_is_sent_and_not_stored(
     value: str, sent: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REWARD_TOKEN", value)
@@ -155,7 +155,7 @@ def test_the_token_comes_from_the_environment_and_is_sent_alone(
     assert value not in str(term.model_dump())
 
 
-def test_a_server_that_repeats_the_token_has_it_hidden(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_repeated_by_the_server_is_hidden(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "Basic czNjcmV0")
     server.answer = lambda body: (401, b"no such user: Basic czNjcmV0, or czNjcmV0")
     text = rejection(server.url, token_from="REWARD_TOKEN")
@@ -163,7 +163,7 @@ def test_a_server_that_repeats_the_token_has_it_hidden(server: Server, monkeypat
     assert text.startswith("returned 401 Unauthorized ('no such user: ***, or ***'); renew its token")
 
 
-def test_a_token_that_is_missing_or_can_t_be_sent_is_rejected_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_unusable_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
     assert "token_from='REWARD_TOKEN': this environment variable is not set" in rejection("http://x", token_from="REWARD_TOKEN")
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
@@ -176,11 +176,11 @@ def test_a_token_that_is_missing_or_can_t_be_sent_is_rejected_without_being_show
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "http://", "localhost:80", "http://host:x/", "http://[::1/"])
-def test_an_invalid_address_is_rejected(url: str) -> None:
+def test_invalid_urls_are_rejected(url: str) -> None:
     assert "address" in rejection(url)
 
 
-def test_a_password_in_an_address_is_rejected_and_not_repeated() -> None:
+def test_password_in_a_url_is_rejected_and_not_repeated() -> None:
     with pytest.raises(SurefootError) as raised:
         reward("http://me:s3cret@host/score")
     assert "contains a user or a password" in str(raised.value)
@@ -202,7 +202,7 @@ def test_a_password_in_an_address_is_rejected_and_not_repeated() -> None:
         "s3cret0123456789abcdefgh",
     ],
 )
-def test_a_secret_in_the_query_of_an_address_is_rejected_and_not_repeated(query: str) -> None:
+def test_secret_in_the_query_of_a_url_is_rejected_and_not_repeated(query: str) -> None:
     with pytest.raises(SurefootError) as raised:
         reward(f"https://host/score?{query}")
     assert str(raised.value).startswith("reward.terms[0].url='https://host/score': its query contains ")
@@ -214,11 +214,11 @@ def test_a_secret_in_the_query_of_an_address_is_rejected_and_not_repeated(query:
     "query",
     ["model=judge-70b-instruct", "max_tokens=8", "keyword=blue", "monkey=1", "v=1.2.3", "sort_key=date", "partitionKey=id"],
 )
-def test_query_parameters_that_are_not_secrets_are_allowed(query: str) -> None:
+def test_harmless_query_parameters_are_allowed(query: str) -> None:
     assert http_client.url_complaint(f"https://host/score?{query}") == ""
 
 
-def test_a_fragment_in_an_address_is_rejected() -> None:
+def test_fragment_in_a_url_is_rejected_and_not_repeated() -> None:
     with pytest.raises(
         SurefootError, match=r"url='https://host/score': has a fragment after '#', which is never sent"
     ) as raised:
@@ -226,10 +226,10 @@ def test_a_fragment_in_an_address_is_rejected() -> None:
     assert "s3cret" not in str(raised.value)
 
 
-# ---- down, flaky, slow ----------------------------------------------------------------------------------------------------
+# ---- servers that are down, flaky or slow ---------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_down_is_retried_and_named(server: Server) -> None:
+def test_unreachable_server_is_retried_and_named(server: Server) -> None:
     server.close()
     text = rejection(server.url, retries=2)
     assert "can't be reached (ConnectError: " in text
@@ -237,14 +237,14 @@ def test_a_server_that_is_down_is_retried_and_named(server: Server) -> None:
 
 
 @pytest.mark.parametrize("trouble", [(503, b"busy"), (500, b""), (429, b""), (0, b"")], ids=str)
-def test_a_flaky_server_is_retried_until_it_answers(trouble: Answer, server: Server) -> None:
+def test_flaky_server_is_retried_until_it_answers(trouble: Answer, server: Server) -> None:
     server.in_turn(trouble, trouble, (200, [1, 2, 3]))
     assert score(server.url).total.tolist() == [1, 2, 3]
     assert len(server.bodies) == 3
     assert server.bodies[0] == server.bodies[2]
 
 
-def test_tries_are_numbered(server: Server) -> None:
+def test_error_states_the_number_of_tries(server: Server) -> None:
     server.in_turn((503, b""))
     assert rejection(server.url, retries=3).startswith("returned 503 Service Unavailable, 4 times; check that the server runs")
     assert len(server.bodies) == 4
@@ -257,7 +257,7 @@ def test_retries_back_off_exponentially_up_to_a_limit(monkeypatch: pytest.Monkey
         assert longest / 2 <= min(drawn[tried]) < max(drawn[tried]) <= longest
 
 
-def test_retry_after_is_respected(server: Server) -> None:
+def test_retry_after_header_is_respected(server: Server) -> None:
     server.in_turn((429, b"", {"Retry-After": "1"}), (200, [1, 2, 3]))
     started = time.monotonic()
     assert score(server.url).total.tolist() == [1, 2, 3]
@@ -274,21 +274,21 @@ def test_no_retry_waits_beyond_the_deadline(server: Server) -> None:
     assert time.monotonic() - started < 60
 
 
-def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
-    left = threading.Event()
+def test_slow_server_is_abandoned_at_the_deadline(server: Server) -> None:
+    done = threading.Event()
 
-    def slowly(body: dict[str, Any]) -> Answer:
-        left.wait(60)
+    def slow_answer(body: dict[str, Any]) -> Answer:
+        done.wait(60)
         return 200, [1, 2, 3]
 
-    server.answer = slowly
+    server.answer = slow_answer
     started = time.monotonic()
     assert rejection(server.url, deadline=0.3).startswith("took longer than reward.deadline=0.3 s for 3 responses")
-    assert time.monotonic() - started < 50, "before the answer"
-    left.set()
+    assert time.monotonic() - started < 50, "stopped waiting before the answer"
+    done.set()
 
 
-# ---- wrong ----------------------------------------------------------------------------------------------------------------
+# ---- wrong responses ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -312,13 +312,13 @@ def test_a_slow_server_is_left_at_the_deadline(server: Server) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_wrong_answer_is_a_one_line_error_and_is_not_retried(answer: Answer, what: str, server: Server) -> None:
+def test_wrong_response_is_a_one_line_error_and_is_not_retried(answer: Answer, what: str, server: Server) -> None:
     server.in_turn(answer)
     assert rejection(server.url).startswith(what)
     assert len(server.bodies) == 1
 
 
-def test_single_bad_scores_are_masked_like_those_of_functions(server: Server) -> None:
+def test_single_bad_scores_are_masked(server: Server) -> None:
     server.in_turn((200, [1, None, 3]))
     scores = score(server.url, tolerated=0.34)
     assert scores.valid.tolist() == [True, False, True]
@@ -329,9 +329,7 @@ def test_single_bad_scores_are_masked_like_those_of_functions(server: Server) ->
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
-def test_a_server_on_this_machine_is_never_reached_through_a_proxy(
-    name: str, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_server_is_never_reached_through_a_proxy(name: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "http://127.0.0.1:9")

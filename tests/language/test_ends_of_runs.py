@@ -1,4 +1,4 @@
-"""How language runs end and resume: their files, and changes that are rejected."""
+"""How language runs end and resume: the files they leave and the changes they reject."""
 
 import io
 import json
@@ -32,13 +32,13 @@ SCORE = "def score(responses):\n    return [float(len(set(text))) for text in re
 
 @pytest.fixture
 def files(tmp_path: Path, folders: dict[str, Path]) -> Path:
-    """A folder with a model, rows of every kind and a reward function."""
+    """A folder with a model, rows for each kind of run, and a reward function."""
     shutil.copytree(folders["llama"], tmp_path / "model")
     rows = [{"prompt": f"{i % 5}: ", "completion": "abcd"[: i % 4 + 1] * 3} for i in range(24)]
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "zyx"} for row in rows]
     prompts = [{"prompt": row["prompt"], "worth": i} for i, row in enumerate(rows)]
-    for name, these in (("rows", rows), ("pairs", pairs), ("prompts", prompts)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in these))
+    for name, records in (("rows", rows), ("pairs", pairs), ("prompts", prompts)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
     (tmp_path / "rewards.py").write_text(SCORE)
     return tmp_path
 
@@ -66,33 +66,31 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return dict(load_checkpoint(newest)["agent"])
 
 
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def expect_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
 
 
 @KINDS
-def test_a_run_that_is_extended_goes_on_from_its_last_weights_and_not_from_its_best(kind: str, files: Path) -> None:
-    """The model that a run leaves is its best; extending it to a budget gives what that budget gives at once."""
+def test_extended_run_continues_from_its_last_weights(kind: str, files: Path) -> None:
+    """A run saves its best model, but an extended run has the weights of an uninterrupted one."""
     surefoot.train(kind, run_dir=files / "whole", **fields(kind, files))
     surefoot.train(kind, run_dir=files / "short", **fields(kind, files, steps=24))
     surefoot.resume(files / "short", steps=48)
-    same(weights(files / "short"), weights(files / "whole"))
+    expect_equal(weights(files / "short"), weights(files / "whole"))
 
 
 @KINDS
-def test_a_run_that_was_killed_before_it_left_its_model_leaves_it_when_resumed(
-    kind: str, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_saves_the_model_of_a_run_killed_before_saving(kind: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     surefoot.train(kind, run_dir=files / "whole", **fields(kind, files))
 
-    def killed(self: Any, folder: Path) -> None:
+    def interrupt(self: Any, folder: Path) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as killing:
+    with monkeypatch.context() as patched:
         for world in ("surefoot.language.online.world.LanguageWorld", "surefoot.language.supervised.world.SupervisedWorld"):
-            killing.setattr(f"{world}.finish", killed)
+            patched.setattr(f"{world}.finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             surefoot.train(kind, run_dir=files / "cut", **fields(kind, files))
     assert not (files / "cut" / "model").exists()
@@ -104,10 +102,10 @@ def test_a_run_that_was_killed_before_it_left_its_model_leaves_it_when_resumed(
         surefoot.resume(files / "cut")
 
 
-def test_if_no_policy_was_near_the_target_the_last_one_is_saved_with_a_note(
+def test_last_policy_is_saved_with_a_note_if_all_miss_the_target(
     files: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    """And patience, which waits for a better one, does not run out before β could bring the policy back."""
+    """Patience does not stop the run either, since β may still bring the policy back."""
     table = fields(
         "language", files, reference={"beta": 1e-6, "target": 1e-6}, evaluation={"every": 8, "rows": 16, "patience": 2}
     )
@@ -121,19 +119,17 @@ def test_if_no_policy_was_near_the_target_the_last_one_is_saved_with_a_note(
     assert not list((files / "far" / "best").glob("[0-9]*"))
     assert read_metrics(files / "far" / "metrics.jsonl")[-1]["steps"] == 48
     last = weights(files / "far")
-    left = load_language_model(str(files / "far")).model.state_dict()
-    assert all(torch.equal(left[name], last[f"model.{name}"]) for name in left if f"model.{name}" in last)
+    saved = load_language_model(str(files / "far")).model.state_dict()
+    assert all(torch.equal(saved[name], last[f"model.{name}"]) for name in saved if f"model.{name}" in last)
 
 
 @pytest.mark.parametrize(
     ("change", "forgotten"),
     [("reference.target=1e-6", True), ("optimizer.epsilon=1e-6", False), ("reward.tolerated=0.2", False)],
 )
-def test_the_best_policy_by_another_measure_is_forgotten_when_a_change_is_allowed(
-    change: str, forgotten: bool, files: Path
-) -> None:
-    """Rewards, and rewards less what their KL costs, can't be compared; nor can those of other rows."""
-    run = cut_short("language", files)
+def test_best_policy_is_forgotten_only_if_scores_are_no_longer_comparable(change: str, forgotten: bool, files: Path) -> None:
+    """Plain rewards can't be compared with rewards minus the cost of the KL."""
+    run = interrupted("language", files)
     assert list((run / "best").glob("[0-9]*"))
     table, (name, _, value) = read_toml(run / "config.toml"), change.partition("=")
     section, field = name.split(".")
@@ -147,8 +143,8 @@ def test_the_best_policy_by_another_measure_is_forgotten_when_a_change_is_allowe
 
 
 @KINDS
-def test_without_evaluation_the_last_policy_is_saved(kind: str, files: Path) -> None:
-    run = cut_short(kind, files)
+def test_resume_without_held_out_rows_leaves_no_best_policy(kind: str, files: Path) -> None:
+    run = interrupted(kind, files)
     table = read_toml(run / "config.toml")
     table["data"]["held_out"] = "none"
     (run / "config.toml").write_text(to_toml(make_recipe(table)))
@@ -168,15 +164,17 @@ def test_without_evaluation_the_last_policy_is_saved(kind: str, files: Path) -> 
         ("evaluation", "patience", (1, 2), True),
     ],
 )
-def test_scores_are_comparable_if_the_same_is_measured(section: str, field: str, values: Any, alike: bool) -> None:
+def test_scores_are_comparable_unless_a_setting_that_affects_them_changes(
+    section: str, field: str, values: Any, alike: bool
+) -> None:
     one, other = ({section: {field: value}} for value in values)
     assert scored_alike(one, other) == alike
     if (section, field) == ("reference", "beta"):
         one, other = ({section: {field: value, "target": 6.0}} for value in values)
-        assert scored_alike(one, other), "an adapted β has no part in the score"
+        assert scored_alike(one, other), "the score does not include an adapted β"
 
 
-def cut_short(kind: str, files: Path, **changes: Any) -> Path:
+def interrupted(kind: str, files: Path, **changes: Any) -> Path:
     surefoot.train(
         kind, run_dir=files / "run", callback=lambda metrics: metrics["steps"] >= 24, **fields(kind, files, **changes)
     )
@@ -184,8 +182,8 @@ def cut_short(kind: str, files: Path, **changes: Any) -> Path:
 
 
 @KINDS
-def test_a_run_is_not_resumed_on_other_rows(kind: str, files: Path) -> None:
-    run = cut_short(kind, files)
+def test_resume_rejects_changed_training_rows(kind: str, files: Path) -> None:
+    run = interrupted(kind, files)
     path = Path(fields(kind, files)["data"]["train"])
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[1:] + lines[:1]))
@@ -193,9 +191,9 @@ def test_a_run_is_not_resumed_on_other_rows(kind: str, files: Path) -> None:
         surefoot.resume(run)
 
 
-def test_a_run_is_not_resumed_or_evaluated_against_another_reference(files: Path) -> None:
-    """The folder that training started from, written anew since: by an SFT run that was extended, say."""
-    run = cut_short("language", files)
+def test_resume_and_evaluate_reject_a_changed_reference(files: Path) -> None:
+    """The folder that training started from was overwritten, for example by an extended SFT run."""
+    run = interrupted("language", files)
     shutil.rmtree(files / "model")
     write_folder(files / "model", "llama", seed=2)
     for again in (surefoot.resume, evaluate_run):
@@ -203,11 +201,11 @@ def test_a_run_is_not_resumed_or_evaluated_against_another_reference(files: Path
             again(run)
 
 
-def test_a_run_is_not_resumed_with_another_reward_model(files: Path) -> None:
+def test_resume_rejects_a_changed_reward_model(files: Path) -> None:
     for name, seed in (("scores", 1), ("others", 2)):
         surefoot.train("reward", run_dir=files / name, **fields("reward", files, seed=seed))
     terms = {"terms": [{"model": str(files / "scores")}], "missing_eos": "none"}
-    run = cut_short("language", files, reward=terms)
+    run = interrupted("language", files, reward=terms)
     shutil.rmtree(files / "scores" / "model")
     shutil.copytree(files / "others" / "model", files / "scores" / "model")
     with pytest.raises(SurefootError, match=r"reward\.terms model='.*': its content has changed"):
@@ -215,34 +213,32 @@ def test_a_run_is_not_resumed_with_another_reward_model(files: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["evaluate", "watch", "export"])
-def test_commands_for_agents_reject_language_models_in_one_line(
+def test_agent_commands_reject_language_models(
     command: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = RunFolder(cut_short("sft", files)).latest()
+    checkpoint = RunFolder(interrupted("sft", files)).latest()
     monkeypatch.setattr("sys.argv", ["surefoot", command, str(checkpoint)])
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit) as exited:
         main()
-    assert leaving.value.code == 2
+    assert exited.value.code == 2
     assert "has a language model and no agent" in capsys.readouterr().err
 
 
-def test_the_error_for_a_run_with_relative_paths_names_the_folder_to_resume_it_from(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_with_relative_paths_resume_only_from_their_original_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     relative = {"model": "model", "data": {**fields("sft", files)["data"], "train": "rows.jsonl"}}
     surefoot.train("sft", run_dir=files / "whole", **fields("sft", files, **relative))
-    run = cut_short("sft", files, **relative)
+    run = interrupted("sft", files, **relative)
     monkeypatch.chdir(files.parent)
     with pytest.raises(SurefootError, match=f"relative paths are from {files}, where the run began"):
         surefoot.resume(run)
     monkeypatch.chdir(files)
     surefoot.resume(run)
-    same(weights(run), weights(files / "whole"))
+    expect_equal(weights(run), weights(files / "whole"))
 
 
-def test_a_preview_accepts_a_run_as_its_model(files: Path) -> None:
-    run = cut_short("sft", files)
+def test_preview_is_the_same_for_a_run_and_its_model(files: Path) -> None:
+    run = interrupted("sft", files)
     shown = []
     for model in (run, run / "model"):
         console = Console(file=io.StringIO(), width=100)
@@ -251,7 +247,7 @@ def test_a_preview_accepts_a_run_as_its_model(files: Path) -> None:
     assert shown[0] == shown[1]
 
 
-def test_a_reward_run_loads_with_the_scores_that_it_gave_back(files: Path) -> None:
+def test_loaded_reward_model_gives_the_scores_of_the_trained_one(files: Path) -> None:
     trained = surefoot.train("reward", run_dir=files / "run", **fields("reward", files))
     ids = torch.arange(20, 32).view(1, -1)
     kept = torch.ones_like(ids, dtype=torch.bool)
@@ -262,7 +258,7 @@ def test_a_reward_run_loads_with_the_scores_that_it_gave_back(files: Path) -> No
         assert torch.equal(surefoot.load(files / "run")(ids, kept), wanted)
 
 
-def test_what_a_reward_model_is_standardised_on_is_read_before_training(files: Path) -> None:
+def test_unusable_demonstrations_for_standardisation_are_rejected_before_training(files: Path) -> None:
     with pytest.raises(SurefootError, match=r"nowhere\.jsonl: no such file"):
         surefoot.train("reward", run_dir=files / "run", **fields("reward", files, demonstrations=str(files / "nowhere.jsonl")))
     one = files / "one.jsonl"
@@ -272,8 +268,8 @@ def test_what_a_reward_model_is_standardised_on_is_read_before_training(files: P
     assert not (files / "run").exists()
 
 
-def test_a_model_that_ends_with_several_tokens_comes_back_from_a_checkpoint_with_all_of_them(files: Path) -> None:
-    """Its generation config names them; a Llama ends turns and texts by different tokens."""
+def test_all_eos_tokens_survive_training_and_loading(files: Path) -> None:
+    """The generation config lists them; Llama ends turns and texts with different tokens."""
     path = files / "model" / "generation_config.json"
     table = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(table | {"eos_token_id": [1, 2]}))

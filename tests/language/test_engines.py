@@ -1,4 +1,4 @@
-"""Every sampling engine gives responses with the same meaning for the same request."""
+"""All sampling engines interpret a request in the same way and return responses in the same format."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,14 +34,14 @@ MAKE: dict[str, Callable[[Any], Engine]] = {
 
 
 def request(count: int = 12, first: int = 100, **changes: Any) -> Request:
-    """Three responses of at most 16 tokens to each of four prompts."""
+    """A request for three responses of at most 16 tokens to each of four prompts."""
     settings = {"samples": 3, "max_tokens": 16, "eos_ids": EOS, "pad_id": 0, "temperature": 0.8, "decode": text_of}
     return Request(**{"prompts": PROMPTS, "seeds": range(first, first + count), **settings, **changes})
 
 
 @pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow if "two rows" in name else ()) for name in MAKE), "vllm"])
 def engine(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Engine]:
-    """Every engine on the same small model; "vllm" with a stand-in for the server."""
+    """Each engine on the same small model; "vllm" uses a stand-in server."""
     if request.param == "vllm":
         server = StandIn(folders["llama"])
         table = {"model": str(folders["llama"]), "data": {"train": "rows"}, "reward": {"terms": ["some:reward"]}}
@@ -74,7 +74,7 @@ def test_responses_have_the_right_shapes_in_prompt_major_order(engine: Engine) -
     assert drawn.missing is None
 
 
-def test_only_eos_and_the_limit_end_a_response(engine: Engine) -> None:
+def test_responses_end_only_at_eos_or_at_the_limit(engine: Engine) -> None:
     drawn = engine.sample(request())
     reasons = set()
     for response, reason in zip(drawn.responses(), drawn.finish_reasons, strict=True):
@@ -85,7 +85,7 @@ def test_only_eos_and_the_limit_end_a_response(engine: Engine) -> None:
     assert reasons == {"stop", "length"}
 
 
-def test_a_response_that_ends_is_passed_on_with_its_number_and_tokens_where_the_engine_knows(engine: Engine) -> None:
+def test_on_finished_gets_stopped_responses_except_from_the_continuous_engine(engine: Engine) -> None:
     finished: dict[int, list[int]] = {}
     drawn = engine.sample(request(on_finished=lambda number, ids: finished.update({number: list(ids)})))
     responses, reasons = drawn.responses(), drawn.finish_reasons
@@ -95,7 +95,7 @@ def test_a_response_that_ends_is_passed_on_with_its_number_and_tokens_where_the_
     assert all(ids == responses[number] for number, ids in finished.items())
 
 
-def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine: Engine) -> None:
+def test_responses_end_with_the_token_that_completes_a_stop_string(engine: Engine) -> None:
     free = engine.sample(request(eos_ids=(1,)))
     first, second = [text_of(response) for response in free.responses() if len(response) > 7][:2]
     stop = [first[3:5], second[6]]
@@ -109,7 +109,7 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine: 
     assert ended > 1
 
 
-def test_a_response_at_the_limit_is_truncated_and_one_that_ends_there_is_not(engine: Engine) -> None:
+def test_responses_at_the_limit_are_truncated_unless_they_end_with_eos(engine: Engine) -> None:
     cut = engine.sample(request(eos_ids=(), max_tokens=5))
     assert cut.finish_reasons == ["length"] * 12
     assert cut.lengths.tolist() == [5] * 12
@@ -119,20 +119,20 @@ def test_a_response_at_the_limit_is_truncated_and_one_that_ends_there_is_not(eng
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_the_trainers(engine: Engine, temperature: float) -> None:
+def test_log_probs_match_the_trainer(engine: Engine, temperature: float) -> None:
     drawn = engine.sample(request(temperature=temperature))
     expect_own_log_probs(engine.model, PROMPTS, drawn, temperature, within=1e-4)  # type: ignore[attr-defined]
 
 
-def test_the_same_seeds_repeat_and_others_do_not(engine: Engine) -> None:
+def test_same_seeds_repeat_responses_and_other_seeds_do_not(engine: Engine) -> None:
     first, again, other = (engine.sample(request(first=seed)) for seed in (100, 100, 500))
     assert torch.equal(first.actions, again.actions)
     assert torch.equal(first.log_probs, again.log_probs)
     assert first.responses() != other.responses()
-    assert len({tuple(response) for response in first.responses()}) > 6, "the samples of a prompt differ"
+    assert len({tuple(response) for response in first.responses()}) > 6, "samples of the same prompt differ"
 
 
-def test_the_likeliest_tokens_need_no_seeds(engine: Engine) -> None:
+def test_greedy_sampling_takes_the_likeliest_tokens_without_seeds(engine: Engine) -> None:
     drawn = engine.sample(request(greedy=True, seeds=(), samples=1))
     for prompt, response in zip(PROMPTS, drawn.responses(), strict=True):
         with torch.no_grad():
@@ -140,7 +140,7 @@ def test_the_likeliest_tokens_need_no_seeds(engine: Engine) -> None:
         assert response == logits.argmax(-1).tolist()
 
 
-def test_weights_after_an_update_are_used_and_their_version_is_reported(engine: Engine) -> None:
+def test_updated_weights_are_used_and_their_version_is_reported(engine: Engine) -> None:
     before = engine.sample(request())
     assert before.version == 0
     model = engine.model  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def test_weights_after_an_update_are_used_and_their_version_is_reported(engine: 
     expect_own_log_probs(model, PROMPTS, after, 0.8, within=1e-4)
 
 
-def test_sampling_leaves_the_global_generator_and_the_models_modes_unchanged(engine: Engine) -> None:
+def test_sampling_preserves_the_global_generator_training_mode_and_attention_setting(engine: Engine) -> None:
     model = engine.model.train()  # type: ignore[attr-defined]
     before, attention = torch.get_rng_state(), model.config._attn_implementation
     engine.sample(request())
@@ -172,15 +172,15 @@ def test_sampling_leaves_the_global_generator_and_the_models_modes_unchanged(eng
         ({"stop": [""]}, "non-empty"),
     ],
 )
-def test_an_invalid_request_is_rejected_in_one_line(engine: Engine, changes: dict[str, Any], message: str) -> None:
+def test_invalid_requests_are_rejected(engine: Engine, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError, match=message):
         engine.sample(request(**changes))
 
 
-# ---- the engines in this process ----------------------------------------------------------------------------------------
+# ---- engines in this process --------------------------------------------------------------------------------------------
 
 
-def test_the_engine_is_chosen_by_what_the_model_is_and_gives_its_reason() -> None:
+def test_engine_is_chosen_for_the_model_and_states_its_reason() -> None:
     small = tiny.model("gemma")
     assert (InProcess(small).name, InProcess(small).reason) == ("packed", "small gemma in float32")
     experts = InProcess(tiny.model("mixtral"))
@@ -191,7 +191,7 @@ def test_the_engine_is_chosen_by_what_the_model_is_and_gives_its_reason() -> Non
         InProcess(tiny.model("mixtral"), "packed")
 
 
-def test_packed_weights_that_turn_out_wrong_end_the_run_only_if_they_were_asked_for() -> None:
+def test_wrong_packed_weights_are_an_error_only_if_requested() -> None:
     model = tiny.model("llama")
     model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
     assert InProcess(model).sample(request()).path == "cached"
@@ -201,7 +201,7 @@ def test_packed_weights_that_turn_out_wrong_end_the_run_only_if_they_were_asked_
         InProcess(model, "packed").sample(request())
 
 
-def test_packed_and_model_draw_what_sample_draws_bit_for_bit(family: str) -> None:
+def test_packed_and_model_engines_match_sample_bit_for_bit(family: str) -> None:
     for name, path in (("packed", "packed"), ("model", "cached")):
         drawn = InProcess(tiny.model(family), name).sample(request())  # type: ignore[arg-type]
         direct = sample(tiny.model(family), **vars(request()), path=path)  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def test_packed_and_model_draw_what_sample_draws_bit_for_bit(family: str) -> Non
 
 
 @pytest.mark.parametrize(("rows", "look_every"), [(1, 1), (5, 3), (7, 50), (12, 4)])
-def test_rows_at_a_time_and_rare_looks_for_ends_change_no_token(family: str, rows: int, look_every: int) -> None:
+def test_row_limit_and_interval_of_end_checks_change_no_token(family: str, rows: int, look_every: int) -> None:
     model = tiny.model(family)
     for changes in ({}, {"stop": ["e", "ab"], "eos_ids": (1,)}):
         wanted = sample(model, **vars(request(**changes)))
@@ -221,45 +221,45 @@ def test_rows_at_a_time_and_rare_looks_for_ends_change_no_token(family: str, row
         torch.testing.assert_close(drawn.log_probs, wanted.log_probs, atol=5e-5, rtol=0)
 
 
-# ---- what an engine elsewhere returns -----------------------------------------------------------------------------------
+# ---- responses from external engines ------------------------------------------------------------------------------------
 
 
-def gathered(answers: Sequence[tuple[list[int], list[float]] | None], stopped: bool = False, **changes: Any) -> Any:
-    asked = request(prompts=[[20]], samples=len(answers), **changes)
-    found = [None if answer is None else (*answer, stopped) for answer in answers]
-    return samples_of(asked, found, torch.device("cpu"), "vllm", 3)
+def samples_from(answers: Sequence[tuple[list[int], list[float]] | None], stopped: bool = False, **changes: Any) -> Any:
+    one_prompt = request(prompts=[[20]], samples=len(answers), **changes)
+    with_stopped = [None if answer is None else (*answer, stopped) for answer in answers]
+    return samples_of(one_prompt, with_stopped, torch.device("cpu"), "vllm", 3)
 
 
-def test_a_missing_response_is_an_empty_row() -> None:
-    drawn = gathered([([30, 40], [-1.0, -2.0]), None, ([31] * 16, [-0.5] * 16)])
+def test_missing_responses_become_empty_rows() -> None:
+    drawn = samples_from([([30, 40], [-1.0, -2.0]), None, ([31] * 16, [-0.5] * 16)])
     assert drawn.finish_reasons == ["stop", "error", "length"]
     assert drawn.lengths.tolist() == [2, 0, 16]
     assert drawn.responses() == [[30, 40], [], [31] * 16]
     assert drawn.missing.tolist() == [False, True, False]
 
 
-def test_tokens_after_an_end_that_the_engine_missed_are_cut() -> None:
+def test_tokens_after_a_missed_end_are_cut() -> None:
     stop = text_of([30, 31])
     assert len(Tokens(tiny.tokenizer()).decode([30, 31])) == 2
-    drawn = gathered([([33, 40, 34], [-1.0] * 3), ([33, 30, 31, 35], [-1.0] * 4)], stop=[stop])
+    drawn = samples_from([([33, 40, 34], [-1.0] * 3), ([33, 30, 31, 35], [-1.0] * 4)], stop=[stop])
     assert drawn.responses() == [[33, 40], [33, 30, 31]]
     assert drawn.ended.all()
 
 
-def test_an_answer_that_is_short_without_an_end_is_an_error() -> None:
+def test_short_responses_without_an_end_are_an_error() -> None:
     with pytest.raises(SurefootError, match=r"has 2 tokens, without EOS or stop string, and max_tokens=16"):
-        gathered([([30, 31], [-1.0, -1.0])])
-    assert gathered([([30, 31], [-1.0, -1.0])], stopped=True).finish_reasons == ["stop"], "unless the engine saw its end"
+        samples_from([([30, 31], [-1.0, -1.0])])
+    assert samples_from([([30, 31], [-1.0, -1.0])], stopped=True).finish_reasons == ["stop"], "the engine reported the end"
 
 
 # ---- rows and memory ----------------------------------------------------------------------------------------------------
 
 
-def test_as_many_rows_are_drawn_at_a_time_as_fit_into_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_limit_comes_from_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("llama")
     wanted = InProcess(model).sample(request())
     each = row_bytes(model.config, 7 + 16, 4)
-    assert each == 2 * 2 * 2 * 8 * 23 * 4 + 24 * tiny.VOCABULARY, "keys and values of two heads of width 8 in two layers"
+    assert each == 2 * 2 * 2 * 8 * 23 * 4 + 24 * tiny.VOCABULARY, "keys and values of 2 layers, 2 heads of width 8; logits"
     monkeypatch.setattr(choose_engine, "total_memory", lambda device: int(5.5 * each / CACHE_SHARE))
     tight = InProcess(model)
     assert tight.rows_for(request()) == 5
@@ -273,7 +273,7 @@ def test_as_many_rows_are_drawn_at_a_time_as_fit_into_a_share_of_the_memory(monk
     assert InProcess(model).rows_for(request()) is None
 
 
-def test_chunks_hold_every_response_once_and_whole_prompts_where_they_fit() -> None:
+def test_chunks_cover_each_response_once_within_the_row_limit() -> None:
     for prompts, samples, rows in ((4, 3, None), (4, 3, 12), (4, 3, 7), (4, 3, 3), (4, 3, 2), (1, 9, 4), (5, 1, 2)):
         chunks = list(row_chunks(prompts, samples, rows))
         drawn = [(prompt, sample) for at, of_prompt in chunks for prompt in at for sample in of_prompt]

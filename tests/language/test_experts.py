@@ -1,4 +1,4 @@
-"""Mixtures of experts: summaries name the adapted layers, experts can be adapted, the router loss is that of transformers."""
+"""Mixtures of experts: adapters of experts and dense layers, runs with them, and the router loss of ``transformers``."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ OWN = {
 }
 
 
-def made(family: str, seed: int = 1) -> Any:
+def make_mixture(family: str, seed: int = 1) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -68,7 +68,7 @@ def made(family: str, seed: int = 1) -> Any:
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small mixture of experts."""
     folder = tmp_path_factory.mktemp("mixtures") / str(request.param)
-    made(str(request.param)).save_pretrained(folder)
+    make_mixture(str(request.param)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
@@ -79,7 +79,7 @@ def logits(model: Any) -> Tensor:
     return scores
 
 
-def moved(base: SharedBase, role: str, seed: int = 5) -> None:
+def perturb(base: SharedBase, role: str, seed: int = 5) -> None:
     drawn = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in base.parameters(role):
@@ -89,15 +89,15 @@ def moved(base: SharedBase, role: str, seed: int = 5) -> None:
 # ---- adapters -----------------------------------------------------------------------------------------------------------
 
 
-def test_with_adapters_of_experts_off_the_model_is_its_base_bit_for_bit(mixture: Path) -> None:
+def test_model_with_expert_adapters_off_equals_its_base_bit_for_bit(mixture: Path) -> None:
     model, _ = load_model(mixture)
     before = logits(model)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
-    assert torch.equal(logits(model), before), "an adapter begins by adding nothing"
+    assert torch.equal(logits(model), before), "a new adapter adds nothing"
     base.add(VALUE, AdapterSettings(rank=3, targets=EXPERTS))
-    moved(base, POLICY)
-    moved(base, VALUE, 6)
+    perturb(base, POLICY)
+    perturb(base, VALUE, 6)
     as_policy = logits(model)
     with base.using(None):
         assert torch.equal(logits(model), before)
@@ -106,25 +106,25 @@ def test_with_adapters_of_experts_off_the_model_is_its_base_bit_for_bit(mixture:
     assert min((as_policy - before).abs().max(), (as_value - before).abs().max(), (as_value - as_policy).abs().max()) > 1e-2
 
 
-def test_every_expert_gets_the_gradient_of_its_pair_and_the_base_none(mixture: Path) -> None:
+def test_only_adapters_get_gradients_including_those_of_experts(mixture: Path) -> None:
     model, _ = load_model(mixture)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
-    moved(base, POLICY)
+    perturb(base, POLICY)
     model(input_ids=torch.arange(96).view(2, 48)).logits.square().mean().backward()
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
     assert with_gradient == {f"model.{name}" for name, _ in base.parameters(POLICY)}
     assert any("experts" in name for name in with_gradient)
 
 
-def test_merged_experts_have_the_logits_of_the_adapter(mixture: Path) -> None:
+def test_merged_experts_give_the_logits_of_the_adapted_model(mixture: Path) -> None:
     model, _ = load_model(mixture)
     names = set(model.state_dict())
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=ROUTED))
     base.add(VALUE, AdapterSettings(rank=3, targets=ROUTED))
-    moved(base, POLICY)
-    moved(base, VALUE, 6)
+    perturb(base, POLICY)
+    perturb(base, VALUE, 6)
     adapted, state = logits(model), merged_state(model)
     assert state is not None
     assert set(state) == names
@@ -136,7 +136,7 @@ def test_merged_experts_have_the_logits_of_the_adapter(mixture: Path) -> None:
     torch.testing.assert_close(logits(model), adapted, rtol=1e-4, atol=1e-4)
 
 
-def test_the_summary_names_adapted_and_frozen_layers(mixture: Path) -> None:
+def test_summary_names_adapted_and_frozen_layers(mixture: Path) -> None:
     model, _ = load_model(mixture)
     size = sum(p.numel() for p in model.parameters())
     base = SharedBase(model)
@@ -157,7 +157,7 @@ def test_the_summary_names_adapted_and_frozen_layers(mixture: Path) -> None:
     assert base.summary().endswith("% of all are frozen")
 
 
-def test_dropout_and_unknown_matrices_of_experts_are_rejected(mixture: Path) -> None:
+def test_dropout_and_unknown_targets_of_experts_are_rejected(mixture: Path) -> None:
     model, _ = load_model(mixture)
     with pytest.raises(
         SurefootError,
@@ -171,7 +171,7 @@ def test_dropout_and_unknown_matrices_of_experts_are_rejected(mixture: Path) -> 
         SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=("experts.up",)))
 
 
-def test_roles_with_other_experts_are_rejected_and_those_without_are_not(mixture: Path) -> None:
+def test_roles_must_adapt_the_same_experts_or_none(mixture: Path) -> None:
     model, _ = load_model(mixture)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
@@ -180,7 +180,7 @@ def test_roles_with_other_experts_are_rejected_and_those_without_are_not(mixture
         base.add("judge", AdapterSettings(rank=2, targets=("experts.down_proj",)))
 
 
-def test_an_adapter_that_the_model_would_read_past_is_rejected(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_of_modules_that_the_model_bypasses_are_rejected(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load_model(mixture)
     experts = model.model.layers[1].mlp.experts
     kind = type(model.model.layers[1].mlp)
@@ -196,9 +196,9 @@ DENSE = ("q_proj", "gate_proj", "up_proj", "down_proj")
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with a dense layer, then one of experts; ``peft`` knows its names from ``transformers`` 4."""
+    """A model folder with a dense layer and a layer of experts; ``peft`` knows its layer names from ``transformers`` 4."""
     folder = tmp_path_factory.mktemp("mixed")
-    made("qwen3_moe").save_pretrained(folder)
+    make_mixture("qwen3_moe").save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
@@ -210,29 +210,29 @@ def adapted(base: SharedBase) -> set[str]:
 @pytest.mark.parametrize(
     ("targets", "dense", "experts"), [("all-linear", True, False), (DENSE, True, False), ((*DENSE, *EXPERTS), True, True)]
 )
-def test_dense_layers_of_a_mixture_get_the_adapters_that_targets_name(
+def test_adapter_targets_select_dense_layers_and_experts_of_a_mixture(
     targets: Any, dense: bool, experts: bool, mixed: Path
 ) -> None:
     model, _ = load_model(mixed)
     before = logits(model)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=targets))
-    found = adapted(base)
-    assert {f"layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")} <= found
-    assert {"layers.1.mlp.experts", "layers.1.mlp.experts.base_layer"} <= found if experts else "experts" not in str(found)
-    assert {layer.r[POLICY] for layer in base.layers} == {2}, "no rank is changed on the way"
+    layers = adapted(base)
+    assert {f"layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")} <= layers
+    assert {"layers.1.mlp.experts", "layers.1.mlp.experts.base_layer"} <= layers if experts else "experts" not in str(layers)
+    assert {layer.r[POLICY] for layer in base.layers} == {2}, "ranks stay as configured"
     line = base.summary()
     assert "down_proj, gate_proj, up_proj (1 layer each)" in line
     assert ("rank 2 for each of 4 experts on experts.down_proj, experts.gate_up_proj (1 layer each)" in line) == experts
     assert line.endswith("% of all are frozen" if experts else "gate_up_proj: name them in adapter.targets)")
-    moved(base, POLICY)
+    perturb(base, POLICY)
     after = logits(model)
     assert (after - before).abs().max() > 1e-2
     merge(base.trunk)
     torch.testing.assert_close(logits(model), after, rtol=1e-4, atol=1e-4)
 
 
-def test_a_recipe_saved_before_targets_stayed_as_named_keeps_its_converted_experts(mixed: Path) -> None:
+def test_recipes_saved_without_convert_targets_keep_their_converted_targets(mixed: Path) -> None:
     table = to_table(make_recipe({"kind": "sft", "model": str(mixed), "data": {"train": "x"}, "adapter": {"rank": 2}}))
     assert make_recipe(table).adapter.convert_targets is False
     del table["adapter"]["convert_targets"]
@@ -248,7 +248,7 @@ def test_a_recipe_saved_before_targets_stayed_as_named_keeps_its_converted_exper
     )
 
 
-def test_a_reward_model_of_dense_layers_and_experts_is_a_role_of_the_base_again(
+def test_reward_adapter_of_dense_layers_and_experts_loads_onto_the_base(
     mixed: Path, files: dict[str, str], tmp_path: Path
 ) -> None:
     pairs = "".join(json.dumps({"prompt": "ab", "chosen": "yes" * (1 + i % 2), "rejected": "no"}) + "\n" for i in range(16))
@@ -269,12 +269,12 @@ def test_a_reward_model_of_dense_layers_and_experts_is_a_role_of_the_base_again(
     reward = reward_role(base, str(tmp_path / "reward"))
     assert reward is not None
     assert type(base.trunk.layers[0].mlp.gate_proj.lora_A).__name__ == "ModuleDict"
-    assert not hasattr(base.trunk.layers[0].mlp.gate_proj, "parameter_name"), "a linear layer again, not a parameter"
+    assert not hasattr(base.trunk.layers[0].mlp.gate_proj, "parameter_name"), "adapted as a linear layer, not as a parameter"
     alone = RewardModel.load(tmp_path / "reward" / "model")
     ids = torch.arange(24).view(2, 12) * 4 % 100
     with torch.no_grad():
-        ours, theirs_ = (m.backbone(input_ids=ids).last_hidden_state for m in (reward, alone))
-    torch.testing.assert_close(ours, theirs_, rtol=1e-4, atol=1e-4)
+        ours, expected_states = (m.backbone(input_ids=ids).last_hidden_state for m in (reward, alone))
+    torch.testing.assert_close(ours, expected_states, rtol=1e-4, atol=1e-4)
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def fields(kind: str, files: dict[str, str], model: Path, **changes: Any) -> dic
     return {**table, **online, **changes}
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by the old name
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses the old name in transformers
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
@@ -312,7 +312,7 @@ def fields(kind: str, files: dict[str, str], model: Path, **changes: Any) -> dic
     ],
     ids=["language-experts", "language-all-linear", "sft-experts", "sft-all-linear"],
 )
-def test_a_run_that_adapts_experts_resumes_exactly_and_leaves_what_peft_and_transformers_read(
+def test_adapted_run_resumes_exactly_and_loads_in_peft_and_transformers(
     kind: str, targets: Any, mixture: Path, files: dict[str, str], tmp_path: Path
 ) -> None:
     from peft import PeftModel
@@ -332,11 +332,11 @@ def test_a_run_that_adapts_experts_resumes_exactly_and_leaves_what_peft_and_tran
         torch.testing.assert_close(logits(model.eval()), logits(whole.model), rtol=1e-4, atol=1e-4)
 
 
-# ---- the routers' loss --------------------------------------------------------------------------------------------------
+# ---- router loss --------------------------------------------------------------------------------------------------------
 
 
-def theirs(model: Any, ids: Tensor, real: Tensor) -> Tensor:
-    """The loss that the model's own class computes."""
+def transformers_loss(model: Any, ids: Tensor, real: Tensor) -> Tensor:
+    """The router loss computed by the model's own class in ``transformers``."""
     loss: Tensor = model(input_ids=ids, attention_mask=real.long(), use_cache=False, output_router_logits=True).aux_loss
     return loss
 
@@ -346,7 +346,7 @@ def some_text() -> tuple[Tensor, Tensor]:
     return ids, torch.arange(11) < torch.tensor([[11], [4], [7]])
 
 
-def test_the_loss_is_that_of_transformers_on_the_same_logits(mixture: Path) -> None:
+def test_router_loss_matches_transformers_on_the_same_logits(mixture: Path) -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     model, _ = load_model(mixture)
@@ -356,11 +356,11 @@ def test_the_loss_is_that_of_transformers_on_the_same_logits(mixture: Path) -> N
         model.base_model(input_ids=ids)
     expected = load_balancing_loss_func(tuple(recorded), 4, 2, real.long())
     torch.testing.assert_close(routers.loss(recorded, real), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(expected, theirs(model, ids, real), rtol=1e-6, atol=0)
+    torch.testing.assert_close(expected, transformers_loss(model, ids, real), rtol=1e-6, atol=0)
     assert len(recorded) == (1 if "qwen3" in str(mixture) else 2), "layers without experts have no router"
 
 
-def test_the_balance_loss_is_smallest_for_equal_loads() -> None:
+def test_balance_loss_is_lower_for_equal_loads_and_ignores_masked_tokens() -> None:
     even = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
     all_kept = torch.ones(2, dtype=torch.bool)
     counts, probabilities = expert_load(even, 2, all_kept)
@@ -373,7 +373,7 @@ def test_the_balance_loss_is_smallest_for_equal_loads() -> None:
 
 
 def gradients(kind: str, files: dict[str, str], mixture: Path, **changes: Any) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
-    """Of one update: the gradient by parameter, what was logged, and the batch; parameters stay."""
+    """Gradients by parameter, metrics, world and rollout of one update; parameters are restored."""
     table = fields(kind, files, mixture, **changes)
     if kind == "language":
         table["objective"] = {**table["objective"], "reuse": {"epochs": 1, "minibatches": 1}}
@@ -395,42 +395,42 @@ def gradients(kind: str, files: dict[str, str], mixture: Path, **changes: Any) -
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 2, "targets": EXPERTS}], ids=["whole", "adapter"])
 @pytest.mark.parametrize("kind", ["sft", "language"])
-def test_the_coefficient_adds_so_much_of_the_gradient_of_transformers_loss(
+def test_router_coefficient_scales_the_added_gradient_of_the_router_loss(
     kind: str, adapter: Any, mixture: Path, files: dict[str, str]
 ) -> None:
     extra = {} if adapter is None else {"adapter": adapter}
     objective = fields(kind, files, mixture).get("objective", {})
-    off, quiet, (world, rollout) = gradients(kind, files, mixture, **extra)
+    off, metrics_off, (world, rollout) = gradients(kind, files, mixture, **extra)
     on, metrics, _ = gradients(kind, files, mixture, objective={**objective, "router_coefficient": 0.5}, **extra)
     batch = pack_batch(rollout.inputs, rollout.actions, rollout.mask, 0)
-    loss = theirs(world.policy.model, batch.ids, batch.real)
+    loss = transformers_loss(world.policy.model, batch.ids, batch.real)
     moving = {name: p for name, p in world.policy.named_parameters() if p.requires_grad}
     expected = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
-    assert "router_loss" not in quiet
+    assert "router_loss" not in metrics_off
     assert metrics["router_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    some = False
+    nonzero = False
     for (name, _), ours in zip(moving.items(), expected, strict=True):
         if ours is not None:
             torch.testing.assert_close(on[name] - off[name], 0.5 * ours, rtol=1e-3, atol=2e-5)
-            some |= bool(ours.abs().max() > 1e-3)
-    assert some, "this example proves nothing"
+            nonzero |= bool(ours.abs().max() > 1e-3)
+    assert nonzero, "all gradients of the router loss are tiny"
 
 
 @pytest.mark.parametrize("split", [{"micro_batch": 3}, {"micro_batch_tokens": 24}])
-def test_the_gradient_does_not_depend_on_micro_batches_nor_on_gradient_checkpointing(
+def test_micro_batches_and_checkpointing_change_no_gradient_with_router_loss(
     split: dict[str, int], mixture: Path, files: dict[str, str]
 ) -> None:
     objective = {"router_coefficient": 0.5}
     whole, metrics, _ = gradients("sft", files, mixture, objective=objective)
-    parts, also, _ = gradients(
+    parts, parts_metrics, _ = gradients(
         "sft", files, mixture, objective=objective, optimizer={"learning_rate": 1e-2, **split}, gradient_checkpointing=True
     )
-    assert also["router_loss"] == pytest.approx(metrics["router_loss"], rel=1e-5)
+    assert parts_metrics["router_loss"] == pytest.approx(metrics["router_loss"], rel=1e-5)
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=1e-3, atol=2e-5)
 
 
-def test_without_a_coefficient_no_router_logits_are_computed(
+def test_router_logits_are_not_computed_without_a_coefficient(
     mixture: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any) -> None:
@@ -444,7 +444,7 @@ def test_without_a_coefficient_no_router_logits_are_computed(
     assert "router_loss" not in metrics
 
 
-def test_training_with_the_balance_loss_evens_the_load(mixture: Path, files: dict[str, str]) -> None:
+def test_training_brings_the_router_loss_near_its_minimum(mixture: Path, files: dict[str, str]) -> None:
     seen: list[Any] = []
     surefoot.train(
         "sft",
@@ -455,7 +455,9 @@ def test_training_with_the_balance_loss_evens_the_load(mixture: Path, files: dic
     assert 1.9 < seen[-1]["router_loss"] < 2.4
 
 
-def test_a_model_without_routers_and_other_kinds_are_rejected(folders: dict[str, Path], files: dict[str, str]) -> None:
+def test_router_coefficient_is_rejected_without_routers_and_for_other_kinds(
+    folders: dict[str, Path], files: dict[str, str]
+) -> None:
     with pytest.raises(SurefootError, match=r"^objective.router_coefficient: LlamaForCausalLM has no routers .*; set 0$"):
         surefoot.train("sft", **fields("sft", files, folders["llama"], objective={"router_coefficient": 0.1}))
     with pytest.raises(SurefootError, match=r"^objective.router_coefficient=0.1: is for kind = 'sft' and 'language'; set 0$"):

@@ -1,4 +1,4 @@
-"""GRPO and its relatives in language recipes: defaults, rejections, dynamic sampling, length penalty, learning."""
+"""GRPO and related algorithms in language recipes: defaults, rejections, dynamic sampling, length penalty, learning."""
 
 import json
 from dataclasses import asdict, replace
@@ -40,7 +40,7 @@ def half(responses):
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Prompts of which two in three are worth nothing whatever the response, and reward functions."""
+    """Prompts, two thirds of them with ``worth`` 0, and reward functions."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"{'x' * (i % 5)}{i % 7} says ", "worth": float(i % 3 == 0)} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -72,10 +72,10 @@ def world(files: dict[str, str], model: Path, function: str, algorithm: str = "G
     return LanguageWorld(made)
 
 
-# ---- what a recipe fills in, and what it rejects ------------------------------------------------------------------------
+# ---- recipe defaults and rejections -------------------------------------------------------------------------------------
 
 
-def test_an_algorithm_that_compares_responses_samples_several() -> None:
+def test_algorithms_that_compare_responses_sample_eight_by_default() -> None:
     for name in ("GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "RLOO"):
         assert recipe(name).sampling.samples == 8
         assert recipe(name, sampling={"samples": 3, "prompts": 4}).sampling.samples == 3
@@ -83,7 +83,7 @@ def test_an_algorithm_that_compares_responses_samples_several() -> None:
         assert recipe(name).sampling.samples == 1
 
 
-def test_online_dpo_samples_two_responses_and_has_a_reference_and_log_pi_old() -> None:
+def test_online_dpo_has_two_responses_a_reference_and_trainer_log_probs() -> None:
     made = recipe("ONLINE_DPO")
     assert (made.sampling.samples, made.reference.beta, made.has_reference) == (2, 0, True)
     assert made.sampling.old_log_probs == "trainer"
@@ -91,7 +91,7 @@ def test_online_dpo_samples_two_responses_and_has_a_reference_and_log_pi_old() -
         recipe("ONLINE_DPO", sampling={"old_log_probs": "update"})
 
 
-def test_the_kl_is_in_the_reward_only_with_leave_one_out_unless_the_recipe_sets_it() -> None:
+def test_grpo_and_its_variants_have_beta_zero_by_default() -> None:
     for name in ("GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV"):
         assert recipe(name).reference.beta == 0
     for name in ("RLOO", "REINFORCE_PLUS_PLUS", "PPO_CLIP"):
@@ -99,12 +99,12 @@ def test_the_kl_is_in_the_reward_only_with_leave_one_out_unless_the_recipe_sets_
     assert recipe("GRPO", reference={"beta": 0.1}).reference.beta == 0.1
 
 
-def test_objectives_are_the_values_themselves() -> None:
+def test_recipes_use_the_objectives_of_the_named_algorithms() -> None:
     for name in ("GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "RLOO", "ONLINE_DPO", "REINFORCE_PLUS_PLUS"):
         assert recipe(name).objective == surefoot.ALGORITHMS[name]
 
 
-def test_the_constant_length_is_the_longest_response_allowed_unless_given() -> None:
+def test_aggregation_length_defaults_to_max_tokens() -> None:
     assert recipe("DR_GRPO").objective == replace(DR_GRPO, aggregation_length=64)
     assert recipe("DR_GRPO", sampling={"max_tokens": 12}).objective.aggregation_length == 12
     assert recipe("DR_GRPO", objective={"aggregation_length": 5}).objective.aggregation_length == 5
@@ -119,12 +119,12 @@ def test_dapo_sets_recipe_fields_outside_the_objective() -> None:
     assert (own.sampling.rounds, own.reward.overlong) == (2, None)
 
 
-def test_filled_in_defaults_are_written_and_read_back() -> None:
+def test_filled_in_defaults_survive_writing_and_reading() -> None:
     for name in ("DAPO", "DR_GRPO", "RLOO"):
         assert make_recipe(to_table(recipe(name))) == recipe(name)
 
 
-def test_a_custom_objective_is_used_unchanged(files: dict[str, str]) -> None:
+def test_custom_objective_is_kept_and_gets_an_aggregation_length(files: dict[str, str]) -> None:
     own = replace(DR_GRPO, entropy_coefficient=0.01)
     recipe = find_recipe("language", fields(files, Path("nowhere")), own)
     assert recipe.objective == replace(own, aggregation_length=8)
@@ -148,7 +148,7 @@ def test_a_custom_objective_is_used_unchanged(files: dict[str, str]) -> None:
         ({"algorithm": "DR_GRPO", "sampling": {"max_tokens": "many"}}, "sampling.max_tokens='many'"),
     ],
 )
-def test_impossible_combinations_are_rejected_in_one_line(changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected_in_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SurefootError) as rejection:
         recipe(**changes)
     assert message in str(rejection.value)
@@ -156,17 +156,17 @@ def test_impossible_combinations_are_rejected_in_one_line(changes: dict[str, Any
 
 
 @pytest.mark.parametrize("algorithm", ["GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "RLOO", "ONLINE_DPO"])
-def test_control_has_no_groups(algorithm: str) -> None:
+def test_control_rejects_baselines_that_compare_responses(algorithm: str) -> None:
     with pytest.raises(SurefootError, match=r"objective\.baseline='.*': compares responses to the same prompt"):
         find_recipe("CartPole-v1", {"algorithm": algorithm})
 
 
-def test_control_has_no_sequences() -> None:
+def test_control_rejects_sequence_ratios() -> None:
     with pytest.raises(SurefootError, match=r"objective\.ratio='sequence': is for sequences"):
         find_recipe("CartPole-v1", {"objective": {"ratio": "sequence"}})
 
 
-def test_sft_needs_a_length_for_the_constant() -> None:
+def test_sft_with_constant_aggregation_needs_a_length() -> None:
     table = {"kind": "sft", "model": "pocket", "data": {"train": "x"}, "objective": {"aggregation": "constant"}}
     with pytest.raises(SurefootError, match="aggregation_length=None"):
         make_recipe(table)
@@ -176,19 +176,19 @@ def test_sft_needs_a_length_for_the_constant() -> None:
 # ---- dynamic sampling ---------------------------------------------------------------------------------------------------
 
 
-def test_a_group_has_signal_where_two_scores_differ() -> None:
+def test_groups_have_signal_if_two_valid_scores_differ() -> None:
     total = torch.tensor([0, 0, 1, 1, 0, 1, 2, 3, 0, 5], dtype=torch.float32)
     valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0, 0, 0]).bool()
     assert with_signal(total, valid, 2).tolist() == [False, False, True, False, False]
 
 
-def test_the_first_groups_with_signal_make_the_batch_and_others_fill_it_up() -> None:
+def test_batch_takes_the_first_groups_with_signal_then_fills_up() -> None:
     assert choose_groups([True, False, True, True, False, True], 3) == [0, 2, 3]
     assert choose_groups([False, False, True, False], 3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_together_choose_as_one_process_would(ranks: int) -> None:
+def test_ranks_together_choose_the_groups_of_one_process(ranks: int) -> None:
     signal = [False, True, False, False, True, True, False, True, True]
     chosen = []
     for rank in range(ranks):
@@ -204,9 +204,7 @@ def collected(made: LanguageWorld, state: LearnerState | None = None) -> Rollout
     return made.collector.collect(state or LearnerState.seeded(1, 1000))
 
 
-def test_groups_without_signal_are_replaced_by_those_of_further_prompts(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
+def test_groups_without_signal_are_replaced_by_further_prompts(files: dict[str, str], folders: dict[str, Path]) -> None:
     sampling = {"prompts": 6, "samples": 4, "max_tokens": 8}
     plain = collected(world(files, folders["llama"], "some", sampling=sampling))
     made = world(files, folders["llama"], "some", sampling={**sampling, "rounds": 9})
@@ -226,16 +224,16 @@ def test_groups_without_signal_are_replaced_by_those_of_further_prompts(
     assert made.collector.sampler.epochs * 40 == pytest.approx(sampled)
 
 
-def test_what_was_sampled_in_several_rounds_is_scored_by_the_policy_as_the_sampler_did(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
-    """Rows of several rounds lie in one batch with other padding than they were sampled with."""
+def test_policy_and_sampler_agree_on_log_probs_of_several_rounds(files: dict[str, str], folders: dict[str, Path]) -> None:
+    """Rows from several rounds share a batch, with other padding than they were sampled with."""
     r = collected(world(files, folders["gpt2"], "some", sampling={"prompts": 6, "samples": 2, "max_tokens": 8, "rounds": 9}))
     assert r.metrics["sampling_rounds"] > 1  # type: ignore[operator]
     assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
 
 
-def test_after_the_last_round_groups_without_signal_fill_the_batch(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_groups_without_signal_fill_the_last_round_and_change_no_weight(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
     made = world(
         files, folders["llama"], "nothing", "DR_GRPO", sampling={"prompts": 4, "samples": 2, "max_tokens": 4, "rounds": 3}
     )
@@ -250,20 +248,20 @@ def test_after_the_last_round_groups_without_signal_fill_the_batch(files: dict[s
         assert torch.equal(weights, before[name]), name
 
 
-def test_responses_without_a_score_are_left_out_of_their_group(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_unscored_responses_are_left_out_of_their_group(files: dict[str, str], folders: dict[str, Path]) -> None:
     settings = {"terms": [{"function": f"{files['rewards']}:half"}], "missing_eos": "none", "tolerated": 0.5}
     made = world(files, folders["llama"], "half", reward=settings)
     r = collected(made)
     assert not r.mask[1::2].any()
     credit = assign_credit(r, made.recipe.objective).advantages
-    for row in range(0, 24, 4):  # scores i and i + 2 are compared: one standard deviation of two numbers apart is √2
+    for row in range(0, 24, 4):  # the group compares scores i and i + 2, which lie √2 standard deviations apart
         both = credit[[row, row + 2]].abs().amax(-1)
         torch.testing.assert_close(both, torch.full((2,), 0.5**0.5), rtol=1e-3, atol=0)
     assert credit[1::2].eq(0).all()
-    assert [sample["kl"] is None for sample in made.collector.last_samples] == [False, True] * 12  # what is not known is not 0
+    assert [sample["kl"] is None for sample in made.collector.last_samples] == [False, True] * 12  # unknown, not 0
 
 
-def test_joined_rounds_hold_the_same_tokens() -> None:
+def test_concatenated_rounds_keep_prompts_responses_and_log_probs() -> None:
     def drawn(prompt: int, response: int) -> Samples:
         generator = torch.Generator().manual_seed(prompt)
         rows = 2
@@ -285,10 +283,10 @@ def test_joined_rounds_hold_the_same_tokens() -> None:
     assert whole.ended.tolist() == [True, False] * 3
 
 
-# ---- the penalty on length ----------------------------------------------------------------------------------------------
+# ---- length penalty -----------------------------------------------------------------------------------------------------
 
 
-def test_the_last_tokens_below_the_limit_cost_up_to_one(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_overlong_penalty_rises_linearly_to_one_at_the_limit(files: dict[str, str], folders: dict[str, Path]) -> None:
     terms = [{"function": f"{files['rewards']}:nothing"}]
     made = world(files, folders["llama"], "nothing", reward={"terms": terms, "missing_eos": "none", "overlong": 0.5})
     r = collected(made)
@@ -318,10 +316,10 @@ def test_the_last_tokens_below_the_limit_cost_up_to_one(files: dict[str, str], f
 def test_each_algorithm_raises_the_reward(
     algorithm: str, learning_rate: float, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
-    """The share of vowels among the letters of its responses, from a model of random weights."""
+    """The reward is the share of vowels in a response; the model starts with random weights."""
     rows: list[Any] = []
     settings = fields(files, folders["llama"], steps=64 * 16, sampling={"prompts": 8, "max_tokens": 8})
-    settings["reward"] |= {"overlong": "none"}  # what is compared with the bars is the share alone
+    settings["reward"] |= {"overlong": "none"}  # the bounds below are for the share alone
     settings["optimizer"] = {"learning_rate": learning_rate}
     surefoot.train("language", algorithm, **settings, callback=lambda metrics: bool(rows.append(metrics)))
     first, last = (sum(row["reward"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
@@ -329,7 +327,7 @@ def test_each_algorithm_raises_the_reward(
     assert last > 0.4
     shares = [row.get("groups_without_signal", 0) for row in rows]
     assert min(shares) < 1
-    assert algorithm == "ONLINE_DPO" or max(shares) < 1, "of two answers, a share may be the same in all eight pairs"
+    assert algorithm == "ONLINE_DPO" or max(shares) < 1, "with two responses per prompt, all eight pairs may tie"
 
 
 @pytest.mark.parametrize("algorithm", ["DAPO", "ONLINE_DPO"])
@@ -352,7 +350,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     assert algorithm != "DAPO" or any(row["sampling_rounds"] > 1 for row in timeless[0])
 
 
-def test_the_kl_may_be_in_the_loss_and_in_the_reward_at_once(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_kl_may_be_in_loss_and_reward_at_once(files: dict[str, str], folders: dict[str, Path]) -> None:
     rows: list[Any] = []
     settings = fields(files, folders["llama"], reference={"beta": 0.3})
     surefoot.train("language", GRPO, **settings, callback=lambda metrics: bool(rows.append(metrics)))

@@ -1,4 +1,4 @@
-"""Idle models on the CPU: they are on the device only during their own passes, and no number changes."""
+"""Models kept on the CPU while idle: they are on the device only for their own passes, and no result changes."""
 
 import importlib.util
 from dataclasses import replace
@@ -32,15 +32,15 @@ from .test_precision import files, table  # noqa: F401
 from .test_sharded import trained
 
 ROLES = ["reference", "reward"]
-IN_8_BITS = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+NEEDS_BITSANDBYTES = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 
 class Device:
-    """A device whose copies of tensors are counted."""
+    """A fake device that records the copies of tensors."""
 
     def __init__(self) -> None:
         self.copies: list[int] = []
-        """one number for each copied tensor: its bytes"""
+        """the bytes of each copied tensor"""
 
     def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         self.copies.append(tensor.nbytes)
@@ -69,11 +69,11 @@ def idle_recipe(files: Path, start: Path, **changes: Any) -> Any:  # noqa: F811
         (["critic"], "bfloat16-weights", {}),
         (["critic"], "float32", {"critic_learning_rate": 1e-2, "weight_decay": 0.1}),
         (["critic", *ROLES], "bfloat16-weights", {"critic_learning_rate": 1e-2}),
-        pytest.param(["critic"], "float32", {"kind": "adam-8bit"}, marks=IN_8_BITS),
+        pytest.param(["critic"], "float32", {"kind": "adam-8bit"}, marks=NEEDS_BITSANDBYTES),
         (["critic"], "float32", {"kind": "rmsprop"}),
     ],
 )
-def test_idle_models_on_the_cpu_change_no_number(
+def test_idle_models_on_the_cpu_change_no_metric_or_weight(
     roles: list[str],
     precision: str,
     optimizer: dict[str, Any],
@@ -84,13 +84,13 @@ def test_idle_models_on_the_cpu_change_no_number(
     steps = {"learning_rate": 1e-3, "micro_batch": 4, **optimizer}
     resting = idle_recipe(files, folders["llama"], precision=precision, offload=roles, optimizer=steps)
     moved, stayed = trained(resting), trained(resting.model_copy(update={"offload": False}))
-    assert device.copies, "else nothing was tried"
+    assert device.copies, "no model was moved"
     ours, theirs = ([{k: v for k, v in row.items() if k not in TIMING} for row in run["metrics"]] for run in (moved, stayed))
     assert ours == theirs
     assert all(torch.equal(x, stayed["weights"][name]) for name, x in moved["weights"].items())
 
 
-def test_a_role_is_on_the_device_once_for_each_batch_in_its_own_passes_alone(
+def test_frozen_roles_are_copied_once_and_only_for_their_own_passes(
     files: Path,  # noqa: F811
     folders: dict[str, Path],
     device: Device,
@@ -102,12 +102,12 @@ def test_a_role_is_on_the_device_once_for_each_batch_in_its_own_passes_alone(
     seen: list[tuple[str, list[str]]] = []
 
     def watch(name: str, module: nn.Module) -> None:
-        def note(*_: Any) -> None:
+        def record(*_: Any) -> None:
             present = [role for role, other in roles.items() if (idle := idle_weights(other)) is not None and idle.uses]
             if not seen or seen[-1] != (name, present):
                 seen.append((name, present))
 
-        module.register_forward_pre_hook(note)
+        module.register_forward_pre_hook(record)
 
     for name, module in {"policy": world.policy.model.base_model, "reference": reference, "reward": reward}.items():
         watch(name, module)
@@ -121,7 +121,7 @@ def test_a_role_is_on_the_device_once_for_each_batch_in_its_own_passes_alone(
         assert all(x.data_ptr() == y.data_ptr() for x, y in zip(idle.tensors, idle.host, strict=True)), "copies are dropped"
 
 
-def test_the_critic_is_on_the_device_for_its_values_and_for_updates_alone(
+def test_critic_is_on_the_device_only_for_its_values_and_updates(
     files: Path,  # noqa: F811
     folders: dict[str, Path],
     device: Device,
@@ -138,17 +138,17 @@ def test_the_critic_is_on_the_device_for_its_values_and_for_updates_alone(
     seen: list[tuple[str, int, set[int]]] = []
 
     def elements() -> set[int]:
-        """Of weights, gradients and moments that have memory on the device."""
+        """How many weights, gradients and moments have memory on the device."""
         flats = (optimizer.values, optimizer.gradients, *(x for x in optimizer.state.values() if x.dim()))
         return {flat.untyped_storage().nbytes() // 4 for flat in flats}
 
     def watch(name: str, module: nn.Module) -> None:
-        def note(*_: Any) -> None:
+        def record(*_: Any) -> None:
             uses = idle.uses if (idle := idle_weights(critic)) is not None else -1
             if not seen or seen[-1] != (name, uses, elements()):
                 seen.append((name, uses, elements()))
 
-        module.register_forward_pre_hook(note)
+        module.register_forward_pre_hook(record)
 
     for name, module in {"policy": policy.model.base_model, "critic": critic, "reference": world.reference.policy}.items():
         watch(name, module)
@@ -158,7 +158,7 @@ def test_the_critic_is_on_the_device_for_its_values_and_for_updates_alone(
             rollout = world.collector.collect(state)
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
 
-    iterate()  # makes the moments
+    iterate()  # creates the moments
     seen.clear()
     device.copies.clear()
     iterate()
@@ -172,16 +172,16 @@ def test_the_critic_is_on_the_device_for_its_values_and_for_updates_alone(
     ]
     assert all(there == away for *_, there in seen[:begin]), "collecting"
     assert all(uses == -1 and there == whole for _, uses, there in seen[begin:]), "updates"
-    assert sum(device.copies) == 4 * own, "the weights are copied once, besides the way back to the update"
+    assert sum(device.copies) == 4 * own, "the weights are copied once, not counting their return for the update"
     seen.clear()
     device.copies.clear()
     with learner.resting():
         world.evaluate_responses(world.sample_held_out())
-    assert not device.copies, "no value is read in an evaluation"
+    assert not device.copies, "evaluation needs no values"
     assert {name for name, *_ in seen} == {"policy", "reference"}
 
 
-def test_an_error_during_collection_restores_the_critics_device(files: Path, folders: dict[str, Path], device: Device) -> None:  # noqa: F811
+def test_failed_collection_returns_the_critic_to_the_device(files: Path, folders: dict[str, Path], device: Device) -> None:  # noqa: F811
     recipe = idle_recipe(files, folders["llama"], offload=["critic"])
     world: Any = make_world(recipe)
     learner = make_learner(recipe, world.policy)
@@ -203,7 +203,7 @@ def test_an_error_during_collection_restores_the_critics_device(files: Path, fol
     assert all(torch.equal(x, before[name]) for name, x in world.policy.state_dict().items())
 
 
-def test_uses_within_each_other_share_copies_and_an_error_drops_them(device: Device) -> None:
+def test_nested_uses_share_copies_and_an_error_drops_them(device: Device) -> None:
     layer = nn.Linear(3, 2).requires_grad_(False)
     rest_on_cpu(layer, "cpu")
     host = layer.weight.data_ptr()
@@ -223,7 +223,7 @@ def test_uses_within_each_other_share_copies_and_an_error_drops_them(device: Dev
 
 
 @pytest.mark.parametrize(("roles", "precision"), [(ROLES, "float32"), (ROLES, "bfloat16-weights"), (["critic"], "float32")])
-def test_a_run_with_idle_models_resumes_with_the_same_numbers(
+def test_resumed_run_with_idle_models_has_the_same_weights_and_moments(
     roles: list[str],
     precision: str,
     files: Path,  # noqa: F811
@@ -290,7 +290,7 @@ def test_idle_roles_may_change_on_resume(
         ({"reward": {"terms": ["file.py:function"]}}, r"offload: names the reward, and no term of reward.terms is a model"),
     ],
 )
-def test_unsupported_idle_settings_are_one_line(
+def test_unsupported_idle_settings_are_rejected_in_one_line(
     changes: dict[str, Any],
     line: str,
     files: Path,  # noqa: F811
@@ -301,7 +301,7 @@ def test_unsupported_idle_settings_are_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_kinds_without_frozen_models_have_no_idle_models(files: Path, folders: dict[str, Path]) -> None:  # noqa: F811
+def test_sft_rejects_idle_models(files: Path, folders: dict[str, Path]) -> None:  # noqa: F811
     fields = table("sft", files, folders["llama"], "float32", offload=["reference"])
     with pytest.raises(SurefootError, match=r"^offload=\['reference'\]: names models of online runs, and kind = 'sft'"):
         make_recipe({"kind": "sft", **fields})
@@ -312,13 +312,13 @@ def test_kinds_without_frozen_models_have_no_idle_models(files: Path, folders: d
 
 @pytest.fixture
 def workload(folders: dict[str, Path]) -> Workload:
-    """PPO with four models, on a device with its own memory."""
+    """PPO with a value head, a reference and a reward model, on a device with its own memory."""
     config = model_config(str(folders["llama"]))[0]
     made = Workload("language", config, surefoot.PPO_CLIP, "head", reference=config, rewards=(config,), prompt=24, response=16)
     return replace(made, micro_batch_tokens=40, sampled=0)
 
 
-def test_idle_models_count_as_cpu_memory_and_as_device_memory_in_their_passes(workload: Workload) -> None:
+def test_idle_models_need_cpu_memory_and_device_memory_for_their_passes(workload: Workload) -> None:
     there, away = estimate(workload), estimate(replace(workload, idle=tuple(ROLES)))
     assert away.host == {role: there.always[role] for role in ROLES}
     assert permanent_bytes(replace(workload, idle=tuple(ROLES))) == permanent_bytes(workload) - host_bytes(away.host)
@@ -329,7 +329,7 @@ def test_idle_models_count_as_cpu_memory_and_as_device_memory_in_their_passes(wo
     assert running_peak(away) < running_peak(there)
 
 
-def test_an_idle_critic_needs_device_memory_in_updates_and_its_passes(workload: Workload) -> None:
+def test_idle_critic_needs_device_memory_for_updates_and_its_passes(workload: Workload) -> None:
     own = replace(workload, value="own", reference=None, rewards=())
     there, away = estimate(own), estimate(replace(own, idle=("critic",)))
     critic = there.always["value"]
@@ -343,14 +343,14 @@ def test_an_idle_critic_needs_device_memory_in_updates_and_its_passes(workload: 
     }
     assert permanent_bytes(replace(own, idle=("critic",))) == permanent_bytes(own) - sum(critic.values())
     long = replace(own, max_tokens=4_000)
-    assert running_peak(estimate(replace(long, idle=("critic",)))) < running_peak(estimate(long)), "where sampling is the peak"
+    assert running_peak(estimate(replace(long, idle=("critic",)))) < running_peak(estimate(long)), "if sampling is the peak"
     assert any(
         name == 'offload = ["reference", "reward", "critic"]' for name, _ in alternatives(replace(workload, value="own"))
     )
     assert upper_bound(replace(own, idle=("critic",))) >= away.peak
 
 
-def test_no_model_is_idle_if_the_device_is_the_cpu(workload: Workload) -> None:
+def test_idle_models_change_no_estimate_on_a_cpu_device(workload: Workload) -> None:
     here = replace(workload, layout=Layout(gpu=False))
     assert estimate(replace(here, idle=tuple(ROLES))) == estimate(here)
     assert not any(name.startswith("offload") for name, _ in alternatives(here))

@@ -1,4 +1,4 @@
-"""KTO and reward models from labelled answers, with the same loop as pairs."""
+"""KTO and reward models trained on labelled answers, in the same loop as pairs."""
 
 import json
 import math
@@ -34,7 +34,7 @@ from .tiny import write_folder
 
 
 def answers(path: Path, count: int = 24) -> str:
-    """Sentences are good, reversed ones bad; no prompt has an answer of each label."""
+    """Write labelled answers: sentences are good, reversed ones bad; no prompt has both."""
     rows = (
         {"prompt": f"{i}: ", "completion": SENTENCES[i % 4] if i % 3 else SENTENCES[i % 4][::-1], "label": bool(i % 3)}
         for i in range(count)
@@ -48,7 +48,7 @@ def recipe(folder: Path, rows: str, kind: str = "dpo", **fields: Any) -> Any:
     return make_recipe({"kind": kind, "model": str(folder), "steps": 96, "data": settings, "preference": preference, **fields})
 
 
-def moved_by(world: SupervisedWorld, nats: float) -> None:
+def lower_reference(world: SupervisedWorld, nats: float) -> None:
     """Lower the reference's log-probabilities, so that z₀ is above 0."""
     assert world.reference is not None
     world.reference.values = world.reference.values - nats
@@ -63,55 +63,53 @@ def log_prob(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
 # ---- the loss -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_gradient_is_that_of_kto_by_the_book_with_the_mean_over_mismatched_answers(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """In float64, away from the reference, row by row, unpadded: 1 − σ(±β(h − z₀)) with weights, and no gradient of z₀."""
+def test_kto_baseline_loss_and_gradient_match_a_direct_computation(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Row by row in float64, unpadded, away from the reference: weighted 1 − σ(±β(h − z₀)), no gradient through z₀."""
     other = write_folder(tmp_path / "other", "gpt2", seed=2)
     preference = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
     fields = {"preference": preference, "reference": {"model": str(other), "beta": 0.02}, "optimizer": {"max_grad_norm": None}}
     made = recipe(folders["gpt2"], answers(tmp_path / "a.jsonl"), **fields)
     world = SupervisedWorld(made)
     world.policy.double()
-    moved_by(world, 3.0)
+    lower_reference(world, 3.0)
     rows = [row.columns for row in read_rows(made.data.train)]
     order = world.collector.sampler._order[:8]
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
-    model, frozen = world.result.model, write_folder_model(other)
-    moved, mismatched = [], []
+    model, frozen = world.result.model, load_in_float64(other)
+    matched, mismatched = [], []
     for row in order:
-        for partner, into in ((row, moved), ((row + 1) % len(rows), mismatched)):
+        for partner, into in ((row, matched), ((row + 1) % len(rows), mismatched)):
             prompt = torch.tensor(world.tokens.encode_prompt(rows[row]["prompt"]))
             answer = torch.tensor(world.tokens.encode_completion(rows[partner]["completion"]))
             into.append(log_prob(model, prompt, answer) - log_prob(frozen, prompt, answer).detach() + 3.0)
     baseline = torch.stack(mismatched).detach().mean().clamp(min=0)
     assert float(baseline) > 1
-    gains = 0.02 * (torch.stack(moved) - baseline)
+    gains = 0.02 * (torch.stack(matched) - baseline)
     losses = [
         1.5 * (1 - g.sigmoid()) if rows[row]["label"] else 0.5 * (1 - (-g).sigmoid())
         for row, g in zip(order, gains, strict=True)
     ]
     wanted = torch.stack(losses).mean()
     parameters = [p for p in world.policy.parameters() if p.requires_grad]
-    by_the_book = torch.cat([g.flatten() for g in torch.autograd.grad(wanted, parameters)])
+    direct = torch.cat([g.flatten() for g in torch.autograd.grad(wanted, parameters)])
     actual, value = gradient(world, rollout)
     assert rollout.metrics["kto_baseline"] == pytest.approx(float(baseline), rel=1e-5)
     assert value == pytest.approx(float(wanted.detach()), rel=1e-6)
-    assert by_the_book.norm() > 1e-3
-    assert float((actual - by_the_book).norm() / by_the_book.norm()) < 1e-5
+    assert direct.norm() > 1e-3
+    assert float((actual - direct).norm() / direct.norm()) < 1e-5
 
 
-def write_folder_model(folder: Path) -> Any:
+def load_in_float64(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder).double().eval()
 
 
-def test_micro_batches_change_neither_the_gradient_nor_the_baseline(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_micro_batches_change_neither_baseline_loss_nor_gradient_norm(folders: dict[str, Path], tmp_path: Path) -> None:
     other, data, results = write_folder(tmp_path / "other", "qwen2", seed=2), answers(tmp_path / "a.jsonl"), []
     for settings in ({}, {"micro_batch": 3}, {"micro_batch_tokens": 40}):
         world = SupervisedWorld(recipe(folders["qwen2"], data, optimizer=settings, reference={"model": str(other)}))
-        moved_by(world, 3.0)
+        lower_reference(world, 3.0)
         state = LearnerState.seeded(1, 96)
         rollout = world.collector.collect(state)
         metrics = make_learner(world.recipe, world.policy).update(
@@ -123,7 +121,7 @@ def test_micro_batches_change_neither_the_gradient_nor_the_baseline(folders: dic
     assert results[2] == pytest.approx(results[0], rel=1e-5)
 
 
-def test_at_the_reference_every_answer_has_half_its_weight_as_loss(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_kto_loss_at_the_reference_is_half_the_weight_of_each_answer(folders: dict[str, Path], tmp_path: Path) -> None:
     world = SupervisedWorld(recipe(folders["llama"], answers(tmp_path / "a.jsonl"), preference={"desirable_weight": 0.4}))
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
     with torch.no_grad():
@@ -133,9 +131,7 @@ def test_at_the_reference_every_answer_has_half_its_weight_as_loss(folders: dict
     torch.testing.assert_close(rollout.rewards, expected)
 
 
-def test_a_reward_model_of_labelled_answers_has_the_loss_of_logistic_regression(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_reward_model_loss_on_labels_is_that_of_logistic_regression(folders: dict[str, Path], tmp_path: Path) -> None:
     made = recipe(folders["llama"], answers(tmp_path / "a.jsonl"), "reward")
     world = SupervisedWorld(made)
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
@@ -151,14 +147,14 @@ def test_a_reward_model_of_labelled_answers_has_the_loss_of_logistic_regression(
 # ---- mismatched answers, accuracy ---------------------------------------------------------------------------------------
 
 
-def test_the_mismatched_answer_is_that_of_the_next_row_with_another_prompt() -> None:
+def test_mismatched_answer_comes_from_the_next_row_with_another_prompt() -> None:
     assert next_with_another([(1,), (1,), (2,), (3,), (1,)], "a") == [2, 2, 3, 4, 2]
     assert next_with_another([(1,), (2,)], "a") == [1, 0]
     with pytest.raises(SurefootError, match=r"a: all 3 answers have the same prompt"):
         next_with_another([(1,)] * 3, "a")
 
 
-def test_a_mismatched_answer_is_truncated_to_the_limit(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_mismatched_answers_are_truncated_to_max_length(folders: dict[str, Path], tmp_path: Path) -> None:
     rows = [{"prompt": "a" * 10, "completion": "b", "label": True}, {"prompt": "c", "completion": "d" * 10, "label": False}]
     data = {"max_length": 14, "batch": 2}
     world = SupervisedWorld(recipe(folders["llama"], write(tmp_path / "a.jsonl", rows), data=data))
@@ -168,7 +164,7 @@ def test_a_mismatched_answer_is_truncated_to_the_limit(folders: dict[str, Path],
     assert actions.tolist() == [[0], [1]]
 
 
-def test_the_accuracy_is_the_share_of_pairs_in_the_right_order_and_a_draw_counts_half() -> None:
+def test_accuracy_is_the_share_of_correctly_ordered_pairs_with_ties_as_half() -> None:
     good, bad = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([2.0, 0.0])
     assert share_above(good, bad) == pytest.approx((0 + 0.5 + 0.5 + 1 + 1 + 1) / 6)
 
@@ -180,7 +176,7 @@ def text_of(ids: list[int]) -> str:
     return TOKENS.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_a_pair_is_a_good_and_a_bad_answer_and_labels_are_read_from_text_and_numbers(tmp_path: Path) -> None:
+def test_pairs_become_two_labelled_answers_and_labels_may_be_text_or_numbers(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "chosen": "x", "rejected": "y"},
         {"prompt": "b", "completion": "z", "label": "False"},
@@ -192,13 +188,13 @@ def test_a_pair_is_a_good_and_a_bad_answer_and_labels_are_read_from_text_and_num
     assert made.unused == ()
 
 
-def test_answers_labelled_by_numbers_become_pairs_and_other_numbers_are_classes() -> None:
+def test_answers_labelled_1_and_0_become_pairs_and_other_numbers_stay() -> None:
     rows = [{"prompt": "a", "completion": text, "label": label} for text, label in (("x", 1), ("y", 0), ("z", 2))]
     left: list[int] = []
     made = list(paired([Row(row, "line 1", "rows.jsonl") for row in rows], left))
     assert [row.columns for row in made] == [{"prompt": "a", "chosen": "x", "rejected": "y"}, rows[2]]
     assert left == [0]
-    assert shape_of(rows[0]) == "", "an answer to demonstrate, with a class"
+    assert shape_of(rows[0]) == "", "a demonstration with a class"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +206,7 @@ def test_answers_labelled_by_numbers_become_pairs_and_other_numbers_are_classes(
         ({"prompt": "a", "chosen": {"from": "robot"}, "rejected": "b"}, "'from' is 'robot'"),
     ],
 )
-def test_rows_without_a_usable_label_are_errors_with_file_and_line(row: Any, message: str, tmp_path: Path) -> None:
+def test_unusable_rows_are_errors_with_file_and_line(row: Any, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "label": True}, row])
     with pytest.raises(SurefootError) as caught:
         labelled(read_rows(path), TOKENS, 100)
@@ -218,9 +214,7 @@ def test_rows_without_a_usable_label_are_errors_with_file_and_line(row: Any, mes
     assert message in str(caught.value)
 
 
-def test_the_notes_count_both_labels_and_advise_a_weight_where_one_label_outweighs_the_other(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_notes_count_both_labels_and_suggest_a_balancing_weight(folders: dict[str, Path], tmp_path: Path) -> None:
     world = SupervisedWorld(recipe(folders["llama"], answers(tmp_path / "a.jsonl")))
     (note,) = [line for line in world.warnings if "good and" in line]
     assert note.endswith("16 good and 8 bad answers, weighing 2 : 1; for 1 : 1 set preference.undesirable_weight=2")
@@ -228,7 +222,7 @@ def test_the_notes_count_both_labels_and_advise_a_weight_where_one_label_outweig
     assert [line for line in balanced.warnings if line.endswith("16 good and 8 bad answers")]
 
 
-def test_the_preview_explains_invalid_labels(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_preview_explains_invalid_labels(folders: dict[str, Path], tmp_path: Path) -> None:
     from rich.console import Console
 
     console = Console(record=True, width=160)
@@ -236,7 +230,7 @@ def test_the_preview_explains_invalid_labels(folders: dict[str, Path], tmp_path:
     assert "'yes' is not true or false" in console.export_text()
 
 
-def test_the_preview_shows_labels_and_how_many_pairs_they_would_make(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_preview_counts_labels_and_possible_pairs(folders: dict[str, Path], tmp_path: Path) -> None:
     from rich.console import Console
 
     rows = [{"prompt": p, "completion": c, "label": c == "yes"} for p, c in (("a", "yes"), ("b", "no"), ("a", "no"))]
@@ -250,9 +244,7 @@ def test_the_preview_shows_labels_and_how_many_pairs_they_would_make(folders: di
 # ---- runs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_kto_learns_from_labels_without_a_single_pair_and_evaluates_again_alike(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_kto_learns_from_unpaired_labels_and_its_run_can_be_evaluated(folders: dict[str, Path], tmp_path: Path) -> None:
     data = answers(tmp_path / "a.jsonl")
     fields: dict[str, Any] = {"data": {"train": data, "held_out": data, "max_length": 64, "batch": 8}, "steps": 240}
     fields |= {"optimizer": {"learning_rate": 1e-3}, "preference": {"loss": "kto"}}
@@ -269,8 +261,8 @@ def test_kto_learns_from_labels_without_a_single_pair_and_evaluates_again_alike(
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_an_interrupted_kto_run_resumes_bit_for_bit(folders: dict[str, Path], tmp_path: Path) -> None:
-    rows = answers(tmp_path / "a.jsonl", 20)  # epochs end inside batches
+def test_interrupted_kto_run_resumes_bit_for_bit(folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = answers(tmp_path / "a.jsonl", 20)  # epochs end within batches
     fields = {"model": str(folders["qwen2"]), "data": {"train": rows, "max_length": 64, "batch": 8}, "steps": 64}
     fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine"}, "preference": {"loss": "kto"}}
     whole = surefoot.train("dpo", run_dir=tmp_path / "whole", **fields)
@@ -280,9 +272,7 @@ def test_an_interrupted_kto_run_resumes_bit_for_bit(folders: dict[str, Path], tm
         assert torch.equal(weights, resumed.model.state_dict()[name]), name
 
 
-def test_a_reward_model_learns_from_labels_and_has_mean_0_and_std_1_on_good_answers(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_reward_model_learns_from_labels_and_is_standardised_on_good_answers(folders: dict[str, Path], tmp_path: Path) -> None:
     data = answers(tmp_path / "a.jsonl")
     fields: dict[str, Any] = {"data": {"train": data, "held_out": data, "max_length": 64, "batch": 8}, "steps": 480}
     fields |= {"optimizer": {"learning_rate": 3e-3}, "preference": {"loss": "binary"}}
@@ -298,7 +288,7 @@ def test_a_reward_model_learns_from_labels_and_has_mean_0_and_std_1_on_good_answ
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
-def test_one_answer_needs_less_memory_than_two(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_labelled_answers_need_less_memory_than_pairs(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     pairs = {"dpo": "dpo", "reward": "bradley_terry"}[kind]
     single, double = (
         estimate(workload_of(recipe(folders["llama"], "a.jsonl", kind, preference=preference), prompt=32, response=32))
@@ -308,7 +298,7 @@ def test_one_answer_needs_less_memory_than_two(kind: str, folders: dict[str, Pat
     assert single.permanent <= double.permanent
 
 
-# ---- what is rejected ----------------------------------------------------------------------------------------------------
+# ---- rejections ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,7 +310,7 @@ def test_one_answer_needs_less_memory_than_two(kind: str, folders: dict[str, Pat
         ("reward", {"loss": "kto"}, "preference.loss"),
     ],
 )
-def test_settings_of_another_loss_are_rejected_in_one_line(
+def test_unsuitable_preference_settings_are_rejected_in_one_line(
     kind: str, preference: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SurefootError) as caught:
@@ -329,13 +319,13 @@ def test_settings_of_another_loss_are_rejected_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_reward_model_needs_both_labels(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_reward_models_need_both_labels(folders: dict[str, Path], tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}", "completion": "b", "label": True} for i in range(3)]
     with pytest.raises(SurefootError, match="all 3 answers are good; a reward model needs good and bad ones"):
         SupervisedWorld(recipe(folders["llama"], write(tmp_path / "a.jsonl", rows), "reward"))
 
 
-def test_rows_of_one_label_train_kto_and_evaluate_without_a_comparison(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_kto_evaluates_rows_of_one_label_without_comparison_metrics(folders: dict[str, Path], tmp_path: Path) -> None:
     rows = write(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "b", "label": True} for i in range(8)])
     world = SupervisedWorld(recipe(folders["llama"], rows, data={"held_out": rows, "batch": 4}))
     report = world.evaluate()

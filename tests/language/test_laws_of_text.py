@@ -1,5 +1,5 @@
-"""What may not matter to an update on text (padding, order, company, parts, the tokenizer's habits), and what must be where
-it is (the score, the value, the anchor): on rollouts that a world sampled itself.
+"""Updates on sampled text do not depend on padding, row order, batches or tokenizer settings; scores, values and KL penalties
+are in the right places.
 """
 
 import copy
@@ -35,8 +35,8 @@ LETTERS = "def letters(responses):\n    return [len(set(text)) / 4 + text.count(
 PROMPTS = ("hi ", "what is it? ", "x", "say something: ", "go", "a longer one, of two parts: ", "no", "yes, ")
 
 
-def made(model: Path, where: Path, **changes: Any) -> LanguageWorld:
-    """A world with prompts of many lengths, a critic that says something, and a reference that is not the policy."""
+def make_world(model: Path, where: Path, **changes: Any) -> LanguageWorld:
+    """A world with prompts of many lengths, a critic with nonzero values, and a reference that differs from the policy."""
     where.mkdir(exist_ok=True)
     (where / "letters.py").write_text(LETTERS)
     (where / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
@@ -58,37 +58,37 @@ def made(model: Path, where: Path, **changes: Any) -> LanguageWorld:
     return world
 
 
-def collected(world: LanguageWorld) -> Rollout:
+def collect(world: LanguageWorld) -> Rollout:
     return world.collector.collect(LearnerState.seeded(1, 64))
 
 
-def updated(world: LanguageWorld, rollout: Rollout, **sizes: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The gradient of one update over the whole rollout by a copy of the policy, and the update's metrics."""
+def one_update(world: LanguageWorld, rollout: Rollout, **sizes: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Gradient and metrics of one update of a copy of the policy on the whole rollout."""
     objective = replace(world.recipe.objective, reuse=Reuse(1, 1), entropy_coefficient=0.01, reference_coefficient=0.05)
     learner = Learner(copy.deepcopy(world.policy), objective, AdamSettings(1e-3, max_grad_norm=None), **sizes)
     metrics = learner.update(rollout, assign_credit(rollout, objective), LearnerState.seeded(1, 64))
     return learner.optimizers["policy"].gradients, metrics
 
 
-def alike(one: Tensor, other: Tensor) -> None:
-    """But for rounding, of which a gradient has more where it is large."""
+def expect_close_gradients(one: Tensor, other: Tensor) -> None:
+    """Gradients are not zero, and equal up to rounding errors relative to the largest entry."""
     assert one.abs().max() > 1e-2
     torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * float(one.abs().max()))
 
 
 @pytest.fixture
 def world(folder: Path, tmp_path: Path) -> LanguageWorld:
-    return made(folder, tmp_path)
+    return make_world(folder, tmp_path)
 
 
-# ---- what may not matter ------------------------------------------------------------------------------------------------
+# ---- what must not matter -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("left", "between", "right"), [(5, 0, 0), (0, 4, 0), (0, 0, 6), (2, 3, 4)])
-def test_amount_side_and_content_of_padding_change_no_gradient(
+def test_padding_of_any_amount_side_and_content_changes_no_gradient(
     left: int, between: int, right: int, world: LanguageWorld
 ) -> None:
-    r = collected(world)
+    r = collect(world)
     assert len(set(r.mask.sum(-1).tolist())) > 1, "responses differ in length"
     generator = torch.Generator().manual_seed(3)
 
@@ -107,31 +107,31 @@ def test_amount_side_and_content_of_padding_change_no_gradient(
         padded, inputs={"prompt": prompt, "prompt_mask": prompt_mask}, actions=garbage(padded.actions, padded.mask)
     )
     assert padded.mask.shape[1] == r.mask.shape[1] + right
-    alike(updated(world, padded)[0], updated(world, r)[0])
+    expect_close_gradients(one_update(world, padded)[0], one_update(world, r)[0])
 
 
-def test_order_of_rows_changes_no_gradient(world: LanguageWorld) -> None:
-    r = collected(world)
+def test_row_order_changes_no_gradient(world: LanguageWorld) -> None:
+    r = collect(world)
     order = torch.tensor([5, 2, 7, 0, 1, 6, 4, 3])
-    alike(updated(world, map_tensors(lambda x: x[order], r))[0], updated(world, r)[0])
+    expect_close_gradients(one_update(world, map_tensors(lambda x: x[order], r))[0], one_update(world, r)[0])
 
 
 @pytest.mark.parametrize("sizes", [{"micro_batch": 1}, {"micro_batch": 3}, {"micro_batch_tokens": 40}])
-def test_the_token_mean_over_micro_batches_is_that_of_one_batch(sizes: dict[str, int], world: LanguageWorld) -> None:
-    r = collected(world)
-    whole, parts = updated(world, r), updated(world, r, **sizes)
-    alike(parts[0], whole[0])
+def test_micro_batches_give_the_gradient_and_losses_of_one_batch(sizes: dict[str, int], world: LanguageWorld) -> None:
+    r = collect(world)
+    whole, parts = one_update(world, r), one_update(world, r, **sizes)
+    expect_close_gradients(parts[0], whole[0])
     for name in ("policy_loss", "value_loss", "entropy"):
         assert parts[1][name] == pytest.approx(whole[1][name], abs=1e-5), name
 
 
-def test_a_response_does_not_depend_on_the_batch(folder: Path, tmp_path: Path) -> None:
-    """Fewer prompts in an iteration, so other company and other padding: each response, score and value is the same."""
-    eight = made(folder, tmp_path)
-    two = made(
+def test_responses_rewards_and_values_do_not_depend_on_the_batch(folder: Path, tmp_path: Path) -> None:
+    """With two prompts per iteration instead of eight, the batch and its padding differ."""
+    eight = make_world(folder, tmp_path)
+    two = make_world(
         folder, tmp_path, sampling={**eight.recipe.sampling.model_dump(), "prompts": 2}, objective={"reuse": {"minibatches": 1}}
     )
-    whole, state = collected(eight), LearnerState.seeded(1, 64)
+    whole, state = collect(eight), LearnerState.seeded(1, 64)
     for first in range(0, 8, 2):
         part = two.collector.collect(state)
         state.steps += 2
@@ -142,14 +142,16 @@ def test_a_response_does_not_depend_on_the_batch(folder: Path, tmp_path: Path) -
             torch.testing.assert_close(actual * part.mask, wanted[:, :width] * part.mask, rtol=0, atol=1e-4)
 
 
-# ---- what must be where it is -------------------------------------------------------------------------------------------
+# ---- scores, values and penalties ---------------------------------------------------------------------------------------
 
 
-def test_the_score_sits_on_eos_and_where_there_is_none_on_the_last_token(folders: dict[str, Path], tmp_path: Path) -> None:
-    plain = made(folders["gpt2"], tmp_path, sampling={"prompts": 8, "samples": 4, "max_tokens": 4}, reference={"beta": 0.0})
+def test_score_is_on_eos_or_else_on_the_last_token(folders: dict[str, Path], tmp_path: Path) -> None:
+    plain = make_world(
+        folders["gpt2"], tmp_path, sampling={"prompts": 8, "samples": 4, "max_tokens": 4}, reference={"beta": 0.0}
+    )
     eos = plain.tokens.eos_id
     set_probabilities(plain.policy.model, [*plain.tokens.encode_completion("ab")], (0.5, 0.25, 0.25))
-    r = collected(plain)
+    r = collect(plain)
     ends = (r.actions == eos) & r.mask
     ended = ends.any(-1)
     assert ended.any()
@@ -160,17 +162,15 @@ def test_the_score_sits_on_eos_and_where_there_is_none_on_the_last_token(folders
         wanted = torch.zeros(r.mask.shape[1])
         wanted[place] = len(set(text)) / 4 + text.count("a")
         torch.testing.assert_close(r.rewards[row], wanted)
-        assert r.mask[row].tolist() == [t <= place for t in range(r.mask.shape[1])], "EOS is learned, and nothing behind it"
+        assert r.mask[row].tolist() == [t <= place for t in range(r.mask.shape[1])], "EOS is learned, and nothing after it"
 
 
 @pytest.mark.parametrize("own_model", [False, True])
-def test_values_are_of_the_state_before_each_token_and_successors_of_that_after_it(
-    own_model: bool, folder: Path, tmp_path: Path
-) -> None:
-    """A cut response is bootstrapped by V of the whole of it, and what ended has nothing behind it."""
+def test_values_are_from_before_each_token_and_next_values_from_after(own_model: bool, folder: Path, tmp_path: Path) -> None:
+    """A truncated response is bootstrapped with the value of its last state, a terminated one with 0."""
     settings = {"terms": [{"function": f"{tmp_path}/letters.py:letters"}], "missing_eos": "bootstrap"}
-    world = made(folder, tmp_path, critic={"own_model": own_model}, reward=settings)
-    r, policy = collected(world), world.policy
+    world = make_world(folder, tmp_path, critic={"own_model": own_model}, reward=settings)
+    r, policy = collect(world), world.policy
     trunk, head = (
         (policy.model.base_model, policy.value_head) if policy.critic is None else (policy.critic.trunk, policy.critic.head)
     )
@@ -193,10 +193,10 @@ def test_values_are_of_the_state_before_each_token_and_successors_of_that_after_
         assert float(credit.advantages[0, count - 1]) == pytest.approx(wanted, abs=2e-4)
 
 
-def test_an_adapted_beta_moves_by_the_clipped_relative_error_of_the_kl(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Up where the policy has gone further than the target, down where it has not; the next rollout pays the new β."""
+def test_adapted_beta_moves_towards_the_target_kl_in_clipped_steps(folders: dict[str, Path], tmp_path: Path) -> None:
+    """It rises if the KL is above the target and falls if it is below; the next rollout uses the new β."""
     for target, shift in ((1e-3, 0.2), (1e3, -0.2)):
-        world = made(folders["llama"], tmp_path, reference={"beta": 0.5, "target": target, "horizon": 40})
+        world = make_world(folders["llama"], tmp_path, reference={"beta": 0.5, "target": target, "horizon": 40})
         state = LearnerState.seeded(1, 64)
         first = world.collector.collect(state)
         spent = float(first.reward_parts["kl"].sum(-1).mean())
@@ -209,7 +209,7 @@ def test_an_adapted_beta_moves_by_the_clipped_relative_error_of_the_kl(folders: 
         torch.testing.assert_close(second.rewards[second.mask], paid[second.mask])
 
 
-def test_a_beta_that_is_fixed_is_that_of_the_recipe_whatever_it_was_adapted_to_before(world: LanguageWorld) -> None:
+def test_fixed_beta_ignores_and_clears_an_earlier_adapted_value(world: LanguageWorld) -> None:
     state = LearnerState.seeded(1, 64)
     state.coefficients["reference_beta"] = 7.0
     assert world.collector.collect(state).metrics["reference_beta"] == 0.1
@@ -217,69 +217,69 @@ def test_a_beta_that_is_fixed_is_that_of_the_recipe_whatever_it_was_adapted_to_b
 
 
 @pytest.mark.parametrize(("times", "within"), [(1.6, False), (1.4, True)])
-def test_where_beta_is_adapted_the_best_policy_is_one_within_reach_of_the_target(
+def test_with_adapted_beta_policies_far_beyond_the_target_are_never_best(
     times: float, within: bool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """By the initial price, which may be next to nothing, a policy far beyond the target would be the best one."""
+    """With a tiny initial β, a policy far beyond the target would otherwise be the best."""
     data = {"train": str(tmp_path / "prompts.jsonl"), "held_out": str(tmp_path / "prompts.jsonl"), "max_length": 64}
-    spent = made(folders["llama"], tmp_path, data=data).evaluate().metrics["held_out_kl"]  # type: ignore[union-attr]
+    spent = make_world(folders["llama"], tmp_path, data=data).evaluate().metrics["held_out_kl"]  # type: ignore[union-attr]
     assert spent > 1e-3  # type: ignore[operator]
     target = spent / times  # type: ignore[operator]
-    evaluation = made(folders["llama"], tmp_path, data=data, reference={"beta": 1e-6, "target": target}).evaluate()
+    evaluation = make_world(folders["llama"], tmp_path, data=data, reference={"beta": 1e-6, "target": target}).evaluate()
     assert evaluation is not None
     assert evaluation.score == (evaluation.metrics["held_out_reward"] if within else -math.inf)
 
 
-def test_a_stop_string_is_no_part_of_the_text_that_is_scored(world: LanguageWorld) -> None:
-    """As in best-of-n, chat and generate: a reward sees the same answer everywhere."""
+def test_stop_strings_are_cut_from_scored_texts(world: LanguageWorld) -> None:
+    """As in best-of-n, chat and generate, so that a reward scores the same text everywhere."""
     world.collector.collect(LearnerState.seeded(1, 64))
     responses = [row["response"] for row in world.collector.last_samples]
     assert not any(stop in text for text in responses for stop in "eo")
     prompts = repeat_prompts(world.collector.prompts, range(8))
     answers = world.collector.respond(prompts, list(range(8)))
     whole = [world.tokens.decode(ids) for ids in answers.samples.responses()]
-    assert any(stop in text for text in whole for stop in "eo"), "the tokens have it"
+    assert any(stop in text for text in whole for stop in "eo"), "the tokens include a stop string"
     assert answers.texts == [cut_at_stop(text, "eo") for text in whole]
 
 
-def test_samples_of_several_rounds_are_shown_without_stop_strings(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_samples_from_several_rounds_are_shown_without_stop_strings(folders: dict[str, Path], tmp_path: Path) -> None:
     sampling = {"prompts": 2, "samples": 4, "rounds": 3, "max_tokens": 7, "stop": ["e", "o"]}
-    world = made(folders["llama"], tmp_path, algorithm="DAPO", sampling=sampling, objective={"reuse": {"minibatches": 1}})
+    world = make_world(folders["llama"], tmp_path, algorithm="DAPO", sampling=sampling, objective={"reuse": {"minibatches": 1}})
     world.reward = world.collector.reward = FunctionReward(lambda responses: [1.0] * len(responses))  # no group has a signal
-    rollout = collected(world)
+    rollout = collect(world)
     assert rollout.metrics["sampling_rounds"] > 1  # type: ignore[operator]
     message = [row["response"] for row in world.collector.last_samples]
-    assert len(message) > 8, "of both rounds"
+    assert len(message) > 8, "samples from both rounds"
     assert not any(stop in text for text in message for stop in "eo")
 
 
-def test_reinforce_without_a_baseline_has_none() -> None:
-    """Advantages less their mean over the batch would be those of the rung above."""
+def test_reinforce_without_a_baseline_does_not_normalise_advantages() -> None:
+    """Subtracting the batch mean would turn it into REINFORCE_BASELINE."""
     table = {"kind": "language", "model": "m", "data": {"train": "p.jsonl"}, "reward": {"terms": [{"function": "here:f"}]}}
     objectives = [make_recipe(table | {"algorithm": name}).objective for name in ("REINFORCE", "REINFORCE_BASELINE", "A2C")]
     assert [objective.normalise_advantages for objective in objectives] == [None, "batch", "batch"]
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
-def test_groups_are_of_undiscounted_responses(baseline: str, tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_group_baselines_reject_discounting(baseline: str, tmp_path: Path, folders: dict[str, Path]) -> None:
     name = "GRPO" if baseline == "group" else "RLOO"
     message = rf"objective\.gamma=0: baseline '{baseline}' compares the undiscounted rewards of whole responses"
     with pytest.raises(SurefootError, match=message):
-        made(folders["llama"], tmp_path, algorithm=name, objective={"gamma": 0.0})
+        make_world(folders["llama"], tmp_path, algorithm=name, objective={"gamma": 0.0})
 
 
 @pytest.mark.parametrize("own_model", [False, True])
-def test_dropout_in_a_models_config_is_off_in_sampling_scoring_and_learning(own_model: bool, tmp_path: Path) -> None:
-    drops = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
-    world = made(write_folder(tmp_path / "model", "gpt2", **drops), tmp_path, critic={"own_model": own_model})
-    r = collected(world)
+def test_configured_dropout_is_off_in_sampling_scoring_and_learning(own_model: bool, tmp_path: Path) -> None:
+    dropout = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    world = make_world(write_folder(tmp_path / "model", "gpt2", **dropout), tmp_path, critic={"own_model": own_model})
+    r = collect(world)
     assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
-    assert updated(world, r)[1]["ratio_at_start"] == pytest.approx(1, abs=1e-5)
+    assert one_update(world, r)[1]["ratio_at_start"] == pytest.approx(1, abs=1e-5)
     world.policy.train()
     torch.testing.assert_close(world.policy(r.inputs, r.actions, r.mask).values, r.values, rtol=0, atol=1e-4)
 
 
-# ---- the tokenizer's habits ---------------------------------------------------------------------------------------------
+# ---- tokenizer settings -------------------------------------------------------------------------------------------------
 
 HABITS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "no pad": lambda settings: settings | {"pad_token": None},
@@ -290,8 +290,8 @@ HABITS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def habitual(habit: str, folder: Path, tmp_path: Path) -> Path:
-    """A model folder whose tokenizer says another thing of padding."""
+def with_habit(habit: str, folder: Path, tmp_path: Path) -> Path:
+    """A copy of a model folder with other padding settings in its tokenizer."""
     copied = Path(shutil.copytree(folder, tmp_path / "habitual"))
     path = copied / "tokenizer_config.json"
     path.write_text(json.dumps(HABITS[habit](json.loads(path.read_text()))))
@@ -300,11 +300,11 @@ def habitual(habit: str, folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("habit", HABITS)
-def test_a_tokenizers_habits_of_padding_change_nothing_that_is_sampled_or_learned(
+def test_tokenizer_padding_settings_change_no_sample_reward_or_gradient(
     habit: str, kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With positions that are learned, too: they come from the mask, or the log-probabilities of sampler and trainer part."""
-    usual, other = (made(folder, tmp_path) for folder in (folders[kind], habitual(habit, folders[kind], tmp_path)))
+    """This includes learned positions, which must follow the mask for sampler and trainer to agree on log-probabilities."""
+    usual, other = (make_world(folder, tmp_path) for folder in (folders[kind], with_habit(habit, folders[kind], tmp_path)))
     tokenizer = other.tokens.tokenizer
     assert ("pad =" in habit) == (tokenizer.pad_token_id == other.tokens.eos_id)
     assert ("no pad" in habit) == (tokenizer.pad_token_id is None)
@@ -312,23 +312,23 @@ def test_a_tokenizers_habits_of_padding_change_nothing_that_is_sampled_or_learne
     with torch.no_grad():  # make EOS likely
         for one in (usual, other):
             one.policy.model.get_output_embeddings().weight[one.tokens.eos_id] *= 3
-    ours, theirs = collected(usual), collected(other)
+    ours, theirs = collect(usual), collect(other)
     assert len(set(ours.inputs["prompt_mask"].sum(-1).tolist())) > 3, "prompts of several lengths"
     assert torch.equal(ours.mask, theirs.mask)
     assert torch.equal(ours.actions[ours.mask], theirs.actions[theirs.mask])
     torch.testing.assert_close(ours.rewards, theirs.rewards, rtol=0, atol=1e-5)
     assert theirs.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
     assert theirs.metrics["eos_rate"] == ours.metrics["eos_rate"] > 0  # type: ignore[operator]
-    alike(updated(other, theirs)[0], updated(usual, ours)[0])
+    expect_close_gradients(one_update(other, theirs)[0], one_update(usual, ours)[0])
 
 
 @pytest.mark.parametrize("habit", HABITS)
-def test_sft_learns_eos_whatever_the_tokenizer_pads_with(habit: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_sft_learns_eos_with_any_tokenizer_padding(habit: str, folders: dict[str, Path], tmp_path: Path) -> None:
     rows = [{"prompt": prompt, "completion": "ab"[: 1 + i % 2] * (1 + i % 3)} for i, prompt in enumerate(PROMPTS)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(tmp_path / "rows.jsonl"), "max_length": 64, "batch": 8}
     losses = []
-    for folder in (folders["gpt2"], habitual(habit, folders["gpt2"], tmp_path)):
+    for folder in (folders["gpt2"], with_habit(habit, folders["gpt2"], tmp_path)):
         world = SupervisedWorld(make_recipe({"kind": "sft", "model": str(folder), "data": data}))  # type: ignore[arg-type]
         r = world.collector.collect(LearnerState.seeded(1, 8))
         last = r.mask.sum(-1) - 1

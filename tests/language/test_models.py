@@ -29,7 +29,7 @@ def logits_of(model: Any, length: int = 12) -> Tensor:
     return model(input_ids=ids).logits
 
 
-def test_a_folder_of_every_family_is_loaded_as_it_was_written(family: str, folder: Path) -> None:
+def test_folder_of_every_family_loads_as_written(family: str, folder: Path) -> None:
     model, tokenizer = load_model(folder)
     assert torch.equal(logits_of(model), logits_of(tiny.model(family)))
     assert model.dtype == torch.float32
@@ -38,7 +38,7 @@ def test_a_folder_of_every_family_is_loaded_as_it_was_written(family: str, folde
     assert context_length(model) == 128
 
 
-def test_what_is_saved_loads_in_plain_transformers_with_identical_logits(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+def test_saved_model_loads_in_plain_transformers_with_identical_logits(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = loaded
@@ -49,20 +49,20 @@ def test_what_is_saved_loads_in_plain_transformers_with_identical_logits(loaded:
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(logits_of(plain), logits_of(model))
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("hello")["input_ids"] == tokenizer("hello")["input_ids"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing temporary is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "no temporary folder is left"
 
 
-def test_no_dropout_is_left_in_any_family(family: str, tmp_path: Path) -> None:
+def test_loading_removes_dropout_in_every_family(family: str, tmp_path: Path) -> None:
     rates = {"gpt2": {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}}.get(family, {"attention_dropout": 0.5})
     before = tiny.model(family, **rates).train()
-    assert not torch.equal(logits_of(before), logits_of(before)), "the folder does ask for dropout"
+    assert not torch.equal(logits_of(before), logits_of(before)), "the config asks for dropout"
     model, _ = load_model(tiny.write_folder(tmp_path, family, **rates))
     still = logits_of(model)
     assert torch.equal(logits_of(model.train()), still)
     assert {getattr(model.config, key) for key in rates} == {0.0}
 
 
-def test_weights_of_half_precision_are_trained_in_float32(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_bfloat16_weights_load_in_float32(folders: dict[str, Path], tmp_path: Path) -> None:
     tiny.model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     model, _ = load_model(tmp_path)
@@ -72,7 +72,7 @@ def test_weights_of_half_precision_are_trained_in_float32(folders: dict[str, Pat
 # ---- pocket -----------------------------------------------------------------------------------------------------------
 
 
-def test_pocket_is_made_from_its_seed_alone_and_leaves_the_global_generator() -> None:
+def test_pocket_depends_only_on_its_seed_and_preserves_the_global_generator() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one, _ = pocket(seed=1)
@@ -100,7 +100,7 @@ def test_pocket_has_about_a_million_parameters() -> None:
     assert model.config.vocab_size == len(tokenizer)
 
 
-def test_pocket_is_loaded_with_its_tokenizer_and_template(tmp_path: Path) -> None:
+def test_saved_pocket_loads_with_its_tokenizer_and_chat_template(tmp_path: Path) -> None:
     model, tokenizer = pocket("abc ", seed=4)
     save_model(model, tokenizer, tmp_path)
     again, same = load_model(tmp_path)
@@ -111,7 +111,7 @@ def test_pocket_is_loaded_with_its_tokenizer_and_template(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("alphabet", ["", "abca"])
-def test_an_alphabet_names_every_character_once(alphabet: str) -> None:
+def test_empty_alphabet_and_repeated_characters_are_rejected(alphabet: str) -> None:
     with pytest.raises(SurefootError, match=r"^alphabet=.*each only once$"):
         pocket(alphabet)
 
@@ -123,7 +123,7 @@ ROWS = [[5, 9, 33, 7, 1], [12, 6], [40, 41, 42, 1]]
 
 
 @torch.no_grad()
-def test_a_score_is_read_at_the_last_real_token_whatever_the_padding(loaded: tuple[Any, Any]) -> None:
+def test_score_is_read_at_the_last_real_token_with_any_padding(loaded: tuple[Any, Any]) -> None:
     model = new_reward_model(loaded[0], seed=1)
     alone = torch.cat([model(*right_padded([row], 0)) for row in ROWS])
     assert alone.unique().numel() == 3
@@ -135,7 +135,7 @@ def test_a_score_is_read_at_the_last_real_token_whatever_the_padding(loaded: tup
             torch.testing.assert_close(everywhere[0][mask[0]][-1], alone[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_score_of_left_padded_text_has_a_finite_gradient(loaded: tuple[Any, Any]) -> None:
+def test_score_of_left_padded_text_has_a_finite_gradient(loaded: tuple[Any, Any]) -> None:
     model = new_reward_model(loaded[0], seed=1)
     model(*left_padded(ROWS, 0)).sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -144,7 +144,7 @@ def test_a_score_of_left_padded_text_has_a_finite_gradient(loaded: tuple[Any, An
     assert model.head.weight.grad.any()
 
 
-def test_a_reward_model_has_a_trunk_of_its_own_and_a_head_from_the_seed(folders: dict[str, Path]) -> None:
+def test_reward_model_has_its_own_trunk_and_a_seeded_head(folders: dict[str, Path]) -> None:
     policy, _ = load_model(folders["llama"])
     state = torch.get_rng_state()
     one, same, other = new_reward_model(policy, 1), new_reward_model(policy, 1), new_reward_model(policy, 2)
@@ -154,7 +154,7 @@ def test_a_reward_model_has_a_trunk_of_its_own_and_a_head_from_the_seed(folders:
     assert not {id(p) for p in one.parameters()} & {id(p) for p in policy.parameters()}
 
 
-def test_the_head_starts_with_variance_one_over_width_plus_one() -> None:
+def test_head_starts_with_variance_one_over_width_plus_one() -> None:
     wide = tiny.model("llama", hidden_size=1024, num_attention_heads=4)
     weight = new_reward_model(wide, 1).head.weight.detach()
     assert float(weight.var()) * 1025 == pytest.approx(1, abs=0.15)
@@ -162,7 +162,7 @@ def test_the_head_starts_with_variance_one_over_width_plus_one() -> None:
 
 
 @torch.no_grad()
-def test_standardised_scores_have_mean_zero_and_std_one_and_keep_their_order(folders: dict[str, Path]) -> None:
+def test_standardised_scores_have_mean_0_std_1_and_the_same_order(folders: dict[str, Path]) -> None:
     model = new_reward_model(load_model(folders["llama"])[0], seed=1)
     ids, mask = right_padded(ROWS, 0)
     before = model(ids, mask)
@@ -177,7 +177,7 @@ def test_standardised_scores_have_mean_zero_and_std_one_and_keep_their_order(fol
 
 
 @torch.no_grad()
-def test_a_reward_models_folder_is_all_it_needs(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+def test_reward_model_folder_restores_scores_and_tokenizer(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     policy, tokenizer = loaded
     model = new_reward_model(policy, 1, tokenizer)
     model.standardise(torch.tensor([1.0, 4.0]))
@@ -264,9 +264,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_incomplete_models_and_other_kinds_are_rejected_in_one_line(
-    name: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_damaged_and_unsupported_models_are_rejected_in_one_line(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     damage, expected = DAMAGE[name]
     folder = damaged(folders["llama"], tmp_path, damage)
     with pytest.raises(SurefootError, match=expected) as caught:
@@ -276,8 +274,8 @@ def test_incomplete_models_and_other_kinds_are_rejected_in_one_line(
     assert "\n" not in message
 
 
-def test_a_classifier_by_its_weights_alone_is_rejected(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Its config may not say what it is; the head that writes text is not there."""
+def test_classifier_is_rejected_by_its_weights_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The config may not name the architecture, but the language model head is missing."""
 
     def damage(folder: Path) -> None:
         edit_config(architectures=None)(folder)
@@ -287,14 +285,14 @@ def test_a_classifier_by_its_weights_alone_is_rejected(folders: dict[str, Path],
         load_model(damaged(folders["llama"], tmp_path, damage))
 
 
-def test_other_weights_in_the_folder_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_extra_weights_in_the_folder_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = damaged(folders["llama"], tmp_path, edit_weights(lambda t: t.update({"v_head.summary.weight": torch.ones(1)})))
     model, _ = load_model(folder)
     assert torch.equal(logits_of(model), logits_of(tiny.model("llama")))
 
 
-def test_a_settings_file_that_transformers_would_not_write_again_can_be_saved(folders: dict[str, Path], tmp_path: Path) -> None:
-    """As with models on the hub that set a temperature and not the flag that uses it: found out before training, not after."""
+def test_generation_config_that_transformers_refuses_to_write_can_be_saved(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Some hub models set a temperature without ``do_sample``, which ``transformers`` refuses to save."""
 
     def damage(folder: Path) -> None:
         (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": [1, 2]}))
@@ -314,7 +312,9 @@ def test_a_settings_file_that_transformers_would_not_write_again_can_be_saved(fo
         ("models/sft/config.json", "is a file"),
     ],
 )
-def test_a_missing_folder_never_contacts_the_hub(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_folder_is_rejected_without_contacting_the_hub(
+    name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_network(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("asked the network")
 
@@ -327,7 +327,7 @@ def test_a_missing_folder_never_contacts_the_hub(name: str, expected: str, monke
 
 @pytest.mark.parametrize(("name", "hint"), [("gpt-no-such", ""), ("pocked", r"; did you mean 'pocket'\?")])
 @pytest.mark.parametrize("offline", [True, False])
-def test_a_hub_id_without_a_network_is_one_line_at_once(
+def test_hub_id_without_a_network_fails_after_at_most_one_request(
     name: str, hint: str, offline: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     requests = []
@@ -341,14 +341,12 @@ def test_a_hub_id_without_a_network_is_one_line_at_once(
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     with pytest.raises(SurefootError, match=rf"^model='{name}': no such folder here, and the hub can't be reached{hint}; give"):
         load_model(name)
-    assert len(requests) == (0 if offline else 1), "not again and again"
+    assert len(requests) == (0 if offline else 1), "no retries"
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_model_that_was_downloaded_needs_no_network(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cache is laid out as huggingface_hub does, which then names it a hit."""
+def test_cached_model_needs_no_network(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache has the layout that ``huggingface_hub`` recognises."""
     commit = "0" * 40
     repository = tmp_path / "models--someone--tiny"
     shutil.copytree(folders["gpt2"], repository / "snapshots" / commit)
@@ -366,7 +364,7 @@ def test_a_model_that_was_downloaded_needs_no_network(
     assert len(tokenizer) == tiny.VOCABULARY
 
 
-def test_a_models_own_code_is_not_run_unless_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_model_folder_runs_only_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(Path("cache").absolute()))
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "modeling.py").write_text("import pathlib\npathlib.Path('ran').touch()\nraise RuntimeError('ran')\n")
@@ -382,13 +380,13 @@ def test_a_models_own_code_is_not_run_unless_allowed(tmp_path: Path, monkeypatch
     assert Path("ran").exists()
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SurefootError, match=r"^model='pocket' needs transformers.*pip install .*\[language\]'"):
         load_model("pocket")
 
 
-def test_a_folder_without_a_reward_model_is_not_loaded_as_one(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_models_that_are_not_reward_models_are_rejected(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(SurefootError, match=r"is not a reward model \(LlamaForCausalLM\)"):
         RewardModel.load(folders["llama"])
     with pytest.raises(SurefootError, match=r"no such folder"):
@@ -400,20 +398,18 @@ def test_a_folder_without_a_reward_model_is_not_loaded_as_one(folders: dict[str,
 # ---- writing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_save_leaves_the_older_model(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_keeps_the_older_model(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = load_model(folders["llama"])
     save_model(model, tokenizer, tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     with torch.no_grad():
         next(model.parameters()).add_(1)
 
-    def full(*args: Any, **kwargs: Any) -> Any:
+    def disk_full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(tokenizer), "save_pretrained", full)
+        patched.setattr(type(tokenizer), "save_pretrained", disk_full)
         with pytest.raises(SurefootError, match=r"out: a model is not saved \(No space left on device\)"):
             save_model(model, tokenizer, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
@@ -422,7 +418,7 @@ def test_a_failed_save_leaves_the_older_model(
     assert torch.equal(logits_of(load_model(tmp_path / "out")[0]), logits_of(model))
 
 
-def test_a_folder_with_other_files_is_not_overwritten(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_folder_with_other_files_is_not_overwritten(folders: dict[str, Path], tmp_path: Path) -> None:
     model, tokenizer = load_model(folders["llama"])
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(SurefootError, match="contains something that is not a model"):
@@ -430,7 +426,7 @@ def test_a_folder_with_other_files_is_not_overwritten(folders: dict[str, Path], 
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_module_of_its_own_rate_loses_it_too() -> None:
+def test_no_dropout_resets_the_rate_of_dropout_modules() -> None:
     from surefoot.language.models.loading import no_dropout
 
     layer = nn.Dropout(0.3)
@@ -438,7 +434,7 @@ def test_a_module_of_its_own_rate_loses_it_too() -> None:
     assert layer.p == 0.0
 
 
-def test_weights_that_are_not_finite_are_rejected_by_the_name_of_the_first(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_rejected_by_name(tmp_path: Path) -> None:
     tiny.write_folder(tmp_path / "model", "llama")
     weights = load_file(tmp_path / "model" / "model.safetensors")
     name = sorted(name for name in weights if "down_proj" in name)[0]
@@ -448,7 +444,7 @@ def test_weights_that_are_not_finite_are_rejected_by_the_name_of_the_first(tmp_p
         load_model(tmp_path / "model")
 
 
-def test_a_head_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
+def test_reward_head_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
     model, tokenizer = pocket()
     scores = new_reward_model(model, 1, tokenizer)
     with torch.no_grad():
@@ -459,10 +455,10 @@ def test_a_head_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llava", "gemma3"])
-def test_a_checkpoint_with_a_vision_tower_is_one_line_before_its_weights_are_read(
+def test_vision_models_are_rejected_before_their_weights_are_read(
     family: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    """Of some families ``transformers`` would load it as a causal model, with a tower that no row reaches."""
+    """``transformers`` loads some families as causal models, with a vision tower that text rows never reach."""
     from transformers import AutoConfig
 
     vision: dict[str, Any] = {
@@ -488,7 +484,7 @@ def test_a_checkpoint_with_a_vision_tower_is_one_line_before_its_weights_are_rea
     assert not (tmp_path / "runs").exists()
 
 
-def test_quantised_weights_are_one_line_before_they_are_read(tmp_path: Path) -> None:
+def test_quantised_weights_are_rejected_before_they_are_read(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(

@@ -1,4 +1,4 @@
-"""PPO on text with its four roles: rollouts, learning against a bar, exact resume, bad input."""
+"""PPO on text with policy, critic, reference and reward: rollouts, learning, exact resume, bad input."""
 
 import json
 from dataclasses import replace
@@ -52,7 +52,7 @@ def turns(prompts):
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Prompts with a column, and reward functions."""
+    """Prompts with an extra column, and reward functions."""
     (tmp_path / "rewards.py").write_text(VOWELS)
     rows = [{"prompt": f"{i % 7} says ", "worth": i % 3} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -79,17 +79,17 @@ def collected(made: LanguageWorld) -> Rollout:
     return made.collector.collect(LearnerState.seeded(1, 64))
 
 
-def test_a_run_warns_at_its_start_that_hanging_responses_would_end_it(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_run_warns_if_hanging_responses_would_exceed_the_deadline(files: dict[str, str], folders: dict[str, Path]) -> None:
     held_out = {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32}
     made = world(files, folders["llama"], "patient", data=held_out, evaluation={"rows": 30})
     notes = [note for note in made.warnings if "hang" in note]
     assert len(notes) == 1
     assert "patient': if all 30 responses hang, a call takes 75 s and the run ends at reward.deadline=60 s" in notes[0]
     made = world(files, folders["llama"], "patient", evaluation={"rows": 30})
-    assert not [note for note in made.warnings if "hang" in note], "of 16 responses at a time none is too late"
+    assert not [note for note in made.warnings if "hang" in note], "16 responses at a time meet the deadline"
 
 
-def test_of_several_ranks_each_has_time_enough_for_its_own_share(
+def test_deadline_warning_counts_only_the_responses_of_one_rank(
     files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = {"terms": [{"function": f"{files['rewards']}:patient"}], "deadline": 30.0}
@@ -99,9 +99,7 @@ def test_of_several_ranks_each_has_time_enough_for_its_own_share(
     assert not [note for note in world(files, folders["llama"], reward=reward).warnings if "hang" in note]
 
 
-def test_a_run_goes_on_with_another_deadline_and_with_no_other_tolerance(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
+def test_resume_may_change_the_deadline_but_not_the_tolerance(files: dict[str, str], folders: dict[str, Path]) -> None:
     table = to_table(make_recipe({"kind": "language", **fields(files, folders["llama"])}))
 
     def changed(**settings: Any) -> list[str]:
@@ -111,14 +109,14 @@ def test_a_run_goes_on_with_another_deadline_and_with_no_other_tolerance(
     assert changed(tolerated=0.2) == ["reward.tolerated: 0.1 -> 0.2"]
 
 
-# ---- what a rollout holds -----------------------------------------------------------------------------------------------
+# ---- rollouts -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_score_sits_on_the_last_token_and_the_kl_to_the_reference_on_every_one(
+def test_score_is_on_the_last_token_and_kl_on_every_token(
     files: dict[str, str], folder: Path, folders: dict[str, Path]
 ) -> None:
     made = world(files, folder, reference={"beta": 0.3})
-    with torch.no_grad():  # otherwise the reference is the policy and the KL 0
+    with torch.no_grad():  # otherwise the reference equals the policy and the KL is 0
         made.reference.policy.model.get_output_embeddings().weight.mul_(0.5)
     r = collected(made)
     assert r.ref_log_probs is not None
@@ -135,7 +133,7 @@ def test_the_score_sits_on_the_last_token_and_the_kl_to_the_reference_on_every_o
 
 
 @pytest.mark.parametrize(("treatment", "wanted"), [("none", 8.0), ("penalty", -2.0), ("subtract", 6.0), ("bootstrap", 8.0)])
-def test_a_response_truncated_by_the_limit_is_treated_as_configured(
+def test_responses_without_eos_are_treated_as_configured(
     treatment: str, wanted: float, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     settings = {
@@ -155,7 +153,7 @@ def test_a_response_truncated_by_the_limit_is_treated_as_configured(
     )
     assert r.truncated[cut].any(-1).all() == (treatment == "bootstrap")
     ahead = assign_credit(r, replace(made.recipe.objective, gae_lambda=0.0)).advantages[cut][:, -1]
-    shift = 0.0 if treatment == "bootstrap" else -3.0  # V = 3 everywhere: what follows a cut is worth 3 only if asked for
+    shift = 0.0 if treatment == "bootstrap" else -3.0  # V = 3 everywhere, but only "bootstrap" adds it after a cut
     torch.testing.assert_close(ahead, r.rewards[cut][:, -1] + shift, atol=1e-4, rtol=0)
 
 
@@ -167,7 +165,7 @@ def test_responses_without_a_score_are_masked_and_counted(files: dict[str, str],
     assert not r.mask[1::2].any()
 
 
-def test_reward_functions_get_the_columns_of_the_prompts_rows(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_reward_functions_get_columns_and_groups_share_a_prompt(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], "by_column", sampling={"prompts": 8, "samples": 2, "max_tokens": 4})
     r = collected(made)
     rows = [json.loads(line) for line in Path(files["prompts"]).read_text().splitlines()]
@@ -182,8 +180,8 @@ def test_reward_functions_get_the_columns_of_the_prompts_rows(files: dict[str, s
     assert (r.inputs["prompt"][::2] == r.inputs["prompt"][1::2]).all()
 
 
-def test_reward_functions_and_reward_models_get_the_whole_conversation(files: dict[str, str], tmp_path: Path) -> None:
-    """Not its last message: a reward model scores it by its chat template, as it was trained."""
+def test_reward_functions_get_the_whole_conversation(files: dict[str, str], tmp_path: Path) -> None:
+    """All messages, not only the last one."""
     seen = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": seen}) + "\n")
     data = {"train": str(tmp_path / "chat.jsonl"), "max_length": 64}
@@ -191,7 +189,7 @@ def test_reward_functions_and_reward_models_get_the_whole_conversation(files: di
     assert collected(made).reward_parts["score"].sum(-1).eq(2).all()
 
 
-def test_a_rollout_without_any_score_changes_no_weight_and_has_no_reward_metric(
+def test_unscored_responses_change_no_weight_and_give_no_held_out_reward(
     files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     settings = {"terms": [{"function": f"{files['rewards']}:nothing"}], "tolerated": 1.0}
@@ -210,10 +208,10 @@ def test_a_rollout_without_any_score_changes_no_weight_and_has_no_reward_metric(
     assert all(row["reward"] is None for row in evaluation.samples)
 
 
-def test_a_response_that_is_eos_alone_earns_its_score_there(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_responses_of_eos_alone_terminate_and_score_as_empty_text(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["gpt2"], "length", reference={"beta": 0.0})
     bias = torch.zeros(made.policy.readout.vocabulary)
-    bias[made.tokens.eos_id] = 1e3  # whatever is asked
+    bias[made.tokens.eos_id] = 1e3  # for every prompt
     made.policy.model.get_output_embeddings().bias = torch.nn.Parameter(bias)
     r = collected(made)
     assert r.actions.tolist() == [[made.tokens.eos_id]] * 16
@@ -222,7 +220,7 @@ def test_a_response_that_is_eos_alone_earns_its_score_there(files: dict[str, str
     assert r.metrics["eos_rate"] == 1
 
 
-def test_a_cut_response_without_a_score_is_neither_bootstrapped_nor_learned_from(
+def test_truncated_responses_without_a_score_are_neither_bootstrapped_nor_learned_from(
     files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     settings = {"terms": [{"function": f"{files['rewards']}:half"}], "missing_eos": "bootstrap", "tolerated": 0.5}
@@ -237,10 +235,8 @@ def test_a_cut_response_without_a_score_is_neither_bootstrapped_nor_learned_from
 
 
 @pytest.mark.parametrize("rows", [7, 40])
-def test_a_held_out_prompt_is_answered_once_and_scored_by_its_own_answer(
-    rows: int, files: dict[str, str], folders: dict[str, Path]
-) -> None:
-    """However many samples a prompt gets in training."""
+def test_each_held_out_prompt_gets_one_response(rows: int, files: dict[str, str], folders: dict[str, Path]) -> None:
+    """The number of samples per prompt in training does not matter."""
     changes = {
         "data": {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32},
         "evaluation": {"rows": rows},
@@ -254,7 +250,7 @@ def test_a_held_out_prompt_is_answered_once_and_scored_by_its_own_answer(
         assert (ours["prompt"], ours["response"]) == (theirs["prompt"], theirs["response"])
 
 
-def test_the_samplers_log_probabilities_are_the_trainers(files: dict[str, str], folder: Path) -> None:
+def test_sampler_and_trainer_agree_on_log_probs(files: dict[str, str], folder: Path) -> None:
     r = collected(world(files, folder, sampling={"prompts": 16, "max_tokens": 8, "temperature": 0.7}))
     gap = r.metrics["sampler_gap"]
     assert gap is not None
@@ -262,18 +258,16 @@ def test_the_samplers_log_probabilities_are_the_trainers(files: dict[str, str], 
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_the_reference_scores_at_the_temperature_that_is_sampled_at(
-    own: bool, files: dict[str, str], folders: dict[str, Path]
-) -> None:
-    """Nothing is trained yet, so that the KL is 0, whether the reference is the start or a folder that holds the same."""
+def test_reference_uses_the_sampling_temperature(own: bool, files: dict[str, str], folders: dict[str, Path]) -> None:
+    """Before training the KL is 0, whether the reference is the initial policy or a folder with the same weights."""
     reference = {"model": str(folders["llama"])} if own else {}
     sampling = {"prompts": 16, "max_tokens": 8, "temperature": 0.6}
     r = collected(world(files, folders["llama"], reference=reference, sampling=sampling))
     assert float(r.reward_parts["kl"].abs().max()) < 1e-5
 
 
-def test_memory_is_bounded_in_collecting_as_in_learning(files: dict[str, str], folders: dict[str, Path]) -> None:
-    """``micro_batch`` is how many rows go through a model at once, with gradient and without."""
+def test_micro_batch_limits_rows_per_pass_in_collection(files: dict[str, str], folders: dict[str, Path]) -> None:
+    """Passes without gradients respect ``micro_batch`` too."""
     made = world(files, folders["llama"], optimizer={"micro_batch": 3}, sampling={"prompts": 8, "max_tokens": 6})
     whole = collected(world(files, folders["llama"], sampling={"prompts": 8, "max_tokens": 6}))
     sizes: list[int] = []
@@ -291,7 +285,7 @@ def test_memory_is_bounded_in_collecting_as_in_learning(files: dict[str, str], f
 @pytest.mark.parametrize(
     "algorithm", ["PPO_CLIP", "PPO_PENALTY", "PPO_PENALTY_ADAPTIVE", "A2C", "REINFORCE", "REINFORCE_BASELINE"]
 )
-def test_every_algorithm_of_control_trains_on_text(algorithm: str, files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_control_algorithms_train_on_text(algorithm: str, files: dict[str, str], folders: dict[str, Path]) -> None:
     rows: list[Any] = []
     surefoot.train(
         "language", algorithm, **fields(files, folders["llama"]), callback=lambda metrics: bool(rows.append(metrics))
@@ -299,10 +293,10 @@ def test_every_algorithm_of_control_trains_on_text(algorithm: str, files: dict[s
     assert len(rows) == 4
     assert all(row["ratio_at_start"] == pytest.approx(1, abs=1e-4) for row in rows)
     updates = {"PPO_CLIP": 16, "PPO_PENALTY": 16, "PPO_PENALTY_ADAPTIVE": 16}.get(algorithm, 1)
-    assert rows[-1]["updates"] == 4 * updates, "epochs and minibatches step the optimizer"
+    assert rows[-1]["updates"] == 4 * updates, "one optimizer step per epoch and minibatch"
 
 
-def test_ppo_raises_the_reward_of_a_supervised_model(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_ppo_raises_the_reward(files: dict[str, str], folders: dict[str, Path]) -> None:
     rows: list[Any] = []
     surefoot.train(
         "language",
@@ -315,7 +309,7 @@ def test_ppo_raises_the_reward_of_a_supervised_model(files: dict[str, str], fold
     assert last > 0.6
 
 
-@pytest.mark.slow  # the tests of core have it in a world of few tokens
+@pytest.mark.slow  # tests/core checks this in a small token world
 def test_a_larger_beta_keeps_the_policy_closer_to_the_reference(files: dict[str, str], folders: dict[str, Path]) -> None:
     spent = []
     for beta in (0.0, 2.0):
@@ -350,9 +344,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     assert timeless[0] == timeless[1]
 
 
-def test_a_separate_critic_learns_with_its_own_rate_and_leaves_the_policy_alone(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
+def test_separate_critic_shares_no_parameter_with_the_policy(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], critic={"own_model": True})
     own = {id(p) for p in made.policy.critic_parameters()}
     assert own
@@ -362,7 +354,7 @@ def test_a_separate_critic_learns_with_its_own_rate_and_leaves_the_policy_alone(
 # ---- bad input ----------------------------------------------------------------------------------------------------------
 
 
-def test_combinations_that_cannot_work_are_rejected_before_a_model_is_loaded(files: dict[str, str]) -> None:
+def test_invalid_settings_are_rejected_before_a_model_is_loaded(files: dict[str, str]) -> None:
     nowhere = Path("/nonexistent")
     for changes, message in (
         ({"sampling": {"prompts": 6}}, "objective.reuse.minibatches=4: does not divide the 6 responses"),
@@ -381,13 +373,13 @@ def test_combinations_that_cannot_work_are_rejected_before_a_model_is_loaded(fil
             find_recipe("language", fields(files, nowhere) | changes)
 
 
-def test_a_device_that_is_not_there_is_rejected(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_unavailable_device_is_rejected(files: dict[str, str], folders: dict[str, Path]) -> None:
     missing = "mps" if torch.cuda.is_available() else "cuda"
     with pytest.raises(SurefootError, match=f"device='{missing}': can't be used here"):
         world(files, folders["llama"], device=missing)
 
 
-def test_a_reward_function_that_needs_another_column_is_rejected_before_the_run_begins(
+def test_reward_function_without_its_column_is_rejected_before_the_run_begins(
     files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     Path(files["rewards"]).write_text("def asks(responses, answer):\n    return [0.0] * len(responses)\n")
@@ -396,9 +388,7 @@ def test_a_reward_function_that_needs_another_column_is_rejected_before_the_run_
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_about_a_models_folder_begins_with_the_field_that_names_it(
-    files: dict[str, str], folders: dict[str, Path]
-) -> None:
+def test_errors_about_models_and_functions_begin_with_their_field(files: dict[str, str], folders: dict[str, Path]) -> None:
     for changes, field in (
         ({"reward": {"terms": [{"model": str(folders["llama"])}]}}, "reward.terms"),
         ({"reference": {"model": "./nowhere"}}, "reference.model"),
@@ -409,15 +399,15 @@ def test_an_error_about_a_models_folder_begins_with_the_field_that_names_it(
             world(files, folders["llama"], **changes)  # type: ignore[arg-type]
 
 
-def test_a_reference_or_critic_that_cannot_read_what_the_policy_writes_is_rejected(
+def test_reference_and_critic_need_the_policys_vocabulary_and_context(
     files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """By its tokenizer, whatever the size of its embedding; and by its context."""
+    """The tokenizers' vocabularies are compared, not the sizes of embeddings."""
     other = write_folder(tmp_path / "other", "llama")
-    report = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = report["model"]["vocab"]
+    tokenizer_json = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer_json["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (other / "tokenizer.json").write_text(json.dumps(report))
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     short = write_folder(tmp_path / "short", "gpt2", n_positions=12)
     for folder, message in ((other, "its vocabulary differs"), (short, "have up to 15 tokens and its context is 12")):
         model, tokenizer = load_model(folder)
@@ -429,6 +419,6 @@ def test_a_reference_or_critic_that_cannot_read_what_the_policy_writes_is_reject
             world(files, folders["llama"], reference={"model": str(folder)})
 
 
-def test_a_limit_that_leaves_no_room_for_a_prompt_is_rejected(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_max_tokens_must_leave_room_for_a_prompt(files: dict[str, str], folders: dict[str, Path]) -> None:
     with pytest.raises(SurefootError, match=r"sampling\.max_tokens=128: leaves no room"):
         world(files, folders["llama"], sampling={"prompts": 8, "max_tokens": 128})

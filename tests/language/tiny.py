@@ -1,4 +1,4 @@
-"""Small models with random weights in the shapes of four families, as folders that ``transformers`` wrote."""
+"""Small models with random weights from several families, in memory or as folders written by ``transformers``."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ FAMILIES = ("llama", "qwen2", "gpt2", "gemma")
 
 
 def tokenizer(context: int = 128) -> Any:
-    """One token per character of printable ASCII; pad, EOS and unk are three tokens."""
+    """A tokenizer with one token per printable ASCII character, plus pad, EOS and unk."""
     from surefoot.language.models.pocket import character_tokenizer
 
     made = character_tokenizer(context=context)
@@ -20,9 +20,9 @@ def tokenizer(context: int = 128) -> Any:
 
 
 def model(family: str, seed: int = 1, scale: float = 4.0, **changes: Any) -> Any:
-    """A new model of a family: 2 layers, width 32, float32, eval mode. Two query heads share a key where the family can.
+    """A new model in float32 and eval mode, with 2 layers of width 32; query heads share keys where the family allows it.
 
-    Weights are scaled up, so that logits differ enough for a wrong token, position or mask to be seen.
+    Weights are scaled up so that a wrong token, position or mask clearly changes the logits.
     """
     shared = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32"}
     build, fields = _SHAPES[family]()
@@ -37,7 +37,7 @@ def model(family: str, seed: int = 1, scale: float = 4.0, **changes: Any) -> Any
 
 
 def set_probabilities(model: Any, ids: list[int], probabilities: tuple[float, ...]) -> None:
-    """Set the probabilities of these tokens, whatever comes before them."""
+    """Give these tokens fixed probabilities, whatever comes before them."""
     head = model.get_output_embeddings()
     bias = torch.full((head.out_features,), -60.0)
     bias[ids] = torch.tensor(probabilities).log()
@@ -47,7 +47,7 @@ def set_probabilities(model: Any, ids: list[int], probabilities: tuple[float, ..
 
 
 def teach(head: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Set a linear head's outputs for some hidden states.   [n, width], [n, out]; n ≤ width"""
+    """Set a linear head so that it maps these hidden states to the wanted outputs.   [n, width], [n, out]; n ≤ width"""
     with torch.no_grad():
         head.weight.copy_((torch.linalg.pinv(hidden.double()) @ wanted.double()).T)
         if head.bias is not None:
@@ -55,7 +55,7 @@ def teach(head: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def write_folder(folder: Path, family: str, seed: int = 1, **changes: Any) -> Path:
-    """Model and tokenizer, written by ``save_pretrained``."""
+    """Write a model and its tokenizer with ``save_pretrained``; return the folder."""
     model(family, seed, **changes).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

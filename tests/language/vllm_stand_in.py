@@ -1,6 +1,6 @@
-"""A local server that answers as vLLM does, with a model of ``transformers``: for tests without vLLM, and for what goes wrong.
+"""A local server that answers like vLLM, with a ``transformers`` model: for tests without vLLM, and for tests of failures.
 
-``test_vllm.py`` runs the same laws against a real vLLM, where there is one.
+``test_vllm.py`` also tests against a real vLLM, where one is installed.
 """
 
 import json
@@ -25,8 +25,8 @@ Reply = tuple[int, Any]
 class StandIn:
     """Serves the model in a folder under the name "policy".
 
-    fault   sees every request before it is answered: its number among those of its path, the path and the body; returns a reply
-            to give instead, a function of the reply, or None. Status 0 hangs up
+    fault   called before each reply with the number of the request on its path, the path and the body; returns another reply, a
+            function that changes the usual reply, or None for the usual reply. Status 0 hangs up
     """
 
     def __init__(self, folder: Path, max_model_len: int = 128) -> None:
@@ -37,9 +37,9 @@ class StandIn:
         self.seen: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.wire: dict[str, torch.Tensor] = {}
-        """what NCCL would bring"""
+        """the tensors that NCCL would transfer"""
         self.lost = False
-        """whether NCCL fails"""
+        """whether the NCCL transfer fails"""
         self.joined: list[dict[str, Any]] = []
         self.fault: Callable[[int, str, dict[str, Any]], Any] = lambda number, path, body: None
         outer = self
@@ -54,7 +54,7 @@ class StandIn:
                 outer.answer(self, json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}"))
 
             def log_message(self, *words: Any) -> None:
-                """Nothing."""
+                """Print nothing."""
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
@@ -171,7 +171,7 @@ class StandIn:
 
 
 def install_transfer(server: StandIn, set_module: Callable[[Any, str, ModuleType], None]) -> None:
-    """Modules in place of vLLM's, whose sender has the calls of vLLM 0.32's; the stand-in's ``wire`` stands for NCCL."""
+    """Install modules in place of vLLM's, with a sender like that of vLLM 0.32; the server's ``wire`` replaces NCCL."""
 
     class Sender:
         def __init__(self, client: Any, source: Any) -> None:

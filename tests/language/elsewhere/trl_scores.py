@@ -1,12 +1,12 @@
-"""Train with TRL on a reward model, and print what it scored. Run by a Python that has TRL.
+"""Train with TRL against a reward model and print its scores; needs a Python with TRL.
 
     python trl_scores.py TRAINER POLICY REWARD PROMPTS OUT
 
 TRAINER  grpo or rloo
 PROMPTS  a JSON list of prompts, text or messages
-OUT      the folder of the trainer
+OUT      the output folder of the trainer
 
-The last line is JSON: ids, mask and scores of each call of the reward model, and the mean reward that each step logged.
+The last line of output is JSON: ids, mask and scores of each reward model call, and the mean reward logged at each step.
 """
 
 import json

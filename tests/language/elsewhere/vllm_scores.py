@@ -1,11 +1,11 @@
-"""Score texts with vLLM by a reward model. Run by a Python that has vLLM.
+"""Score texts with a reward model in vLLM; needs a Python with vLLM.
 
     python vllm_scores.py REWARD TEXTS OFFSET
 
 TEXTS   a JSON list of lists of token ids
-OFFSET  subtracted from the scores by the pooler
+OFFSET  a number that the pooler subtracts from the scores
 
-The last line is JSON: the version, and the scores.
+The last line of output is JSON: the version and the scores.
 """
 
 import json
