@@ -1,4 +1,4 @@
-"""Reward servers score finished responses during sampling, with the same scores as afterwards."""
+"""Reward servers score finished responses during sampling; the scores equal those of one call afterwards."""
 
 import threading
 import time
@@ -24,7 +24,8 @@ from .tiny import model, tokenizer
 
 
 @pytest.fixture(autouse=True)
-def patient_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry almost at once."""
     monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
 
 
@@ -36,7 +37,7 @@ def server() -> Iterator[Server]:
 
 
 def term(server: Server, kind: str) -> dict[str, Any]:
-    """A judge, or a reward server that gets one response per request; scored by the length of what is asked."""
+    """A judge that scores the length of the question, or a reward server that gets one response per request."""
     if kind == "judge":
         server.answer = lambda body: written(f"Score: {len(question_in(body))}")
         return {"url": server.url, "judge": {"model": "m", "prompt": QUESTION}}
@@ -44,7 +45,7 @@ def term(server: Server, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["judge", "server"])
-def test_the_scores_are_those_of_a_call_after_all_and_what_ended_early_was_asked_before_the_last_token(
+def test_early_scores_equal_later_scores_and_requests_start_before_sampling_ends(
     kind: str,
     server: Server,
     files: dict[str, str],  # noqa: F811
@@ -56,30 +57,30 @@ def test_the_scores_are_those_of_a_call_after_all_and_what_ended_early_was_asked
     with monkeypatch.context() as patch:
         patch.setattr("surefoot.language.rewards.terms.FunctionReward.begins_early", False)
         later = collected(world(files, folders["llama"], **settings))
-    asked_later = sorted(map(str, server.bodies))
+    later_bodies = sorted(map(str, server.bodies))
     server.bodies.clear()
 
-    before_the_end = []
+    early_requests = []
     draw = InProcess.sample
 
     def sample_and_wait(engine: InProcess, request: Any) -> Any:
         drawn = draw(engine, request)
-        early, ends = int((drawn.lengths < 24).sum()), time.monotonic() + 30
-        assert early >= 4, "the tiny model ends some responses"
-        while len(server.bodies) < early and time.monotonic() < ends:
+        early, deadline = int((drawn.lengths < 24).sum()), time.monotonic() + 30
+        assert early >= 4, "the tiny model must end some responses early"
+        while len(server.bodies) < early and time.monotonic() < deadline:
             time.sleep(0.01)
-        before_the_end.append(len(server.bodies))
+        early_requests.append(len(server.bodies))
         return drawn
 
     monkeypatch.setattr(InProcess, "sample", sample_and_wait)
     made = world(files, folders["llama"], **settings)
     rollout = collected(made)
-    assert before_the_end == [int((rollout.mask.sum(-1) < 24).sum())]
-    assert sorted(map(str, server.bodies)) == asked_later, "each response once"
+    assert early_requests == [int((rollout.mask.sum(-1) < 24).sum())]
+    assert sorted(map(str, server.bodies)) == later_bodies, "each response is sent once"
     assert rollout.rewards.equal(later.rewards)
 
 
-def test_a_request_that_failed_early_is_sent_again_and_its_error_is_that_of_the_call(
+def test_a_failed_early_request_raises_the_usual_error(
     server: Server,
     files: dict[str, str],  # noqa: F811
     folders: dict[str, Path],
@@ -93,7 +94,7 @@ def test_a_request_that_failed_early_is_sent_again_and_its_error_is_that_of_the_
         collected(world(files, folders["llama"], **settings))
 
 
-def test_the_callback_at_the_end_of_a_response_gets_its_index_and_tokens() -> None:
+def test_on_finished_gets_the_index_and_tokens_of_responses_that_end_early() -> None:
     finished: dict[int, list[int]] = {}
     drawn = sample(
         model("llama"),
@@ -112,14 +113,14 @@ def test_the_callback_at_the_end_of_a_response_gets_its_index_and_tokens() -> No
     assert {number: ids for number, ids in finished.items() if len(ids) < 40} == {n: drawn.responses()[n] for n in early}
 
 
-def test_a_pool_calls_each_item_once_at_most_so_many_at_a_time_and_its_threads_end() -> None:
-    calls, running, most, lock, before = [], [0], [0], threading.Lock(), threading.active_count()
+def test_thread_pool_calls_items_once_within_its_limit_and_ends_its_threads() -> None:
+    calls, running, peak, lock, before = [], [0], [0], threading.Lock(), threading.active_count()
 
     def call(_: None, item: int) -> int:
         with lock:
             calls.append(item)
             running[0] += 1
-            most[0] = max(most[0], running[0])
+            peak[0] = max(peak[0], running[0])
         time.sleep(0.01)
         with lock:
             running[0] -= 1
@@ -129,15 +130,15 @@ def test_a_pool_calls_each_item_once_at_most_so_many_at_a_time_and_its_threads_e
     for item in (*range(12), *range(12)):
         pool.begin(item)
     assert [pool.take(item, time.monotonic() + 30) for item in range(12)] == [item * item for item in range(12)]
-    assert (sorted(calls), most[0]) == (list(range(12)), 3)
-    assert pool.take(5, time.monotonic() + 30) is None, "a result is taken once"
-    ends = time.monotonic() + 30
-    while threading.active_count() > before and time.monotonic() < ends:
+    assert (sorted(calls), peak[0]) == (list(range(12)), 3)
+    assert pool.take(5, time.monotonic() + 30) is None, "a result can be taken only once"
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
 
 
-def test_a_pools_failures_are_none_and_what_is_too_slow_exceeds_its_deadline() -> None:
+def test_thread_pool_returns_none_for_failures_and_raises_at_the_deadline() -> None:
     opened = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""``surefoot.evaluate`` of models: trained ones, loaded ones, and the folder of a run."""
+"""``surefoot.evaluate`` and ``generate`` on trained models, loaded models and run folders."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def supervised(kind: str, model: Path, tmp_path: Path, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
-def test_a_trained_a_loaded_and_a_saved_model_have_the_same_metrics(
+def test_trained_model_run_folder_and_loaded_model_have_the_same_metrics(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     model = supervised(kind, folders["llama"], tmp_path)
@@ -35,15 +35,13 @@ def test_a_trained_a_loaded_and_a_saved_model_have_the_same_metrics(
     assert surefoot.evaluate(model, rows=2)["held_out_loss"] != of_model["held_out_loss"]
 
 
-def test_an_adapter_that_was_merged_when_it_was_loaded_is_evaluated_like_the_run(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_merging_an_adapter_on_load_keeps_the_held_out_loss(folders: dict[str, Path], tmp_path: Path) -> None:
     model = supervised("sft", folders["llama"], tmp_path, adapter={"rank": 2})
     of_model = surefoot.evaluate(model)["held_out_loss"]
     assert surefoot.evaluate(surefoot.load(tmp_path / "run"))["held_out_loss"] == pytest.approx(of_model, rel=1e-5)
 
 
-def test_an_online_model_is_evaluated_by_the_reward_of_its_run(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_online_model_is_evaluated_with_the_reward_of_its_run(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(VOWELS)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} says "}) + "\n" for i in range(8)))
     model = surefoot.train(
@@ -60,10 +58,10 @@ def test_an_online_model_is_evaluated_by_the_reward_of_its_run(folders: dict[str
 
 
 @pytest.mark.parametrize("adapter", ["none", {"rank": 2}])
-def test_saving_the_reward_model_of_an_unfinished_run_reports_that_its_scores_are_not_standardised(
+def test_saving_an_unfinished_reward_model_reports_unstandardised_scores(
     adapter: Any, folders: dict[str, Path], tmp_path: Path, command: Any
 ) -> None:
-    """A run standardises them at its end, and a reward's weight depends on their scale."""
+    """A run standardises scores when it finishes; the weight of a reward depends on their scale."""
     settings = {"steps": 16, "checkpoint": {"every": 8}, "adapter": adapter}
     rows = pairs(tmp_path / "rows.jsonl")
     fields = {"model": str(folders["llama"]), "data": {"train": rows, "max_length": 64, "batch": 8}, **settings}
@@ -96,7 +94,7 @@ def test_saving_the_reward_model_of_an_unfinished_run_reports_that_its_scores_ar
         ([], "prompts"),
     ],
 )
-def test_generate_takes_a_list_of_texts_and_conversations(prompts: Any, error: str, folders: dict[str, Path]) -> None:
+def test_generate_accepts_only_lists_of_texts_and_conversations(prompts: Any, error: str, folders: dict[str, Path]) -> None:
     model = surefoot.load(folders["llama"])
     with pytest.raises(SurefootError) as raised:
         model.generate(prompts, max_tokens=3)
@@ -107,15 +105,15 @@ def test_generate_takes_a_list_of_texts_and_conversations(prompts: Any, error: s
     assert model.generate(["hi", conversation], max_tokens=12, stop=free[0][3:5])[0] == free[0].partition(free[0][3:5])[0]
 
 
-def test_evaluation_needs_a_row(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_evaluate_requires_at_least_one_row(folders: dict[str, Path], tmp_path: Path) -> None:
     model = supervised("sft", folders["llama"], tmp_path)
-    for what in (model, tmp_path / "run"):
+    for target in (model, tmp_path / "run"):
         for rows in (0, -1):
             with pytest.raises(SurefootError, match="rows="):
-                surefoot.evaluate(what, rows=rows)
+                surefoot.evaluate(target, rows=rows)
 
 
-def test_a_model_may_be_a_path_and_a_reward_one_text(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_train_accepts_a_path_as_model_and_a_string_as_reward(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(VOWELS)
     rows = [{"prompt": f"{i} says "} for i in range(4)]
     sampling = {"prompts": 4, "max_tokens": 3}
@@ -125,7 +123,7 @@ def test_a_model_may_be_a_path_and_a_reward_one_text(folders: dict[str, Path], t
     assert model.recipe.reward.terms[0].function == reward
 
 
-def test_a_model_without_a_recipe_cannot_be_evaluated(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_evaluate_rejects_models_without_a_recipe_or_with_a_task(folders: dict[str, Path], tmp_path: Path) -> None:
     model = supervised("sft", folders["llama"], tmp_path)
     with pytest.raises(SurefootError, match=r"^model: has no recipe to evaluate it by; give the run's folder"):
         surefoot.evaluate(LanguageModel(model.model, model.tokens))

@@ -15,13 +15,13 @@ from surefoot.recipes.reading import make_recipe
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 LIKELIHOOD = "held_out_log_likelihood"
-SAID = ("hello there.", "why not?", "a b c", "it is what it is, and that is that.", "no")
+COMPLETIONS = ("hello there.", "why not?", "a b c", "it is what it is, and that is that.", "no")
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """Demonstrations of several lengths, prompts, and a reward that demonstrations don't earn."""
-    rows = [{"prompt": f"{i % 5}: ", "completion": SAID[i % 5]} for i in range(23)]
+    """Demonstrations of several lengths, their prompts, and a reward for the letter z, which no demonstration has."""
+    rows = [{"prompt": f"{i % 5}: ", "completion": COMPLETIONS[i % 5]} for i in range(23)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
     (tmp_path / "rewards.py").write_text(
@@ -47,7 +47,7 @@ def world(files: Path, model: Path, **changes: Any) -> LanguageWorld:
     return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, **changes)}))  # type: ignore[arg-type]
 
 
-def measured(made: LanguageWorld) -> float:
+def log_likelihood(made: LanguageWorld) -> float:
     evaluation = made.evaluate()
     assert evaluation is not None
     actual = evaluation.metrics[LIKELIHOOD]
@@ -55,18 +55,17 @@ def measured(made: LanguageWorld) -> float:
     return actual
 
 
-def test_ppo_starts_from_the_likelihood_that_sft_ended_with(files: Path, folders: dict[str, Path]) -> None:
-    """Minus the held-out loss, on the same rows; whatever the temperature that PPO samples at."""
+def test_initial_ppo_log_likelihood_is_minus_the_final_sft_loss(files: Path, folders: dict[str, Path]) -> None:
+    """Both use the same rows. The sampling temperature of PPO does not matter."""
     rows = {"train": str(files / "rows.jsonl"), "held_out": str(files / "rows.jsonl"), "batch": 8, "max_length": 64}
     surefoot.train("sft", run_dir=files / "sft", model=str(folders["llama"]), data=rows, steps=24)
     last = read_metrics(files / "sft" / "metrics.jsonl")[-1]["held_out_loss"]
     made = world(files, files / "sft", sampling={"prompts": 16, "max_tokens": 8, "temperature": 0.5})
-    assert measured(made) == pytest.approx(-last, rel=1e-5)
+    assert log_likelihood(made) == pytest.approx(-last, rel=1e-5)
 
 
-def test_the_likelihood_is_the_mean_over_tokens_of_the_first_rows_whatever_goes_through_the_model_at_once(
-    files: Path, folder: Path
-) -> None:
+def test_log_likelihood_averages_tokens_of_the_first_rows_for_any_micro_batch(files: Path, folder: Path) -> None:
+    """Batches stay within ``micro_batch`` and ``micro_batch_tokens``."""
     chosen = {"demonstrations": str(files / "rows.jsonl"), "rows": 7}
     made = world(files, folder, evaluation=chosen)
     total, count = 0.0, 0
@@ -77,33 +76,33 @@ def test_the_likelihood_is_the_mean_over_tokens_of_the_first_rows_whatever_goes_
             log_probs = made.policy.model(ids).logits[0, :-1].log_softmax(-1)
         actual = log_probs.gather(-1, ids[0, 1:, None])[len(prompt) - 1 :]
         total, count = total + float(actual.sum()), count + len(actual)
-    assert measured(made) == pytest.approx(total / count, rel=1e-4)
-    data = {"train": str(files / "prompts.jsonl"), "max_length": 16}  # no prompts are answered
-    for bound, most in (({"micro_batch": 2}, 2), ({"micro_batch_tokens": 64}, 64)):
-        read: list[torch.Size] = []
+    assert log_likelihood(made) == pytest.approx(total / count, rel=1e-4)
+    data = {"train": str(files / "prompts.jsonl"), "max_length": 16}  # no held-out prompts, so nothing is sampled
+    for bound, limit in (({"micro_batch": 2}, 2), ({"micro_batch_tokens": 64}, 64)):
+        shapes: list[torch.Size] = []
         small = world(files, folder, evaluation=chosen, optimizer=bound, data=data)
-        words = small.policy.model.get_input_embeddings()
-        words.register_forward_hook(lambda _, arguments, __, read=read: read.append(arguments[0].shape))
-        assert measured(small) == pytest.approx(total / count, rel=1e-4)
-        assert 0 < max(shape[0] if "micro_batch" in bound else shape.numel() for shape in read) <= most
+        embeddings = small.policy.model.get_input_embeddings()
+        embeddings.register_forward_hook(lambda _, arguments, __, shapes=shapes: shapes.append(arguments[0].shape))
+        assert log_likelihood(small) == pytest.approx(total / count, rel=1e-4)
+        assert 0 < max(shape[0] if "micro_batch" in bound else shape.numel() for shape in shapes) <= limit
 
 
-def test_forgetting_is_in_the_metrics_and_the_evaluation(files: Path, folders: dict[str, Path]) -> None:
+def test_log_likelihood_is_in_the_metrics_and_the_evaluation_report(files: Path, folders: dict[str, Path]) -> None:
     settings = fields(files, folders["llama"], steps=256, reference={"beta": 0.0}, optimizer={"learning_rate": 3e-3})
     settings["evaluation"]["every"] = 64
     surefoot.train("language", run_dir=files / "run", **settings)
     rows = [row for row in read_metrics(files / "run" / "metrics.jsonl") if LIKELIHOOD in row]
     assert [row["steps"] for row in rows] == [64, 128, 192, 256]
     report = evaluate_run(files / "run")
-    assert report["start"]["log_likelihood"] == pytest.approx(measured(world(files, folders["llama"])), rel=1e-6)
+    assert report["start"]["log_likelihood"] == pytest.approx(log_likelihood(world(files, folders["llama"])), rel=1e-6)
     at_best = next(row for row in rows if row["steps"] == report["steps"])
     assert report["trained"]["log_likelihood"] == pytest.approx(at_best[LIKELIHOOD], rel=1e-6)
-    assert rows[-1][LIKELIHOOD] < report["start"]["log_likelihood"] - 0.1, "without an anchor the start's language is lost"
+    assert rows[-1][LIKELIHOOD] < report["start"]["log_likelihood"] - 0.1, "without a KL penalty the likelihood must drop"
     assert "log π of demonstrations" in report_table(report)
 
 
-def test_forgetting_is_measured_without_held_out_prompts_and_affects_no_choice(files: Path, folders: dict[str, Path]) -> None:
-    """Neither which checkpoint is the best, nor when patience ends."""
+def test_log_likelihood_alone_triggers_neither_patience_nor_a_best_checkpoint(files: Path, folders: dict[str, Path]) -> None:
+    """It is measured even without held-out prompts."""
     data = {"train": str(files / "prompts.jsonl"), "max_length": 16}
     settings = fields(files, folders["llama"], data=data, steps=64)
     settings["evaluation"] |= {"patience": 1}
@@ -114,7 +113,8 @@ def test_forgetting_is_measured_without_held_out_prompts_and_affects_no_choice(f
     assert not (files / "run" / "best").exists()
 
 
-def test_demonstrations_that_cannot_be_read_are_rejected_before_the_run_begins(files: Path, folders: dict[str, Path]) -> None:
+def test_unusable_demonstrations_are_rejected_before_the_run_starts(files: Path, folders: dict[str, Path]) -> None:
+    """A single row that is too long is dropped and reported."""
     (files / "half.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     (files / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
     for evaluation, message in (

@@ -1,5 +1,5 @@
-"""Golden cases that components of language must meet, and not only the formulas they call: sampler, policy, reference,
-critic, collector, SFT and reward models, each taught to say a case's numbers. What is computed is float32.
+"""Golden cases for whole language components, not only for their formulas: sampler, policy, reference, critic, collector,
+SFT and reward models. Each model is set to output the numbers of a case. All computations use float32.
 """
 
 import json
@@ -33,8 +33,8 @@ CASES = {
     case["name"]: case
     for case in json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text(encoding="utf-8"))
 }
-SILENT = -25.0
-"""the logit of what is not said: e⁻²⁵ of the whole"""
+NEGLIGIBLE = -25.0
+"""logit of all other tokens, whose probability is about e⁻²⁵"""
 
 
 def expect(name: str, key: str, ours: Any) -> None:
@@ -45,7 +45,7 @@ def expect(name: str, key: str, ours: Any) -> None:
 
 
 def hidden(model: Any, ids: list[int]) -> Tensor:
-    """What a model's trunk makes of every prefix.   [L, width]"""
+    """Last hidden state of the trunk after every prefix.   [L, width]"""
     with torch.no_grad():
         states: Tensor = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
     return states
@@ -57,8 +57,8 @@ RLHF = "rlhf_shaped_rewards_3_tokens"
 
 
 @pytest.fixture
-def three(folders: dict[str, Path], tmp_path: Path) -> Rollout:
-    """The case's response, "a", "b", EOS, out of those that the world's own sampler drew."""
+def golden_rollout(folders: dict[str, Path], tmp_path: Path) -> Rollout:
+    """The rollout of the golden response "a", "b", EOS, taken from a batch that the collector sampled."""
     x = CASES[RLHF]["inputs"]
     (tmp_path / "score.py").write_text(f"def score(responses):\n    return [{x['score']}] * len(responses)\n")
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "x"}) + "\n")
@@ -75,11 +75,11 @@ def three(folders: dict[str, Path], tmp_path: Path) -> Rollout:
     prompt, ids = tokens.encode_prompt("x"), tokens.encode_completion("ab")
     other = tokens.encode_completion("c")[0]
     for model, log_probs in ((policy.model, x["logp"]), (world.reference.policy.model, x["ref_logp"])):
-        wanted = torch.full((3, len(tokens.tokenizer)), SILENT, dtype=torch.float64)
+        logits = torch.full((3, len(tokens.tokenizer)), NEGLIGIBLE, dtype=torch.float64)
         for t, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True)):
-            wanted[t, token] = log_prob
-            wanted[t, other] = torch.log1p(-torch.tensor(log_prob, dtype=torch.float64).exp())
-        tiny.teach(model.get_output_embeddings(), hidden(model, [*prompt, *ids])[len(prompt) - 1 : -1], wanted)
+            logits[t, token] = log_prob
+            logits[t, other] = torch.log1p(-torch.tensor(log_prob, dtype=torch.float64).exp())
+        tiny.teach(model.get_output_embeddings(), hidden(model, [*prompt, *ids])[len(prompt) - 1 : -1], logits)
     before = hidden(policy.model, [*prompt, *ids])[len(prompt) - 1 : -1]
     tiny.teach(policy.value_head, before, torch.tensor(x["values"]).unsqueeze(-1))
     whole = world.collector.collect(LearnerState.seeded(1, 128))
@@ -88,26 +88,26 @@ def three(folders: dict[str, Path], tmp_path: Path) -> Rollout:
     return part
 
 
-def test_rewards_advantages_returns_and_kl_of_a_sampled_response_are_the_golden_ones(three: Rollout) -> None:
+def test_rewards_advantages_returns_and_kl_match_the_golden_case(golden_rollout: Rollout) -> None:
     x = CASES[RLHF]["inputs"]
-    credit = assign_credit(three, replace(PPO_CLIP, gamma=x["gamma"], gae_lambda=x["lam"]))
-    kl, rewards = three.reward_parts["kl"][0], three.rewards[0]
+    credit = assign_credit(golden_rollout, replace(PPO_CLIP, gamma=x["gamma"], gae_lambda=x["lam"]))
+    kl, rewards = golden_rollout.reward_parts["kl"][0], golden_rollout.rewards[0]
     expect(RLHF, "k1", kl[:3])
     expect(RLHF, "rewards", rewards[:3])
     expect(RLHF, "advantages", credit.advantages[0, :3])
     expect(RLHF, "returns", credit.returns[0, :3])
     expect(RLHF, "seq_kl", kl.sum())
-    expect(RLHF, "non_score_reward_sum", (three.rewards - three.reward_parts["score"]).sum())
+    expect(RLHF, "non_score_reward_sum", (golden_rollout.rewards - golden_rollout.reward_parts["score"]).sum())
     expect(RLHF, "rlhf_reward", rewards.sum())
 
 
-def test_sampler_policy_and_reference_divide_logits_by_the_temperature_as_in_the_golden_case() -> None:
+def test_sampler_policy_and_reference_apply_temperature_as_in_the_golden_case() -> None:
     name = "logprob_temperature"
     x, expected = CASES[name]["inputs"], CASES[name]["expected"]
     model, prompt = tiny.model("llama"), [30, 31, 32]
-    wanted = torch.full((1, tiny.VOCABULARY), SILENT)
-    wanted[0, [50, 51, 52]] = torch.tensor(x["logits"])
-    tiny.teach(model.get_output_embeddings(), hidden(model, prompt)[-1:], wanted)
+    logits = torch.full((1, tiny.VOCABULARY), NEGLIGIBLE)
+    logits[0, [50, 51, 52]] = torch.tensor(x["logits"])
+    tiny.teach(model.get_output_embeddings(), hidden(model, prompt)[-1:], logits)
     inputs = {"prompt": torch.tensor([prompt]), "prompt_mask": torch.ones(1, 3, dtype=torch.bool)}
     actions = torch.tensor([[50 + x["token"]]])
     for temperature, key in ((x["temperature"], "correct"), (1.0, "untempered")):
@@ -126,17 +126,17 @@ def test_sampler_policy_and_reference_divide_logits_by_the_temperature_as_in_the
 # ---- supervised ---------------------------------------------------------------------------------------------------------
 
 
-def test_sft_has_the_golden_loss_and_none_on_what_is_not_trained() -> None:
+def test_sft_loss_matches_the_golden_case_and_ignores_masked_tokens() -> None:
     name = "sft_masked_cross_entropy"
     x = CASES[name]["inputs"]
     model, classes = tiny.model("llama"), [50, 51, 52]
     labels = [40 if label == x["ignore_index"] else classes[label] for label in x["shifted_labels"]]
     ids, trained = [30, *labels], [False] + [label != x["ignore_index"] for label in x["shifted_labels"]]
-    wanted = torch.full((len(labels), tiny.VOCABULARY), SILENT)
-    wanted[:, classes] = torch.tensor(x["shifted_logits"])
-    tiny.teach(model.get_output_embeddings(), hidden(model, ids)[:-1], wanted)
-    shown = Demonstrations([ids], [trained])
-    rows = Rows(lambda chosen: demonstration_tensors(shown, chosen, 0), "", [len(ids)], [sum(trained)])
+    logits = torch.full((len(labels), tiny.VOCABULARY), NEGLIGIBLE)
+    logits[:, classes] = torch.tensor(x["shifted_logits"])
+    tiny.teach(model.get_output_embeddings(), hidden(model, ids)[:-1], logits)
+    demonstrations = Demonstrations([ids], [trained])
+    rows = Rows(lambda chosen: demonstration_tensors(demonstrations, chosen, 0), "", [len(ids)], [sum(trained)])
     rollout = RowCollector(rows, 1, 1).collect(LearnerState.seeded(1, 1))
     policy, objective = LanguagePolicy(model, None, 0), Objective(gamma=0.0)
     expect(name, "token_losses", -policy(rollout.inputs, rollout.actions, rollout.mask).log_probs[rollout.mask])
@@ -146,7 +146,8 @@ def test_sft_has_the_golden_loss_and_none_on_what_is_not_trained() -> None:
     expect(name, "loss", metrics["policy_loss"])
 
 
-def test_a_reward_model_has_the_golden_loss_and_a_tie_is_no_win(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_reward_model_loss_and_accuracy_match_the_golden_case(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A tie does not count as correct."""
     name = "bradley_terry_rm_loss"
     x = CASES[name]["inputs"]
     pairs = [("a", "b"), ("c", "d"), ("e", "f")]
@@ -172,13 +173,13 @@ def test_a_reward_model_has_the_golden_loss_and_a_tie_is_no_win(folders: dict[st
     state = LearnerState.seeded(1, 3)
     rollout = world.collector.collect(state)
     actual = -world.policy(rollout.inputs, rollout.actions, rollout.mask).log_probs[:, 0]
-    expect(name, "loss_per_pair", actual[actual.argsort()[torch.tensor([0, 2, 1])]])  # the walk has its own order
+    expect(name, "loss_per_pair", actual[actual.argsort()[torch.tensor([0, 2, 1])]])  # rows are shuffled
     metrics = make_learner(world.recipe, world.policy).update(rollout, assign_credit(rollout, world.recipe.objective), state)
     expect(name, "loss_mean", metrics["policy_loss"])
 
 
-def test_standardised_scores_have_the_golden_gain_and_bias_in_the_reward_and_in_a_critic_made_of_it() -> None:
-    """The case's new mean 0 and new std 1 are the only ones here; the variant that subtracts the mean alone is not ours."""
+def test_standardised_rewards_and_critic_values_match_the_golden_gain_and_bias() -> None:
+    """Surefoot always standardises to mean 0 and std 1; it has no variant that only subtracts the mean."""
     name = "rm_gain_bias_normalisation"
     x = CASES[name]["inputs"]
     assert (x["new_mean"], x["new_std"]) == (0.0, 1.0)

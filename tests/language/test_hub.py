@@ -1,6 +1,6 @@
-"""Data sets of the hub by name: commits, configurations, splits; with the hub, without it, and what goes wrong.
+"""Data sets of the Hugging Face hub: names, commits, configurations, splits, the offline cache, and errors.
 
-The hub is a server on this machine; a process of its own reads its address, as ``datasets`` does when it is imported.
+The hub is a local server. ``datasets`` reads its address on import, so reading runs in new processes.
 """
 
 import json
@@ -41,22 +41,22 @@ sys.exit(main())
 """
 
 
-def run(hub: Hub | None, home: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run(hub: Hub | None, home: Path, code: str, *args: str) -> subprocess.CompletedProcess[str]:
     address = "http://127.0.0.1:9" if hub is None else hub.address
     settings = {"HF_HOME": str(home), "HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1", "SUREFOOT_CACHE": str(home / "own")}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | settings
-    command = [sys.executable, "-c", code, *words]
+    command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False, cwd=home)
 
 
 def read(hub: Hub | None, home: Path, *names: str) -> list[Any]:
-    done = run(hub, home, READ, *names)
-    assert "RESULT" in done.stdout, done.stderr
-    result: list[Any] = json.loads(done.stdout.partition("RESULT")[2])
+    completed = run(hub, home, READ, *names)
+    assert "RESULT" in completed.stdout, completed.stderr
+    result: list[Any] = json.loads(completed.stdout.partition("RESULT")[2])
     return result
 
 
-def test_a_name_has_a_configuration_a_revision_and_a_split_or_not() -> None:
+def test_valid_hub_names_parse_and_round_trip_and_malformed_names_are_rejected() -> None:
     for text, parts in {
         "hf://org/name:train": ("org/name", None, None, "train"),
         "hf://name": ("name", None, None, None),
@@ -72,7 +72,7 @@ def test_a_name_has_a_configuration_a_revision_and_a_split_or_not() -> None:
             open_rows(text)
 
 
-def test_a_hub_name_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datasets_package_is_reported_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SurefootError, match=r"hf://org/name:train: reading the hub needs datasets.*pip install .*\[data\]'"):
         open_rows("hf://org/name:train")
@@ -80,8 +80,8 @@ def test_a_hub_name_without_its_package_names_the_extra(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_rows_of_the_hub_and_of_its_cache_are_those_of_the_named_commit(hub: Hub, tmp_path: Path) -> None:
-    """Slow: ``datasets`` is imported by four processes."""
+def test_rows_come_from_the_named_commit_online_and_from_the_cache(hub: Hub, tmp_path: Path) -> None:
+    """Names that do not exist raise errors. Slow: four processes import ``datasets``."""
     pytest.importorskip("datasets")
     old, name, split, other, missing, branch, config = read(
         hub,
@@ -116,15 +116,15 @@ def test_rows_of_the_hub_and_of_its_cache_are_those_of_the_named_commit(hub: Hub
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_keeps_the_commit_that_it_began_with(hub: Hub, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_commit_it_started_with(hub: Hub, tmp_path: Path) -> None:
     """Slow: two processes train and import ``datasets``."""
     pytest.importorskip("datasets")
-    words = ["train", "sft", "--model", "pocket", "--steps", "2", "--data.train", "hf://org/name:train", "--data.batch", "2"]
-    done = run(hub, tmp_path, TRAIN, *words, "--data.held-out", "none", "--run-dir", "runs/a")
-    assert done.returncode == 0, done.stderr
+    args = ["train", "sft", "--model", "pocket", "--steps", "2", "--data.train", "hf://org/name:train", "--data.batch", "2"]
+    completed = run(hub, tmp_path, TRAIN, *args, "--data.held-out", "none", "--run-dir", "runs/a")
+    assert completed.returncode == 0, completed.stderr
     config = next(tmp_path.rglob("config.toml"))
     assert f'train = "hf://org/name@{OLD}:train"' in config.read_text()
     hub.repositories["datasets/org/name"].head = NEW
-    done = run(hub, tmp_path, TRAIN, "resume", str(config.parent), "--steps", "4")
-    assert done.returncode == 0, done.stderr
+    completed = run(hub, tmp_path, TRAIN, "resume", str(config.parent), "--steps", "4")
+    assert completed.returncode == 0, completed.stderr
     assert OLD in config.read_text()

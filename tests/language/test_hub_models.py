@@ -1,4 +1,4 @@
-"""Models on the hub: plain ``transformers`` loads them, Surefoot with their recipe; the card, samples and evaluation."""
+"""Models on the hub: loading them with ``transformers`` and Surefoot, model cards, samples and evaluation."""
 
 import json
 import os
@@ -32,47 +32,46 @@ ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for 
 REWARD = "def reward(prompts, responses):\n    return [float(len(response)) for response in responses]\n"
 
 
-def rows(path: str, table: list[dict[str, Any]]) -> None:
+def write_rows(path: str, table: list[dict[str, Any]]) -> None:
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
 
 
-def trained(command: Command, kind: str, *words: str) -> None:
+def train(command: Command, kind: str, *words: str) -> None:
     code, _, err = command("train", kind, "--quiet", "--seed", "2", *words)
     assert code == 0, err
 
 
 @pytest.fixture
 def sft(command: Command) -> str:
-    """A run of SFT of the pocket model, on rows of an absolute path."""
-    rows("rows.jsonl", ROWS)
-    here = str(Path("rows.jsonl").absolute())
-    trained(
-        command, "sft", "--model", "pocket", "--steps", "32", "--data.train", here, "--data.held-out", here, "--name", "sft"
-    )
+    """An SFT run of the pocket model on data with an absolute path."""
+    write_rows("rows.jsonl", ROWS)
+    data = str(Path("rows.jsonl").absolute())
+    train(command, "sft", "--model", "pocket", "--steps", "32", "--data.train", data, "--data.held-out", data, "--name", "sft")
     return "sft"
 
 
 @pytest.mark.slow
-def test_a_pushed_model_has_the_same_logits_in_plain_transformers_and_its_recipe_in_surefoot(
+def test_pushed_models_have_the_same_logits_in_transformers_and_keep_their_recipe(
     hub: Hub, sft: str, command: Command, tmp_path: Path
 ) -> None:
+    """Generation, evaluation and further training also accept its hub name."""
     code, out, err = command("push", sft, "org/adder", "--license", "apache-2.0")
     assert code == 0, err
     assert "config.toml: data.train is 'rows.jsonl', without what belongs to this machine\n" in out
     environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", PLAIN, "org/adder"],
         env={**environment, "HF_TOKEN": TOKEN},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert "RESULT" in done.stdout, done.stderr
+    assert "RESULT" in completed.stdout, completed.stderr
     ours, theirs = surefoot.load("runs/sft"), surefoot.load("hf://org/adder")
     ids = ours.tokens.tokenizer("2+2=", return_tensors="pt")["input_ids"]
     for model in (ours, theirs):
         logits = model.model(input_ids=ids).logits[0, -1]
-        assert torch.equal(logits, torch.tensor(json.loads(done.stdout.partition("RESULT")[2])))
+        assert torch.equal(logits, torch.tensor(json.loads(completed.stdout.partition("RESULT")[2])))
     assert theirs.recipe.kind == "sft"
     assert theirs.recipe.data.train == "rows.jsonl"
 
@@ -86,20 +85,21 @@ def test_a_pushed_model_has_the_same_logits_in_plain_transformers_and_its_recipe
         for where, more in (("sft", ()), ("adder", ("--data", "rows.jsonl")), ("hf://org/adder", ("--data", "rows.jsonl")))
     ]
     assert held_out[0] == held_out[1] == held_out[2]
-    trained(command, "sft", "--model", "hf://org/adder", "--steps", "16", "--data.train", "rows.jsonl", "--name", "next")
+    train(command, "sft", "--model", "hf://org/adder", "--steps", "16", "--data.train", "rows.jsonl", "--name", "next")
     assert f'model = "hf://org/adder@{hub.model("org/adder").head}"' in Path("runs/next/config.toml").read_text()
 
 
 @pytest.mark.slow
-def test_the_card_of_a_model_has_its_task_base_model_data_set_and_results(hub: Hub, command: Command) -> None:
+def test_model_cards_have_the_task_tags_data_set_results_and_samples(hub: Hub, command: Command) -> None:
+    """A base model that is a local folder is left out."""
     from surefoot.language.models.loading import load_model, save_model
 
-    rows("rows.jsonl", ROWS)
+    write_rows("rows.jsonl", ROWS)
     save_model(*load_model("pocket"), "base/small")
     Path("reward.py").write_text(REWARD)
     words = ["--steps", "16", "--sampling.prompts", "8", "--sampling.max-tokens", "4", "--data.train", "rows.jsonl"]
     words += ["--reward.terms", "reward.py:reward", "--name", "ppo", "--data.held-out", "rows.jsonl", "--evaluation.rows", "4"]
-    trained(command, "language", "--model", "base/small", *words)
+    train(command, "language", "--model", "base/small", *words)
     code, _, err = command("push", "ppo", "org/ppo", "--dry-run")
     assert code == 0, err
     card = Path("runs/ppo/hub/README.md").read_text()
@@ -108,7 +108,7 @@ def test_the_card_of_a_model_has_its_task_base_model_data_set_and_results(hub: H
     table = yaml.safe_load(match[1])
     assert (table["library_name"], table["pipeline_tag"]) == ("transformers", "text-generation")
     assert table["tags"][:2] == ["surefoot", "ppo_clip"]
-    assert "base_model" not in table, "it is a folder"
+    assert "base_model" not in table, "a local folder is not a hub model"
     (measured,) = table["model-index"][0]["results"]
     assert {metric["type"] for metric in measured["metrics"]} == {"reward"}
     assert measured["dataset"]["name"] == "rows.jsonl"
@@ -119,7 +119,7 @@ def test_the_card_of_a_model_has_its_task_base_model_data_set_and_results(hub: H
     assert not Path("runs/ppo/hub/samples").exists()
 
 
-def test_the_base_model_is_that_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_model_is_the_hub_model_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, model in {"sft": "org/base", "dpo": "runs/sft"}.items():
         (Path("runs") / name).mkdir(parents=True)
@@ -136,9 +136,9 @@ def test_the_base_model_is_that_of_the_first_run(tmp_path: Path, monkeypatch: py
         assert base_model(recipe) == base
 
 
-def test_a_pushed_reward_model_scores_as_the_run_does(hub: Hub, command: Command) -> None:
-    rows("pairs.jsonl", [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "x"} for r in ROWS])
-    trained(command, "reward", "--model", "pocket", "--steps", "32", "--data.train", "pairs.jsonl", "--name", "rm")
+def test_a_pushed_reward_model_has_the_same_scores_as_the_run(hub: Hub, command: Command) -> None:
+    write_rows("pairs.jsonl", [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "x"} for r in ROWS])
+    train(command, "reward", "--model", "pocket", "--steps", "32", "--data.train", "pairs.jsonl", "--name", "rm")
     code, _, err = command("push", "rm", "org/rm", "--public")
     assert code == 0, err
     files = hub.model("org/rm").files
@@ -150,18 +150,18 @@ def test_a_pushed_reward_model_scores_as_the_run_does(hub: Hub, command: Command
     torch.testing.assert_close(ours(ids, mask), theirs(ids, mask), atol=1e-5, rtol=0)
 
 
-def test_a_saved_model_is_loaded_by_its_folder(sft: str, command: Command) -> None:
+def test_a_saved_model_loads_from_its_folder_with_the_same_weights(sft: str, command: Command) -> None:
     model = surefoot.load("runs/sft")
     model.save("saved")
-    again = surefoot.load("saved")
-    assert again.recipe is None
-    assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), again.model.parameters(), strict=True))
+    reloaded = surefoot.load("saved")
+    assert reloaded.recipe is None
+    assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), reloaded.model.parameters(), strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_how_to_runs_from_the_data_set_to_the_model(hub: Hub, tmp_path: Path) -> None:
-    """Slow: every command is a process, as ``datasets`` reads the hub's address when it is imported."""
+def test_hub_how_to_commands_for_data_sets_and_models_run(hub: Hub, tmp_path: Path) -> None:
+    """Slow: each command is a process, because ``datasets`` reads the hub's address on import."""
     pytest.importorskip("datasets")
     pairs = [(a, b) for a in range(8) for b in range(8)]
     lines = [
@@ -179,10 +179,10 @@ def test_the_how_to_runs_from_the_data_set_to_the_model(hub: Hub, tmp_path: Path
         lines = [line.removeprefix("$ ") for line in text.splitlines()] if kind == "console" else []
         for words in [shlex.split(line) for line in lines] or [["python", "-c", text]]:
             words = [sys.executable, *(["-m", "surefoot"] if words[0] == "surefoot" else []), *words[1:]]
-            done = subprocess.run(
+            completed = subprocess.run(
                 words, env={**os.environ, **settings}, cwd=tmp_path, capture_output=True, text=True, timeout=120
             )
-            assert done.returncode == 0, (words, done.stderr)
+            assert completed.returncode == 0, (words, completed.stderr)
     card = HEADER.match(hub.model("org/adder").files["README.md"].decode())
     assert card is not None
     assert yaml.safe_load(card[1])["datasets"] == ["org/sums"]

@@ -1,4 +1,4 @@
-"""A language model as judge, with a real local server: questions, scores, concurrency, and prose answers."""
+"""A language model as judge behind a local server: questions, scores, concurrency, and answers without a score."""
 
 import json
 import threading
@@ -38,7 +38,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
-def patient_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry almost at once."""
     monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
 
 
@@ -50,10 +51,10 @@ def judge(server: Server, *, tolerated: float = 0.1, deadline: float = 20.0, **f
     return made
 
 
-def test_the_question_has_prompt_and_response_and_the_last_number_is_the_score(server: Server) -> None:
+def test_questions_contain_prompt_and_response_and_the_last_number_is_the_score(server: Server) -> None:
     scores = judge(server, weight=2.0, arguments={"temperature": 0})(PROMPTS, RESPONSES, {})
-    asked = {question_in(body) for body in server.bodies}
-    assert "Rate this.\nQuestion: two: \nAnswer: bb {prompt}\nEnd with the score." in asked, "braces in a response stay"
+    questions = {question_in(body) for body in server.bodies}
+    assert "Rate this.\nQuestion: two: \nAnswer: bb {prompt}\nEnd with the score." in questions, "braces in a response are kept"
     assert scores.parts["judge"].tolist() == [len(QUESTION) - 18 + n for n in (6, 16, 10)]
     assert scores.total.tolist() == [2 * x for x in scores.parts["judge"].tolist()]
     assert all(body["model"] == "m" and body["temperature"] == 0 for body in server.bodies)
@@ -78,12 +79,14 @@ def test_the_question_has_prompt_and_response_and_the_last_number_is_the_score(s
         ({}, "Score: −2", -2),
     ],
 )
-def test_a_score_is_read_by_pattern_or_key(server: Server, settings: dict[str, Any], answer: str, score: float) -> None:
+def test_scores_are_parsed_by_pattern_key_or_default(
+    server: Server, settings: dict[str, Any], answer: str, score: float
+) -> None:
     server.answer = lambda body: written(answer)
     assert judge(server, judge=settings)(PROMPTS, RESPONSES, {}).total.tolist() == [score] * 3
 
 
-def test_comparisons_use_both_orders_so_position_bias_gives_one_half(server: Server) -> None:
+def test_comparisons_use_both_orders_so_position_bias_scores_one_half(server: Server) -> None:
     settings = {"prompt": "{prompt}A: {first}\nB: {second}\nWhich?", "against": "answer"}
     columns = {"answer": ["better", "worse", "worse"]}
     server.answer = lambda body: written("1")
@@ -100,13 +103,13 @@ def test_comparisons_use_both_orders_so_position_bias_gives_one_half(server: Ser
 
 
 @pytest.mark.parametrize("in_flight", [64, 8])
-def test_64_requests_run_at_a_time_or_as_many_as_in_flight(server: Server, in_flight: int) -> None:
-    together, running, most, lock = threading.Barrier(in_flight), [0], [0], threading.Lock()
+def test_in_flight_limits_concurrent_requests_and_defaults_to_64(server: Server, in_flight: int) -> None:
+    together, running, peak, lock = threading.Barrier(in_flight), [0], [0], threading.Lock()
 
     def wait_for_the_others(body: dict[str, Any]) -> tuple[int, Any]:
         with lock:
             running[0] += 1
-            most[0] = max(most[0], running[0])
+            peak[0] = max(peak[0], running[0])
         together.wait(60)
         with lock:
             running[0] -= 1
@@ -117,7 +120,7 @@ def test_64_requests_run_at_a_time_or_as_many_as_in_flight(server: Server, in_fl
     responses = [f"response {number}" for number in range(2 * in_flight)]
     settings = {} if in_flight == 64 else {"in_flight": in_flight}
     assert judge(server, judge=settings, deadline=90)(["p"] * len(responses), responses, {}).valid.all()
-    assert most[0] == in_flight
+    assert peak[0] == in_flight
 
 
 def test_equal_questions_are_sent_once(server: Server) -> None:
@@ -135,7 +138,7 @@ def test_a_busy_judge_is_retried(server: Server) -> None:
     assert len(server.bodies) == 3
 
 
-def test_prose_is_counted_as_missing_and_too_much_of_it_is_one_line(server: Server) -> None:
+def test_answers_without_a_score_are_missing_and_too_many_are_rejected(server: Server) -> None:
     server.answer = lambda body: written("What a lovely answer!\n\nI enjoyed it." if "bb" in question_in(body) else "5")
     scores = judge(server, tolerated=0.5)(PROMPTS, RESPONSES, {})
     assert scores.valid.tolist() == [True, False, True]
@@ -146,7 +149,7 @@ def test_prose_is_counted_as_missing_and_too_much_of_it_is_one_line(server: Serv
     assert "for 1 of 3 responses, the first: 'What a lovely answer! I enjoyed it.'; make judge.prompt ask" in str(raised.value)
 
 
-def test_an_answer_that_is_no_chat_completion_is_one_line(server: Server) -> None:
+def test_a_body_that_is_not_a_chat_completion_is_rejected(server: Server) -> None:
     server.answer = lambda body: (200, {"scores": [1]})
     with pytest.raises(
         SurefootError, match=r"returned no chat completion .*; use the address of /v1/chat/completions, then resume"
@@ -154,14 +157,14 @@ def test_an_answer_that_is_no_chat_completion_is_one_line(server: Server) -> Non
         judge(server)(PROMPTS, RESPONSES, {})
 
 
-def test_a_slow_judge_ends_at_the_deadline(server: Server) -> None:
-    left = threading.Event()
-    server.answer = lambda body: (left.wait(60), written("1"))[1]
+def test_a_slow_judge_raises_an_error_at_the_deadline(server: Server) -> None:
+    release = threading.Event()
+    server.answer = lambda body: (release.wait(60), written("1"))[1]
     started = time.monotonic()
     with pytest.raises(SurefootError, match=r"took longer than reward\.deadline=0\.3 s for 3 responses"):
         judge(server, deadline=0.3)(PROMPTS, RESPONSES, {})
-    assert time.monotonic() - started < 50, "before the answers"
-    left.set()
+    assert time.monotonic() - started < 50, "the error must come before the answers"
+    release.set()
 
 
 @pytest.mark.parametrize(
@@ -175,21 +178,21 @@ def test_a_slow_judge_ends_at_the_deadline(server: Server) -> None:
         ({"per": "step"}, ".per: a judge scores whole responses, one per request, judge.in_flight at a time; unset it"),
     ],
 )
-def test_invalid_settings_are_one_line_before_anything_is_asked(server: Server, fields: dict[str, Any], line: str) -> None:
+def test_invalid_settings_are_rejected_before_any_request(server: Server, fields: dict[str, Any], line: str) -> None:
     with pytest.raises(SurefootError) as raised:
         judge(server, **fields)
     assert str(raised.value).startswith(f"reward.terms[0]{line}")
     assert server.bodies == []
 
 
-def test_a_column_in_the_question_must_exist(server: Server) -> None:
+def test_columns_named_in_the_judge_prompt_must_exist(server: Server) -> None:
     made = judge(server, judge={"prompt": "{prompt} {response} {rubric}"})
     with pytest.raises(SurefootError, match="requires 'rubric'; available: answer, prompts, responses"):
         made.check_columns(["answer"])
     assert made(PROMPTS, RESPONSES, {"rubric": ["x", "y", "z"]}).valid.all()
 
 
-def test_a_run_learns_from_a_judge(server: Server, folders: dict[str, Any], tmp_path: Any) -> None:
+def test_training_uses_the_scores_of_a_judge(server: Server, folders: dict[str, Any], tmp_path: Any) -> None:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i % 7} says "}) + "\n" for i in range(8)))
     term = {"url": server.url, "judge": {"model": "m", "prompt": QUESTION}}
     rows: list[Any] = []

@@ -1,3 +1,5 @@
+"""Metrics of responses: diversity, length, likelihood, win rate, pass@k, and the KL of best-of-n."""
+
 import math
 from itertools import combinations
 
@@ -20,31 +22,31 @@ from surefoot.language.analysis.metrics import (
 batches = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=8)
 
 
-def test_distinct_n_counts_different_grams_over_all():
+def test_distinct_n_is_the_share_of_distinct_n_grams():
     assert distinct_n(["abab"], 1) == 2 / 4
     assert distinct_n(["abab"], 2) == 2 / 3
     assert distinct_n(["ab", "ab"], 2) == 1 / 2
     assert distinct_n([[7, 8, 9], [8, 9]], 2) == 2 / 3
 
 
-def test_distinct_n_never_spans_two_responses():
+def test_distinct_n_grams_never_span_two_responses():
     assert distinct_n([[1], [2]], 2) is None
     assert distinct_n([[1, 2], [3, 4]], 2) == 1
 
 
 @given(batches, st.integers(1, 3))
-def test_distinct_n_of_a_batch_twice_is_half(batch, n):
+def test_repeating_a_batch_halves_distinct_n(batch, n):
     once = distinct_n(batch, n)
     twice = distinct_n(batch + batch, n)
     assert (once is None and twice is None) or twice == pytest.approx(once / 2)
 
 
-def test_distinct_0_is_rejected():
+def test_distinct_n_rejects_zero():
     with pytest.raises(ValueError, match="n=0: is too small; set at least 1"):
         distinct_n(["a"], 0)
 
 
-def test_repeated_share_is_zero_where_all_differ_and_nearly_one_where_none_does():
+def test_repeated_share_is_one_minus_the_share_of_distinct_responses():
     assert repeated_share(["a", "b", "c"]) == 0
     assert repeated_share(["a", "a", "a", "a"]) == 3 / 4
     assert repeated_share([[1, 2], [1, 2], [1]]) == pytest.approx(1 / 3)
@@ -52,17 +54,17 @@ def test_repeated_share_is_zero_where_all_differ_and_nearly_one_where_none_does(
 
 
 @given(batches)
-def test_repeated_share_is_at_least_half_when_everything_is_there_twice(batch):
+def test_repeated_share_of_a_repeated_batch_is_at_least_half(batch):
     assert 0.5 <= repeated_share(batch + batch) < 1
 
 
-def test_lengths_and_ends_are_means_over_responses():
+def test_mean_length_and_eos_rate_average_over_responses():
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
     assert mean_length(mask) == 2
     assert eos_rate(torch.tensor([True, False, True, True])) == 0.75
 
 
-def test_mean_log_likelihood_is_per_token_whatever_the_batches():
+def test_mean_log_likelihood_averages_over_tokens_for_any_batching():
     nan = math.nan
     log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, nan, nan]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
@@ -71,25 +73,25 @@ def test_mean_log_likelihood_is_per_token_whatever_the_batches():
     assert mean_log_likelihood([]) is None
 
 
-def test_a_draw_is_half_a_win():
+def test_a_tie_counts_as_half_a_win():
     assert win_rate(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([0.0, 2.0, 4.0, -1.0])) == 2.5 / 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1))
-def test_win_rates_of_the_two_sides_add_up_to_one(pairs):
+def test_win_rates_of_both_sides_sum_to_one(pairs):
     ours, theirs = torch.tensor(pairs, dtype=torch.float32).unbind(-1)
     assert win_rate(ours, theirs) + win_rate(theirs, ours) == pytest.approx(1)
 
 
-def test_win_rate_needs_one_score_each():
+def test_win_rate_rejects_different_numbers_of_scores():
     with pytest.raises(ValueError, match=r"shapes \[2\] and \[1\]"):
         win_rate(torch.zeros(2), torch.zeros(1))
 
 
-# ---- several attempts ---------------------------------------------------------------------------------------------------
+# ---- pass@k and best-of-n -----------------------------------------------------------------------------------------------
 
 
-def test_pass_at_k_is_the_share_of_subsets_of_k_with_a_right_one():
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_success():
     for n in range(1, 8):
         for k in range(1, n + 1):
             for right in range(n + 1):
@@ -106,25 +108,25 @@ def test_pass_at_k_is_unbiased(n, k, p):
     assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-9)
 
 
-def test_pass_at_k_holds_where_binomials_overflow():
+def test_pass_at_k_is_accurate_when_binomials_overflow():
     n, k = 10_000, 5_000
-    wanted = [1 - math.comb(n - c, k) / math.comb(n, k) for c in (0, 1)]
+    expected = [1 - math.comb(n - c, k) / math.comb(n, k) for c in (0, 1)]
     actual = pass_at_k(torch.tensor([0, 1, n - k + 1, n]), n, k).tolist()
-    assert actual == pytest.approx([*wanted, 1, 1], abs=1e-12)
+    assert actual == pytest.approx([*expected, 1, 1], abs=1e-12)
     tiny = float(pass_at_k(torch.tensor([1]), 10**7, 1))
     assert tiny == pytest.approx(1e-7, rel=1e-8)
 
 
-def test_pass_at_k_rejects_what_cannot_be_drawn():
+def test_pass_at_k_rejects_impossible_counts():
     for right, samples, k in ((1, 4, 5), (1, 4, 0), (5, 4, 1), (-1, 4, 1)):
         with pytest.raises(ValueError, match="must be from"):
             pass_at_k(torch.tensor([right]), samples, k)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 16, 64])
-def test_the_kl_of_best_of_n_is_what_many_distinct_rewards_come_to_and_a_bound_for_few(n):
+def test_best_of_n_kl_bounds_the_exact_kl_and_is_its_limit(n):
     def exact(answers):
-        """KL of the best of n of so many equally likely answers, each worth something else."""
+        """KL of the best of n, with this number of equally likely answers and distinct rewards."""
         ranks = torch.arange(answers + 1, dtype=torch.float64) / answers
         best = ranks.pow(n).diff()
         return float(torch.xlogy(best, best * answers).sum())
@@ -133,6 +135,6 @@ def test_the_kl_of_best_of_n_is_what_many_distinct_rewards_come_to_and_a_bound_f
     assert exact(5) <= best_of_n_kl(n) + 1e-12
 
 
-def test_the_kl_of_the_best_of_none_is_rejected():
+def test_best_of_n_kl_rejects_zero():
     with pytest.raises(ValueError, match="n=0: is too small; set at least 1"):
         best_of_n_kl(0)

@@ -1,4 +1,4 @@
-"""The memory planner: its counts equal those of a run, and it rejects exactly what does not fit."""
+"""The memory planner: estimates match measured peaks, and runs that do not fit are rejected."""
 
 import gc
 import importlib.util
@@ -46,7 +46,7 @@ PROMPT, TOKENS = 24, 16
 
 
 def benchmark() -> Any:
-    """The program that measures runs: the test measures with the same instrument."""
+    """The benchmark that measures runs; the tests measure with its code."""
     spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARK)
     assert spec is not None
     assert spec.loader is not None
@@ -61,7 +61,7 @@ PEAKS: dict[str, dict[str, int]] = {}
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small models of three families with a vocabulary that matters, prompts, demonstrations, pairs and a reward."""
+    """Small models of three families with a large vocabulary, prompts, demonstrations, pairs, steps and a reward model."""
     root = tmp_path_factory.mktemp("memory")
     MEASURING.rows_in(root, PROMPT, TOKENS, count=16)
     rows = [json.loads(line) for line in (root / "demonstrations.jsonl").read_text().splitlines()]
@@ -85,15 +85,15 @@ def online(here: Path, family: str = "llama", **fields: Any) -> dict[str, Any]:
 
 
 def supervised(here: Path, kind: str, rows: str) -> dict[str, Any]:
-    """The table of a run of kind sft or reward, or of a process reward model."""
+    """Recipe table of an SFT, reward model or process reward model run."""
     data = {"train": files(here)[rows], "max_length": 64, "batch": 8}
     table = {"model": str(here / "llama"), "steps": 16, "data": data}
     return table | ({"kind": "reward", "preference": {"loss": "steps"}} if kind == "steps" else {"kind": kind})
 
 
 @pytest.fixture
-def scarce(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine with as many bytes left as it is told to have."""
+def set_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets the available memory in bytes."""
 
     def leave(count: int) -> None:
         monkeypatch.setattr(check, "available_memory", lambda device: count)
@@ -101,10 +101,10 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Any:
     return leave
 
 
-# ---- the instrument -----------------------------------------------------------------------------------------------------
+# ---- the tracker --------------------------------------------------------------------------------------------------------
 
 
-def test_the_tracker_counts_a_storage_from_its_birth_to_its_death_and_once() -> None:
+def test_the_tracker_counts_each_storage_once_while_it_is_alive() -> None:
     with StorageTracker() as tracker:
         a = torch.zeros(1000)
         assert tracker.live == 4000
@@ -113,25 +113,25 @@ def test_the_tracker_counts_a_storage_from_its_birth_to_its_death_and_once() -> 
         c = a + 1
         assert (tracker.live, tracker.peak) == (8000, 8000)
         del a
-        assert tracker.live == 8000, "a view keeps the storage"
+        assert tracker.live == 8000, "a view keeps the storage alive"
         del b, c
         assert (tracker.live, tracker.peak) == (0, 8000)
         tracker.restart()
         assert tracker.peak == 0
 
 
-def test_the_tracker_counts_what_autograd_keeps() -> None:
+def test_the_tracker_counts_tensors_saved_for_backward() -> None:
     x = torch.zeros(1000, requires_grad=True)
     with StorageTracker() as tracker:
         tracker.exclude([x])
-        y = x.exp().sin().sum()  # keeps exp for itself and for sin's gradient: one storage; sin's output is summed and gone
+        y = x.exp().sin().sum()  # exp's output is saved once for both gradients; sin's output is freed after the sum
         assert tracker.live == 4000 + y.untyped_storage().nbytes()
         y.backward()
         del y
-        assert tracker.live == 4000, "the gradient alone"
+        assert tracker.live == 4000, "only the gradient is left"
 
 
-def test_tensors_fake_tensors_are_counted_like_real_ones() -> None:
+def test_fake_tensors_are_counted_like_real_ones() -> None:
     def work() -> int:
         with StorageTracker() as tracker:
             x = torch.ones(64, 64, requires_grad=True)
@@ -139,11 +139,11 @@ def test_tensors_fake_tensors_are_counted_like_real_ones() -> None:
             return tracker.peak
 
     with passes.fake_tensors():
-        empty = work()
-    assert empty == work() > 3 * 64 * 64 * 4
+        fake = work()
+    assert fake == work() > 3 * 64 * 64 * 4
 
 
-# ---- what is counted ----------------------------------------------------------------------------------------------------
+# ---- counts and estimates -----------------------------------------------------------------------------------------------
 
 
 def test_parameters_are_counted_exactly(family: str) -> None:
@@ -167,8 +167,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a reward model": {"reward": "scores"},
     "adapters of one base": {"critic": {"own_model": True}, "adapter": {"rank": 8}},
 }
-SELDOM = ("a value model", "bfloat16", "tied embeddings, grouped queries, samples of a group", "another family, no critic")
-SELDOM += (
+SLOW_CASES = ("a value model", "bfloat16", "tied embeddings, grouped queries, samples of a group", "another family, no critic")
+SLOW_CASES += (
     "bfloat16 weights under adapters",
     "a reward model in bfloat16",
     "checkpointed, one row at a time",
@@ -177,7 +177,7 @@ SELDOM += (
 
 
 def measured_peaks(table: dict[str, Any]) -> dict[str, int]:
-    """Peak bytes by phase of a run; measured once for all tests of the same recipe."""
+    """Measured peak bytes of a run by phase; each recipe is measured once."""
     key = json.dumps(table, sort_keys=True)
     if key not in PEAKS:
         gc.collect()
@@ -187,8 +187,8 @@ def measured_peaks(table: dict[str, Any]) -> dict[str, int]:
     return PEAKS[key]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SELDOM else ()) for case in CASES])
-def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case: str, here: Path) -> None:
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW_CASES else ()) for case in CASES])
+def test_online_estimates_are_within_15_percent_in_every_phase(case: str, here: Path) -> None:
     fields = dict(CASES[case])
     if "reward" in fields:
         fields["reward"] = {"terms": [{"model": str(here / "scores")}], "missing_eos": "none"}
@@ -200,20 +200,18 @@ def test_the_estimate_of_an_online_run_is_within_15_percent_in_every_phase(case:
     assert {phase: estimated.at(phase) for phase in peaks} == {
         phase: pytest.approx(peak, rel=0.15) for phase, peak in peaks.items()
     }
-    stays = permanent_bytes(workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS))
-    assert max(peaks.values()) > 1.15 * stays, "else the passes would not have been tried"
+    permanent = permanent_bytes(workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS))
+    assert max(peaks.values()) > 1.15 * permanent, "passes must add enough to the permanent memory to be tested"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [{}, {"micro_batch_tokens": 120}])
-def test_long_demonstrations_that_are_evaluated_or_mixed_in_are_counted_within_15_percent(
-    optimizer: dict[str, Any], here: Path
-) -> None:
-    """More tokens in a row than answers have, and more rows than a minibatch."""
-    shown = here / "long.jsonl"
-    shown.write_text("".join(json.dumps({"prompt": "ab" * 10, "completion": "c" * 39}) + "\n" for _ in range(24)))
-    table = online(here, evaluation={"demonstrations": str(shown), "rows": 20}, optimizer=optimizer)
-    table["mixing"] = {"sft_coefficient": 0.5, "demonstrations": str(shown), "batch": 12}
+def test_estimates_with_long_demonstrations_are_within_15_percent(optimizer: dict[str, Any], here: Path) -> None:
+    """Demonstrations are longer than responses, and their batches are larger than a minibatch."""
+    demonstrations = here / "long.jsonl"
+    demonstrations.write_text("".join(json.dumps({"prompt": "ab" * 10, "completion": "c" * 39}) + "\n" for _ in range(24)))
+    table = online(here, evaluation={"demonstrations": str(demonstrations), "rows": 20}, optimizer=optimizer)
+    table["mixing"] = {"sft_coefficient": 0.5, "demonstrations": str(demonstrations), "batch": 12}
     table["check_memory"] = True
     world = surefoot.runs.factory.make_world(make_recipe(table))
     full = world.memory.full  # type: ignore[attr-defined]
@@ -229,7 +227,7 @@ def test_long_demonstrations_that_are_evaluated_or_mixed_in_are_counted_within_1
         assert estimated.at("learning") > 1.2 * estimate(replace(full, mixed=None)).at("learning")
 
 
-def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
+def test_further_rounds_add_the_memory_of_earlier_samples(here: Path) -> None:
     table = online(here, algorithm="GRPO", sampling={"prompts": 4, "samples": 4, "rounds": 3})
     setup = workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS)
     assert setup.rounds == 3
@@ -253,7 +251,7 @@ def test_further_rounds_hold_what_they_have_sampled(here: Path) -> None:
         pytest.param("reward", "pairs", None, marks=pytest.mark.slow),
     ],
 )
-def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: str, adapter: Any, here: Path) -> None:
+def test_supervised_estimates_are_within_15_percent(kind: str, rows: str, adapter: Any, here: Path) -> None:
     table = supervised(here, kind, rows) | ({"adapter": adapter} if adapter else {})
     response = TOKENS if kind == "sft" else 0
     estimated = estimate(workload_of(make_recipe(table), prompt=PROMPT + TOKENS - response, response=response))
@@ -262,7 +260,7 @@ def test_the_estimate_of_a_supervised_run_is_within_15_percent(kind: str, rows: 
 
 
 def deep_model(name: str) -> Any:
-    """The configuration of a model of more layers than are counted."""
+    """Configuration of a model with more layers than the planner counts."""
     from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
     small: dict[str, Any] = {"vocab_size": 2000, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
@@ -278,7 +276,7 @@ def deep_model(name: str) -> Any:
     return Qwen3MoeConfig(**small, **experts, num_hidden_layers=9, mlp_only_layers=[0, 4])
 
 
-def test_the_layers_that_are_counted_repeat_in_the_rest() -> None:
+def test_sample_depths_follow_the_pattern_of_layer_kinds() -> None:
     for name, depths in {"llama": (2, 3), "sliding and full attention": (3, 5), "dense layers among experts": (9,)}.items():
         assert tuple(parameters.sample_depths(deep_model(name))) == depths, name
     assert tuple(parameters.sample_depths(model("llama").config)) == (2,)
@@ -295,19 +293,19 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-OFTEN = {"adapter, checkpointing"}
-"""the others find which switch is wrong"""
-LINES = [
-    *(pytest.param("llama", each, marks=() if each in OFTEN else pytest.mark.slow) for each in SWITCHES),
+COMBINED = {"adapter, checkpointing"}
+"""combines switches; the other cases show which one is wrong"""
+LAYER_CASES = [
+    *(pytest.param("llama", each, marks=() if each in COMBINED else pytest.mark.slow) for each in SWITCHES),
     pytest.param("gpt2", "own critic", marks=pytest.mark.slow),
     pytest.param("sliding and full attention", "own critic", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "switches"), LINES)
-def test_skipped_layers_are_extrapolated_linearly(name: str, switches: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where little passes through the layers and the peak is elsewhere: one short row, a vocabulary 60 times the width."""
+@pytest.mark.parametrize(("name", "switches"), LAYER_CASES)
+def test_extrapolating_layers_equals_counting_all_layers(name: str, switches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also holds if the peak is outside the layers: one short row, and a vocabulary 60 times the width."""
     config, fields = deep_model(name), dict(SWITCHES[switches])
     options = passes.PassOptions(**(fields | {"critic": config if fields.get("critic") else None}))
 
@@ -324,19 +322,19 @@ def test_skipped_layers_are_extrapolated_linearly(name: str, switches: str, monk
     assert line == counts()
 
 
-def test_skipped_rows_are_extrapolated_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extrapolating_rows_equals_counting_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     config = model("llama").config
     parts, switches = passes.BatchShape(40, 20, 10), passes.PassOptions(head=True, chunk=20)
     results = []
-    for many in (100, 8):  # all forty rows in twenty chunks, and the line through eight and sixteen
-        monkeypatch.setattr(passes, "MAX_CHUNKS", many)
+    for max_chunks in (100, 8):  # count all 40 rows in 20 chunks, then extrapolate from 8 and 16 rows
+        monkeypatch.setattr(passes, "MAX_CHUNKS", max_chunks)
         counted = passes.learning.__wrapped__(config, surefoot.PPO_CLIP, switches, parts)  # type: ignore[attr-defined]
         results.append((counted.peak, counted.kept))
     assert results[1] == results[0]
 
 
 @pytest.mark.slow
-def test_the_quick_upper_bound_is_never_less_than_the_count() -> None:
+def test_the_quick_upper_bound_exceeds_the_estimate() -> None:
     for family, shapes_of_rows in (("llama", ((1, 4, 1), (512, 10, 100))), ("gemma", ((64, 100, 20),))):
         config = model(family).config
         for rows, prompt, response in shapes_of_rows:
@@ -345,22 +343,22 @@ def test_the_quick_upper_bound_is_never_less_than_the_count() -> None:
             assert upper_bound(setup) > estimate(setup).peak
 
 
-# ---- rejecting -----------------------------------------------------------------------------------------------------------
+# ---- rejections ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_fits_exactly_is_not_rejected_and_in_a_quarter_of_that_it_is(here: Path, scarce: Any) -> None:
+def test_runs_start_at_their_measured_peak_and_are_rejected_at_a_quarter(here: Path, set_memory: Any) -> None:
     tables = [online(here, critic={"own_model": True}), supervised(here, "sft", "demonstrations")]
     for table, peak in [(table, max(measured_peaks(table).values())) for table in tables]:
-        scarce(peak)
+        set_memory(peak)
         surefoot.runs.factory.make_world(make_recipe(table))
-        scarce(peak // 4)
+        set_memory(peak // 4)
         with pytest.raises(SurefootError, match=r"^memory: "):
             surefoot.runs.factory.make_world(make_recipe(table))
 
 
-def test_weights_that_do_not_fit_are_rejected_before_they_are_read(here: Path, scarce: Any, monkeypatch: Any) -> None:
+def test_weights_that_do_not_fit_are_rejected_before_loading(here: Path, set_memory: Any, monkeypatch: Any) -> None:
     recipe = make_recipe(online(here, critic={"own_model": True}))
-    scarce(permanent_bytes(workload_of(recipe, prompt=1, response=1)) - 1)
+    set_memory(permanent_bytes(workload_of(recipe, prompt=1, response=1)) - 1)
     monkeypatch.setattr("surefoot.language.models.loading.read_weights", None)
     with pytest.raises(SurefootError, match=r'memory: .* moments alone.* set optimizer\.kind = "adam-8bit"'):
         surefoot.runs.factory.make_world(recipe)
@@ -375,30 +373,30 @@ def test_weights_that_do_not_fit_are_rejected_before_they_are_read(here: Path, s
         "sampling.prompts = ",
     ],
 )
-def test_the_best_setting_that_is_named_helps(here: Path, scarce: Any, setting: str) -> None:
+def test_the_suggested_setting_makes_the_run_fit(here: Path, set_memory: Any, setting: str) -> None:
     table = online(here, sampling={"prompts": 64, "max_tokens": TOKENS})
     table["data"] = {"train": str(here / "prompts.jsonl"), "max_length": PROMPT}
     least = workload_of(make_recipe(table), prompt=PROMPT, response=1)
     ways = [*alternatives(least), ("sampling.prompts = 8", with_prompts(least, 8))]
     place = next(index for index, (name, _) in enumerate(ways) if name.startswith(setting))
     earlier = [name for name, _ in ways[:place]]
-    scarce(running_peak(estimate(ways[place][1])))
+    set_memory(running_peak(estimate(ways[place][1])))
     with pytest.raises(SurefootError) as caught:
         surefoot.runs.factory.make_world(make_recipe(table))
     message = str(caught.value)
-    named = message.partition("; set ")[2].partition(" (")[0]
-    assert named.startswith((setting, *earlier))
-    surefoot.runs.factory.make_world(make_recipe(with_settings(table, named)))
+    suggested = message.partition("; set ")[2].partition(" (")[0]
+    assert suggested.startswith((setting, *earlier))
+    surefoot.runs.factory.make_world(make_recipe(with_settings(table, suggested)))
 
 
-def test_what_is_named_is_a_recipe(here: Path) -> None:
-    """A critic of its own that starts from a reward model, and three minibatches: neither can be changed alone."""
+def test_suggested_settings_make_a_valid_recipe(here: Path) -> None:
+    """With a critic that starts from a reward model, and three minibatches, one setting can't change without others."""
     start = str(here / "scores")
     table = online(here, critic={"own_model": True, "start": start}, sampling={"prompts": 48, "max_tokens": TOKENS})
     table["objective"] = {"reuse": {"epochs": 1, "minibatches": 3}}
     setup = workload_of(make_recipe(table), prompt=PROMPT, response=1)
-    (named,) = [name for name, _ in alternatives(setup) if "critic" in name]
-    make_recipe(with_settings(table, named))
+    (suggested,) = [name for name, _ in alternatives(setup) if "critic" in name]
+    make_recipe(with_settings(table, suggested))
     memory = MemoryCheck(make_recipe({**table, "check_memory": True}))
     for available in (permanent_bytes(setup), running_peak(estimate(with_prompts(setup, 20)))):
         memory.available = available
@@ -409,9 +407,9 @@ def test_what_is_named_is_a_recipe(here: Path) -> None:
             make_recipe(changed(table, ["sampling", "prompts"], prompts))
 
 
-def with_settings(table: dict[str, Any], named: str) -> dict[str, Any]:
-    """The settings that a message names."""
-    for line in named.split(" and "):
+def with_settings(table: dict[str, Any], suggested: str) -> dict[str, Any]:
+    """The table with the settings that a message suggests."""
+    for line in suggested.split(" and "):
         name, _, value = line.partition(" = ")
         table = changed(table, name.split("."), json.loads(value))
     return table
@@ -422,7 +420,7 @@ def changed(table: dict[str, Any], path: list[str], value: Any) -> dict[str, Any
     return {**table, head: changed(table.get(head, {}), rest, value) if rest else value}
 
 
-def test_a_rejected_run_is_one_line_exit_2_and_writes_nothing(here: Path, tmp_path: Path, command: Any) -> None:
+def test_a_rejected_run_prints_one_line_exits_with_2_and_writes_nothing(here: Path, tmp_path: Path, command: Any) -> None:
     (tmp_path / "run.toml").write_text(
         f'kind = "sft"\nmodel = "{here / "llama"}"\nsteps = 8\n'
         f'[data]\ntrain = "{here / "demonstrations.jsonl"}"\nbatch = 1000000\n'
@@ -435,10 +433,10 @@ def test_a_rejected_run_is_one_line_exit_2_and_writes_nothing(here: Path, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_resuming_is_rejected_in_the_same_way_and_continues_without_the_check(here: Path, tmp_path: Path, scarce: Any) -> None:
+def test_resume_is_rejected_unless_check_memory_is_off(here: Path, tmp_path: Path, set_memory: Any) -> None:
     table = {**online(here), "steps": 16}
     surefoot.train("language", run_dir=tmp_path / "run", **{k: v for k, v in table.items() if k != "kind"})
-    scarce(1000)
+    set_memory(1000)
     with pytest.raises(SurefootError, match="memory: this run needs"):
         surefoot.resume(tmp_path / "run", steps=32)
     config = tmp_path / "run" / "config.toml"
@@ -447,25 +445,26 @@ def test_resuming_is_rejected_in_the_same_way_and_continues_without_the_check(he
 
 
 @pytest.mark.slow
-def test_a_run_that_fits_only_while_responses_are_short_is_warned_of(here: Path, scarce: Any) -> None:
+def test_a_run_that_fits_only_with_short_responses_gets_a_warning(here: Path, set_memory: Any) -> None:
     recipe = make_recipe(online(here))
     short = least_needed(estimate(workload_of(recipe, prompt=PROMPT, response=1)))
     assert surefoot.runs.factory.make_world(recipe).warnings == []
-    scarce(short)
+    set_memory(short)
     notes = surefoot.runs.factory.make_world(recipe).warnings
     assert len(notes) == 1
     assert notes[0].startswith("memory: may need ")
 
 
-def test_the_longest_row_counts_where_all_are_read() -> None:
+def test_guaranteed_length_is_the_maximum_only_if_all_rows_are_read() -> None:
     assert guaranteed_length([1, 2, 9], read=3) == 9
     assert guaranteed_length([1, 2, 9], read=2) == 4
 
 
-# ---- how much there is --------------------------------------------------------------------------------------------------
+# ---- available memory ---------------------------------------------------------------------------------------------------
 
 
 def system(root: Path, groups: str = "0::/a/b\n") -> tuple[Path, Path]:
+    """Fake ``/proc`` and control group folders."""
     proc, cgroups = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 8000 kB\nMemAvailable:    4000 kB\nSwapFree: 1000 kB\n")
@@ -479,7 +478,7 @@ def test_available_memory_includes_swap(tmp_path: Path) -> None:
     assert check.available_memory("cpu", tmp_path / "none", tmp_path / "none") is None
 
 
-def test_a_control_group_or_one_above_it_may_allow_less(tmp_path: Path) -> None:
+def test_the_limit_of_a_parent_control_group_applies(tmp_path: Path) -> None:
     proc, cgroups = system(tmp_path)
     for folder, limit in ((cgroups / "a" / "b", "max"), (cgroups / "a", "3000000")):
         (folder / "memory.max").write_text(f"{limit}\n")
@@ -488,7 +487,7 @@ def test_a_control_group_or_one_above_it_may_allow_less(tmp_path: Path) -> None:
     assert check.available_memory("cpu", proc, cgroups) == 2_500_000
 
 
-def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
+def test_the_limit_of_a_version_1_control_group_applies(tmp_path: Path) -> None:
     proc, cgroups = system(tmp_path, "4:memory:/elsewhere/on/the/host\n3:cpu:/x\n0::/\n")
     (cgroups / "memory").mkdir()
     (cgroups / "memory" / "memory.limit_in_bytes").write_text("2000000\n")
@@ -499,7 +498,7 @@ def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
 # ---- the planner --------------------------------------------------------------------------------------------------------
 
 
-def test_seven_billion_parameters_are_the_first_llama_and_the_textbook_estimate_is_84_gigabytes() -> None:
+def test_7b_is_the_first_llama_and_its_textbook_estimate_is_84_gb() -> None:
     config, nominal = model_config("7B")
     assert nominal == 7_000_000_000
     assert count_parameters(config).total == 6_738_415_616
@@ -507,7 +506,7 @@ def test_seven_billion_parameters_are_the_first_llama_and_the_textbook_estimate_
     assert sums == {"textbook": 84, "with AdamW, mixed precision": 252, "here: float32 weights": 280}
 
 
-def test_a_model_of_a_given_size_has_about_as_many_parameters() -> None:
+def test_llama_of_has_about_the_requested_number_of_parameters() -> None:
     for size in (2e7, 1.3e8, 1e9, 1.3e10, 7e10, 4e11):
         assert count_parameters(llama_of(int(size))).total == pytest.approx(size, rel=0.35)
     assert model_config("350m")[1] == 350_000_000
@@ -515,7 +514,7 @@ def test_a_model_of_a_given_size_has_about_as_many_parameters() -> None:
         model_config("3M")
 
 
-def test_a_model_is_planned_by_its_configuration_alone(here: Path, tmp_path: Path) -> None:
+def test_planning_needs_only_the_configuration_of_a_model(here: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((here / "gpt2" / "config.json").read_text())
     for name in (tmp_path, tmp_path / "config.json", here / "gpt2"):
         assert count_parameters(model_config(str(name))[0]) == count_parameters(load_model(here / "gpt2")[0].config)
@@ -551,7 +550,7 @@ def test_listed_savings_reduce_memory() -> None:
 
 
 @pytest.mark.slow
-def test_the_settings_that_are_tried_need_less_and_less(here: Path) -> None:
+def test_no_setting_needs_more_memory_than_the_one_tried_before(here: Path) -> None:
     config = model_config(str(here / "llama"))[0]
     setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
     tried = list(settings(setup))
@@ -563,11 +562,11 @@ def test_the_settings_that_are_tried_need_less_and_less(here: Path) -> None:
     peaks = [running_peak(estimate(workload)) for _, workload in tried]
     adapters = next(at for at, each in enumerate(names) if each == ("adapter.rank = 16",))
     for branch in (peaks[:adapters], peaks[adapters:]):
-        assert all(later <= 1.001 * earlier for earlier, later in pairwise(branch))  # the head stays where its own model left
+        assert all(later <= 1.001 * earlier for earlier, later in pairwise(branch))  # a value head cannot be offloaded
 
 
 @pytest.mark.slow
-def test_each_card_gets_the_first_setting_that_fits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_size_gets_the_first_setting_that_fits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = model_config(str(here / "llama"))[0]
     setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
     peaks = {names: running_peak(estimate(workload)) for names, workload in settings(setup)}
@@ -579,14 +578,14 @@ def test_each_card_gets_the_first_setting_that_fits(here: Path, monkeypatch: pyt
         assert (None if fit is None else fit[0]) == first
 
 
-def test_a_card_holds_what_is_no_larger(here: Path) -> None:
+def test_estimates_fit_only_gpus_that_are_large_enough(here: Path) -> None:
     config = model_config(str(here / "llama"))[0]
     estimated = estimate(with_value(Workload("language", config, surefoot.PPO_CLIP, prompt=8, response=8), "none"))
     assert fits(estimated) == [24, 48, 80, 141]
     assert fits(replace(estimated, always={"policy": {"weights": 50 * 10**9}})) == [80, 141]
 
 
-def test_the_command_prints_json(here: Path, command: Any) -> None:
+def test_the_memory_command_prints_json(here: Path, command: Any) -> None:
     options = ["--kind", "sft", "--batch", "4", "--prompt-tokens", "16", "--max-tokens", "8"]
     code, output, _ = command("memory", str(here / "llama" / "config.json"), *options, "--json")
     assert code == 0
@@ -597,12 +596,12 @@ def test_the_command_prints_json(here: Path, command: Any) -> None:
     assert report["fits"] == [24, 48, 80, 141]
 
 
-def test_responses_that_are_sampled_a_few_at_a_time_or_elsewhere_take_less_memory(here: Path) -> None:
+def test_sampling_fewer_responses_at_once_needs_less_memory(here: Path) -> None:
     workload = workload_of(make_recipe(online(here)), prompt=PROMPT, response=1)
     unbounded, few, elsewhere, small = (
         replace(workload, **changes)
         for changes in ({"memory": None}, {"sampled": 2}, {"sampled": 0}, {"memory": 1})  # 1 byte: one response at a time
     )
-    of = {id(each): quick_peak(each) for each in (unbounded, few, elsewhere, small)}
-    assert of[id(elsewhere)] < of[id(small)] < of[id(few)] < of[id(unbounded)]
-    assert quick_peak(workload) == of[id(unbounded)], "this machine has room for all"
+    quick_peaks = {id(each): quick_peak(each) for each in (unbounded, few, elsewhere, small)}
+    assert quick_peaks[id(elsewhere)] < quick_peaks[id(small)] < quick_peaks[id(few)] < quick_peaks[id(unbounded)]
+    assert quick_peak(workload) == quick_peaks[id(unbounded)], "this machine has memory for all responses"

@@ -1,4 +1,4 @@
-"""Stored counts: those of the package equal new ones, and others are counted once per machine."""
+"""Stored memory counts: shipped counts equal fresh ones, and all others are cached once per machine."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory_counts.py"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A new process: nothing is known, and the user's cache is empty."""
+    """Simulate a new process with an empty user cache."""
     monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(counts, "_known", {})
     return tmp_path / "cache"
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail when anything is counted."""
+    """Fail if anything is counted."""
 
     def fail(*_: Any) -> Any:
         raise AssertionError("counted again")
@@ -47,52 +47,52 @@ def script() -> Any:
     return module
 
 
-def test_the_package_has_the_counts_of_these_versions() -> None:
+def test_the_package_ships_counts_for_the_installed_versions() -> None:
     assert tuple(shipped_counts()) == SIZES, f"run python benchmarks/{SCRIPT.name}"
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_plan_of_a_size_needs_no_count_that_the_package_lacks(size: str, cache: Path, never: Any, surefoot: Any) -> None:
+def test_planning_a_listed_size_uses_only_shipped_counts(size: str, cache: Path, never: Any, surefoot: Any) -> None:
     plan = json.loads(surefoot("memory", size, "--json"))
     assert plan["uncounted"] == [], f"run python benchmarks/{SCRIPT.name}"
     if size == "7B":
-        surefoot("memory", size)  # with several GPUs
+        surefoot("memory", size)  # also plans several GPUs
     assert not cache.exists()
 
 
-def test_a_count_in_the_package_equals_a_new_one() -> None:
-    """A cheap one; all of them in the slow test below."""
+def test_some_shipped_counts_equal_fresh_counts() -> None:
+    """Checks only cheap counts; the slow test below checks all of them."""
     config = llama_of(500_000_000)
-    with counted_again() as made:
+    with counted_again() as fresh:
         passes.prompt_reading(config, 64, 512, None)
         passes.decoding(config, 64, 1, 512, 64, 1.0, None)
         parameters.adapter_size(config, AdapterSettings())
-    assert len(made) > 3
-    assert made.items() <= shipped_counts()["0.5B"].items(), f"run python benchmarks/{SCRIPT.name}"
+    assert len(fresh) > 3
+    assert fresh.items() <= shipped_counts()["0.5B"].items(), f"run python benchmarks/{SCRIPT.name}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
-def test_all_counts_in_the_package_equal_new_ones(size: str) -> None:
+def test_all_shipped_counts_equal_fresh_counts(size: str) -> None:
     assert script().new_counts(size) == shipped_counts()[size], f"run python benchmarks/{SCRIPT.name}"
 
 
-def scored(rows: int = 3) -> passes.PassMemory:
+def count_scoring(rows: int = 3) -> passes.PassMemory:
     return passes.scoring(model("llama").config, passes.PassOptions(head=True), passes.BatchShape(rows, 12, 4))
 
 
-def test_another_process_counts_the_same_pass_only_once(cache: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
-    first = scored()
-    assert first.peak > 0
+def test_a_new_process_reuses_cached_counts_of_a_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    before = count_scoring()
+    assert before.peak > 0
     monkeypatch.setattr(counts, "_known", {})
     request.getfixturevalue("never")
-    assert scored() == first
+    assert count_scoring() == before
     with pytest.raises(AssertionError, match="counted again"):
-        scored(rows=4)
+        count_scoring(rows=4)
 
 
-def test_counts_of_other_code_or_libraries_are_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
-    scored()
+def test_cached_counts_of_other_libraries_are_ignored(cache: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    count_scoring()
     monkeypatch.setattr(counts, "_known", {})
     request.getfixturevalue("never")
     versions = {**counts.library_versions(), "torch": "2.0"}
@@ -100,35 +100,35 @@ def test_counts_of_other_code_or_libraries_are_not_read(cache: Path, monkeypatch
     counts._environment.cache_clear()
     try:
         with pytest.raises(AssertionError, match="counted again"):
-            scored()
+            count_scoring()
     finally:
         counts._environment.cache_clear()
 
 
-def test_counts_of_other_libraries_in_the_package_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_counts_of_other_libraries_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counts, "library_versions", lambda: {"torch": "2.0", "transformers": "5.0", "peft": "0.1"})
     assert shipped_counts.__wrapped__() == {}
 
 
-def test_a_damaged_file_or_a_folder_that_can_not_be_written_costs_a_count(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = scored()
+def test_passes_are_counted_again_if_the_cache_is_damaged_or_unwritable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = count_scoring()
     files = [path for path in cache.rglob("*") if path.is_file()]
     assert files
     for path in files:
         path.write_text("{")
     monkeypatch.setattr(counts, "_known", {})
-    assert scored() == first
+    assert count_scoring() == before
     (cache / "file").write_text("")
     monkeypatch.setenv("SUREFOOT_CACHE", str(cache / "file"))
     monkeypatch.setattr(counts, "_known", {})
-    assert scored() == first
+    assert count_scoring() == before
 
 
-def test_a_setting_with_its_default_keeps_the_key_and_any_other_changes_it(cache: Path) -> None:
+def test_cache_keys_ignore_explicit_defaults_and_differ_for_other_settings(cache: Path) -> None:
     def key(**fields: Any) -> str:
-        with counted_again() as made:
+        with counted_again() as fresh:
             counts.counted_once(int)(lambda options: 1)(replace(passes.PassOptions(), **fields))
-        return next(iter(made))
+        return next(iter(fresh))
 
     assert key() == key(temperature=1.0)
     keys = {key(), key(bf16=True), key(head=True), key(adapter=AdapterSettings()), key(adapter=AdapterSettings(rank=8))}

@@ -1,4 +1,4 @@
-"""Memory of one of several ranks: laws of the plan, measurements on two ranks, and the check."""
+"""Memory planning for several ranks: laws, measurements on two ranks, and the memory check."""
 
 import gc
 import json
@@ -46,28 +46,28 @@ def on(workload: Workload, ranks: int, sharding: Any = "full", **more: Any) -> W
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_sharded_ranks_hold_the_models_once_and_unsharded_ones_hold_all_each(workload: Workload, ranks: int) -> None:
+def test_sharded_ranks_share_one_copy_and_unsharded_ranks_hold_one_each(workload: Workload, ranks: int) -> None:
     whole = permanent_bytes(workload)
     assert permanent_bytes(on(workload, ranks, None)) == whole
     together = ranks * permanent_bytes(on(workload, ranks))
-    assert whole <= together <= whole + 100 * ranks, "rounded up part by part"
+    assert whole <= together <= whole + 100 * ranks, "each part is rounded up"
     assert permanent_bytes(on(workload, 8, "hybrid", per_machine=2)) == permanent_bytes(on(workload, 2))
 
 
 @pytest.mark.parametrize("sharding", [None, "full"])
-def test_more_ranks_never_need_more_memory_each(workload: Workload, sharding: Any) -> None:
+def test_more_ranks_never_need_more_memory_per_rank(workload: Workload, sharding: Any) -> None:
     peaks = [running_peak(estimate(on(workload, ranks, sharding))) for ranks in (2, 4, 8, 64)]
     assert all(later <= earlier for earlier, later in pairwise(peaks))
     assert peaks[0] < running_peak(estimate(workload))
 
 
-def test_each_rank_has_its_share_of_the_rows(workload: Workload) -> None:
+def test_each_rank_gets_its_share_of_the_rows(workload: Workload) -> None:
     one = replace(on(workload, 3), evaluated=7, samples=2).of_one_rank()
-    assert (one.rows, one.responses, one.evaluated) == (6, 22, 3), "of 16, of 32 pairs and of 7"
-    assert replace(on(workload, 8), evaluated=7).of_one_rank().evaluated == 7, "fewer than ranks: each evaluates all"
+    assert (one.rows, one.responses, one.evaluated) == (6, 22, 3), "of 16 rows, 64 responses to 32 prompts, and 7 held-out rows"
+    assert replace(on(workload, 8), evaluated=7).of_one_rank().evaluated == 7, "fewer rows than ranks: each rank evaluates all"
 
 
-def test_offloading_moves_all_parts_of_models_to_the_cpu_and_only_from_a_device_with_its_own_memory(workload: Workload) -> None:
+def test_offloading_moves_all_model_parts_to_the_cpu_only_with_a_gpu(workload: Workload) -> None:
     kept, moved = (estimate(on(workload, 4, offload=offload)) for offload in (False, True))
     data = kept.always["data"]
     assert moved.always == {"data": data}
@@ -76,17 +76,17 @@ def test_offloading_moves_all_parts_of_models_to_the_cpu_and_only_from_a_device_
     assert estimate(on(workload, 4, offload=True, gpu=False)) == estimate(on(workload, 4, gpu=False))
 
 
-def test_weights_that_are_not_dropped_and_weights_in_float32_take_more(workload: Workload) -> None:
+def test_resharding_never_needs_more_memory_and_bfloat16_halves_gathered_weights(workload: Workload) -> None:
     learning = [estimate(on(workload, 2, reshard=reshard)).at("learning") for reshard in (True, False)]
     assert learning[0] <= learning[1]
     low, high = (estimate(replace(on(workload, 2), bf16=bf16)) for bf16 in (True, False))
     gathered = [each.phases["sampling"].parts["gathered weights"] for each in (low, high)]
     assert gathered[1] == 2 * gathered[0]
     assert low.always["reference"]["weights"] * 2 == high.always["reference"]["weights"]
-    assert low.always["policy"] == high.always["policy"], "trained parts stay in float32"
+    assert low.always["policy"] == high.always["policy"], "trained models stay in float32"
 
 
-def test_what_is_gathered_is_never_less_than_the_embeddings_nor_more_than_all_weights_and_gradients() -> None:
+def test_gathered_memory_is_between_the_embeddings_and_all_weights_and_gradients() -> None:
     models = [ModelSize(1200, 12, 300), ModelSize(1200, 12, 150)]
     rest, whole = 450 * 4, whole_bytes(models, 4)
     assert whole == (1500 + 1350) * 4
@@ -98,22 +98,22 @@ def test_what_is_gathered_is_never_less_than_the_embeddings_nor_more_than_all_we
     assert held_in_layers(frozen, 4, True)["whole gradients"] == held_at_the_end(frozen, 4)["whole gradients"] == 0
 
 
-def test_settings_for_several_ranks_begin_with_sharding_and_end(workload: Workload) -> None:
+def test_alternatives_for_several_ranks_start_with_sharding_and_offload_needs_a_gpu(workload: Workload) -> None:
     names = [name for name, _ in alternatives(on(workload, 4, None))]
     assert names[0] == 'sharding = "full"'
     assert "offload = true" in [name for name, _ in alternatives(on(workload, 4))]
     assert "offload = true" not in [name for name, _ in alternatives(on(workload, 4, gpu=False))]
     tried = [names for names, _ in settings(replace(with_ranks(workload, 4), responses=64))]
     assert tried[0] == ()
-    assert not any("sampling.prompts = 1" in names for names in tried), "each rank needs a prompt"
+    assert not any("sampling.prompts = 1" in names for names in tried), "each rank needs at least one prompt"
 
 
-def test_seven_billion_parameters_in_four_roles_fit_eight_gpus_of_141_gigabytes() -> None:
+def test_7b_ppo_on_8_sharded_ranks_keeps_30_gb_on_each() -> None:
     config = model_config("7B")[0]
     made = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), bf16=True)
     made = replace(made, prompt=512, response=64, checkpointing=True, micro_batch_tokens=576)
     parts = permanent_bytes(on(made, 8))
-    assert parts == pytest.approx(30.0e9, rel=0.01), "16 bytes for policy and value, 2 for reference and reward"
+    assert parts == pytest.approx(30.0e9, rel=0.01), "bytes per parameter: 16 for policy and critic, 2 for reference and reward"
     assert whole_bytes([ModelSize(6_476_271_616, 32, 262_144_000)], 2) == pytest.approx(13.5e9, rel=0.01)
 
 
@@ -122,7 +122,7 @@ def test_seven_billion_parameters_in_four_roles_fit_eight_gpus_of_141_gigabytes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "language"])
-def test_two_sharded_ranks_need_what_is_estimated(
+def test_estimates_for_two_sharded_ranks_are_within_15_percent(
     kind: str,
     here: Path,  # noqa: F811
     tmp_path: Path,
@@ -137,7 +137,7 @@ def test_two_sharded_ranks_need_what_is_estimated(
 
     def body(_: int) -> dict[str, int]:
         join_ranks()
-        MEASURING.Watched(make_recipe(small), tracker=MEASURING.HeapTracker()).run()  # what is imported does not count
+        MEASURING.Watched(make_recipe(small), tracker=MEASURING.HeapTracker()).run()  # imports must not count
         gc.collect()
         watched = MEASURING.Watched(make_recipe(table), tracker=MEASURING.HeapTracker())
         watched.run()
@@ -151,7 +151,7 @@ def test_two_sharded_ranks_need_what_is_estimated(
         assert measured == pytest.approx(planned.at(phase), rel=0.15), phase
 
 
-def test_a_run_that_fits_only_because_it_is_sharded_starts_and_whole_models_are_rejected_by_every_rank(
+def test_every_rank_rejects_whole_models_that_fit_only_when_sharded(
     here: Path,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,7 +160,7 @@ def test_a_run_that_fits_only_because_it_is_sharded_starts_and_whole_models_are_
     setup = workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS)
     each = running_peak(estimate(replace(setup, layout=replace(FULL, gpu=False))))
     assert each < permanent_bytes(setup)
-    monkeypatch.setattr(check, "available_memory", lambda device: 2 * each)  # of the machine, for two ranks
+    monkeypatch.setattr(check, "available_memory", lambda device: 2 * each)  # of the machine, shared by two ranks
 
     def body(_: int) -> list[str]:
         join_ranks()
@@ -179,10 +179,10 @@ def test_a_run_that_fits_only_because_it_is_sharded_starts_and_whole_models_are_
         assert 'available for each; set sharding = "full" (' in rejected
 
 
-# ---- what is rejected, and what would fit -------------------------------------------------------------------------------
+# ---- rejections and suggested settings ----------------------------------------------------------------------------------
 
 
-def test_a_process_that_has_other_gpus_beside_it_is_shown_how_to_use_them(
+def test_a_rejection_suggests_sharding_over_all_gpus_of_the_machine(
     workload: Workload,
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +196,7 @@ def test_a_process_that_has_other_gpus_beside_it_is_shown_how_to_use_them(
         MemoryCheck(recipe)
 
 
-def test_offloaded_parts_must_fit_into_cpu_memory(
+def test_offloaded_models_must_fit_in_cpu_memory(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,21 +214,20 @@ def test_offloaded_parts_must_fit_into_cpu_memory(
     assert "memory of the CPU" in host
 
 
-def test_ranks_of_a_machine_share_its_memory_and_each_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_cpu_memory_and_plan_for_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "available_memory", lambda device: 1000)
     monkeypatch.setattr(check, "local_ranks", lambda: 4)
     monkeypatch.setattr(check, "exchange", lambda mine: [mine, None, 700])
     assert available_to_a_rank("cpu") == 250
-    assert available_to_a_rank(GPU) == 700, "the least of all ranks"
+    assert available_to_a_rank(GPU) == 700, "the minimum over ranks"
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_plan_of_one_process_has_settings_for_several_gpus_and_that_of_several_ranks_has_its_own(
-    workload: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_plans_for_one_process_have_settings_for_several_gpus(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for several ranks has variants of its sharding instead."""
     monkeypatch.setattr("surefoot.language.memory.planner.GPUS", (2,))
     several = MemoryPlan("llama", workload).several
     assert set(several) == {2}
@@ -239,7 +238,7 @@ def test_the_plan_of_one_process_has_settings_for_several_gpus_and_that_of_sever
     assert {"whole models on every rank", "offload = true", "reshard_after_forward = false"} <= set(sharded.others)
 
 
-def test_the_command_plans_ranks(here: Path, command: Any) -> None:  # noqa: F811
+def test_the_memory_command_plans_several_ranks(here: Path, command: Any) -> None:  # noqa: F811
     options = ["--kind", "sft", "--batch", "4", "--prompt-tokens", "16", "--max-tokens", "8"]
     model = str(here / "llama" / "config.json")
     code, output, _ = command("memory", model, *options, "--ranks", "4", "--sharding", "full", "--offload")
@@ -262,7 +261,7 @@ def test_the_command_plans_ranks(here: Path, command: Any) -> None:  # noqa: F81
         (["--ranks", "128"], "--ranks 128: more than 64 prompts; use fewer ranks"),
     ],
 )
-def test_options_that_do_not_go_together_are_rejected(here: Path, command: Any, options: Any, message: str) -> None:  # noqa: F811
+def test_incompatible_rank_options_are_rejected(here: Path, command: Any, options: Any, message: str) -> None:  # noqa: F811
     code, _, error = command("memory", str(here / "llama"), *options)
     assert code == 2
     assert message in error

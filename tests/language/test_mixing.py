@@ -1,4 +1,4 @@
-"""Demonstrations mixed into updates: the gradient is the sum of both, and their order resumes."""
+"""Demonstrations mixed into PPO updates: gradients add up, and resuming continues their order."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ ONCE = {"epochs": 1, "minibatches": 1}
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """Prompts, demonstrations of unequal length, and a reward that likes vowels."""
+    """Prompts, demonstrations of unequal length, and a reward that counts vowels."""
     rows = [{"prompt": f"{i} says ", "completion": "b" * (i % 5 + 1) + "."} for i in range(7)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rewards.py").write_text(
@@ -51,8 +51,8 @@ def world(files: Path, model: Path, coefficient: float, **changes: Any) -> Langu
     return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, coefficient, **changes)}))  # type: ignore[arg-type]
 
 
-def updated(made: LanguageWorld, recorder: Recorder | None = None) -> tuple[dict[str, float | None], Trace | None]:
-    """One update's metrics and trace."""
+def update_once(made: LanguageWorld, recorder: Recorder | None = None) -> tuple[dict[str, float | None], Trace | None]:
+    """Run one update; return its metrics and trace."""
     learner, state = make_learner(made.recipe, made.policy), LearnerState.seeded(1, 64)
     learner.auxiliary_loss, learner.recorder = made.auxiliary_loss, recorder
     rollout = made.collector.collect(state)
@@ -61,14 +61,12 @@ def updated(made: LanguageWorld, recorder: Recorder | None = None) -> tuple[dict
 
 
 def gradients(made: LanguageWorld) -> dict[str, torch.Tensor]:
-    """What the last step was taken with."""
+    """Gradients of the last step."""
     return {name: p.grad.clone() for name, p in made.policy.model.named_parameters() if p.grad is not None}
 
 
-def test_the_gradient_is_that_of_the_reward_and_coefficient_times_that_of_plain_cross_entropy(
-    files: Path, folder: Path
-) -> None:
-    """By the model's own logits at temperature 1, row by row without padding, whatever the micro-batches."""
+def test_gradient_is_the_ppo_gradient_plus_coefficient_times_cross_entropy(files: Path, folder: Path) -> None:
+    """Cross-entropy uses the logits at temperature 1, row by row without padding. Micro-batches do not change the result."""
     objective = {"reuse": ONCE}
     alone = world(files, folder, 0.0, objective=objective)
     made = world(files, folder, 0.3, objective=objective)
@@ -84,38 +82,38 @@ def test_the_gradient_is_that_of_the_reward_and_coefficient_times_that_of_plain_
         count += len(answer)
     loss = total / count
     named = dict(model.named_parameters())
-    wanted = dict(zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True))
-    metrics, _ = updated(made)
-    updated(alone)
+    sft_gradients = dict(zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True))
+    metrics, _ = update_once(made)
+    update_once(alone)
     assert metrics["sft_loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     base = gradients(alone)
     for name, gradient in gradients(made).items():
-        own = torch.zeros_like(gradient) if wanted[name] is None else wanted[name]
-        torch.testing.assert_close(gradient, base[name] + 0.3 * own, rtol=1e-4, atol=2e-6)
-        assert not torch.equal(gradient, base[name]) or wanted[name] is None
+        sft_gradient = torch.zeros_like(gradient) if sft_gradients[name] is None else sft_gradients[name]
+        torch.testing.assert_close(gradient, base[name] + 0.3 * sft_gradient, rtol=1e-4, atol=2e-6)
+        assert not torch.equal(gradient, base[name]) or sft_gradients[name] is None
     for optimizer in ({"micro_batch": 3}, {"micro_batch_tokens": 40}):
         settings = {"learning_rate": 1e-3, "max_grad_norm": "none", **optimizer}
         split = world(files, folder, 0.3, objective=objective, optimizer=settings)
-        updated(split)
+        update_once(split)
         for name, gradient in gradients(split).items():
             torch.testing.assert_close(gradient, base[name] + (gradients(made)[name] - base[name]), rtol=1e-4, atol=2e-6)
 
 
-def test_with_coefficient_0_nothing_is_read_and_no_bit_changes(files: Path, folders: dict[str, Path]) -> None:
-    messages: list[list[dict[str, Any]]] = [[], []]
+def test_coefficient_zero_reads_no_file_and_changes_no_bit(files: Path, folders: dict[str, Path]) -> None:
+    histories: list[list[dict[str, Any]]] = [[], []]
     weights = []
-    for at, mixing in enumerate(({}, {"sft_coefficient": 0.0, "demonstrations": "nowhere.jsonl"})):
-        actual = messages[at]
+    for index, mixing in enumerate(({}, {"sft_coefficient": 0.0, "demonstrations": "nowhere.jsonl"})):
+        history = histories[index]
         settings = fields(files, folders["llama"], 0.0, steps=32, mixing=mixing)
-        made = surefoot.train("language", **settings, callback=lambda metrics, actual=actual: bool(actual.append(metrics)))
+        made = surefoot.train("language", **settings, callback=lambda metrics, history=history: bool(history.append(metrics)))
         weights.append(made.model.state_dict())
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
-    kept = [[{k: v for k, v in row.items() if k not in TIMING} for row in rows] for rows in messages]
+    kept = [[{k: v for k, v in row.items() if k not in TIMING} for row in rows] for rows in histories]
     assert kept[0] == kept[1]
     assert "sft_loss" not in kept[0][0]
 
 
-def test_an_interrupted_run_goes_on_with_the_next_demonstrations_and_learns_them(
+def test_a_resumed_run_equals_an_uninterrupted_one_and_its_sft_loss_falls(
     files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = fields(files, folders["qwen2"], 1.0)
@@ -130,9 +128,7 @@ def test_an_interrupted_run_goes_on_with_the_next_demonstrations_and_learns_them
     assert losses[0][-1] < 0.7 * losses[0][0]
 
 
-def test_demonstrations_that_changed_since_the_checkpoint_are_rejected(
-    files: Path, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_changed_demonstrations_are_rejected_on_resume(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     (files / "shown.jsonl").write_text((files / "rows.jsonl").read_text())
     mixing = {"sft_coefficient": 0.1, "demonstrations": str(files / "shown.jsonl")}
     settings = fields(files, folders["llama"], 0.1, steps=32, mixing=mixing, objective={"reuse": ONCE})
@@ -142,13 +138,13 @@ def test_demonstrations_that_changed_since_the_checkpoint_are_rejected(
         surefoot.resume(tmp_path / "run")
 
 
-def test_traces_are_of_the_responses_alone(files: Path, folders: dict[str, Path]) -> None:
-    """Before the first step they are the same to the last bit; after it θ is another one, and the arithmetic still holds."""
+def test_mixing_does_not_add_demonstrations_to_traces(files: Path, folders: dict[str, Path]) -> None:
+    """Before the first step, traces are equal to the last bit. After it θ differs, and each ratio still matches its log π."""
     objective = {"reuse": {"epochs": 2, "minibatches": 1}}
     results = []
     for coefficient in (0.0, 0.5):
         made = world(files, folders["llama"], coefficient, objective=objective)
-        _, trace = updated(made, Recorder(every=1, rows=2, row_details=made.row_details))
+        _, trace = update_once(made, Recorder(every=1, rows=2, row_details=made.row_details))
         assert trace is not None
         results.append(trace)
     for without, mixed in zip(results[0].rows, results[1].rows, strict=True):
@@ -162,11 +158,11 @@ def test_traces_are_of_the_responses_alone(files: Path, folders: dict[str, Path]
         torch.testing.assert_close(mixed.visits.ratio[:, mixed.mask], ratio[:, mixed.mask])
 
 
-def test_a_loss_of_demonstrations_that_is_not_finite_takes_no_step(files: Path, folders: dict[str, Path]) -> None:
+def test_a_non_finite_sft_loss_raises_before_any_step(files: Path, folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], float(torch.finfo(torch.float32).max))
     before = {name: weights.clone() for name, weights in made.policy.state_dict().items()}
     with pytest.raises(surefoot.NotFiniteError, match="gradient norm"):
-        updated(made)
+        update_once(made)
     assert all(torch.equal(weights, before[name]) for name, weights in made.policy.state_dict().items())
 
 
@@ -178,14 +174,12 @@ def test_a_loss_of_demonstrations_that_is_not_finite_takes_no_step(files: Path, 
         ({"coefficient": 1.0}, r"mixing\.coefficient=1\.0: unknown key"),
     ],
 )
-def test_an_impossible_mixture_is_rejected_before_a_model_is_loaded(mixing: dict[str, Any], message: str, files: Path) -> None:
+def test_invalid_mixing_settings_are_rejected_before_loading_a_model(mixing: dict[str, Any], message: str, files: Path) -> None:
     with pytest.raises(SurefootError, match=message):
         find_recipe("language", fields(files, Path("/nonexistent"), 0.0, mixing=mixing))
 
 
-def test_as_many_demonstrations_as_a_minibatch_has_responses_unless_a_number_is_given(
-    files: Path, folders: dict[str, Path]
-) -> None:
+def test_default_mixing_batch_equals_the_responses_per_minibatch(files: Path, folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], 0.1, mixing={"sft_coefficient": 0.1, "demonstrations": str(files / "rows.jsonl")})
     assert made.recipe.mixed_batch == 16 // 4
     assert "mixed in: 4 of 7 demonstrations per update" in made.arithmetic()

@@ -1,4 +1,4 @@
-"""A reward model's folder as a reward: its own tokenizer, batches that don't affect scores, errors in one line."""
+"""A reward model folder as a reward: its own tokenizer, scores that do not depend on batching, and errors."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ RESPONSES = ["yes", "a much longer response than that", "", "no.", "why"]
 
 @pytest.fixture
 def reward_folder(loaded, tmp_path):
-    """A reward model of each family, with a scale of its own."""
+    """A standardised reward model of each family."""
     model, tokenizer = loaded
     scorer = new_reward_model(model, seed=3, tokenizer=tokenizer)
     scorer.standardise(torch.tensor([-1.0, 0.5, 3.5]))
@@ -30,7 +30,7 @@ def reward_folder(loaded, tmp_path):
 
 
 def by_hand(folder, prompt, response):
-    """The standardised head at EOS, of one text alone."""
+    """The standardised head at EOS, for one text without padding."""
     scorer = RewardModel.load(folder)
     tokenizer = scorer.tokenizer
     ids = torch.tensor([[*tokenizer(prompt)["input_ids"], *tokenizer(response)["input_ids"], tokenizer.eos_token_id]])
@@ -39,31 +39,31 @@ def by_hand(folder, prompt, response):
         return float((hidden @ scorer.head.weight[0] + scorer.head.bias[0] - scorer.mean) / scorer.std)
 
 
-def test_a_score_is_that_of_the_whole_text_with_its_end(reward_folder):
+def test_scores_equal_the_standardised_head_at_eos(reward_folder):
     scores = ModelReward(reward_folder, weight=2.0)(PROMPTS[:4], RESPONSES[:4], {})
     expected = torch.tensor([by_hand(reward_folder, *pair) for pair in zip(PROMPTS[:4], RESPONSES[:4], strict=True)])
     torch.testing.assert_close(scores.parts["reward_model"], expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(scores.total, 2 * scores.parts["reward_model"])
-    assert expected.std() > 0.01, "texts differ, so that a mistake would show"
+    assert expected.std() > 0.01, "scores differ, so that a mistake would show"
     assert scores.valid.all()
     assert not scores.total.requires_grad
 
 
-def test_batches_and_order_change_no_score(reward_folder):
+def test_scores_do_not_depend_on_batching_or_order(reward_folder):
     whole = ModelReward(reward_folder)(PROMPTS, RESPONSES, {}).total
     alone = ModelReward(reward_folder, batch_tokens=1)(PROMPTS, RESPONSES, {}).total
-    turned = ModelReward(reward_folder, batch_tokens=70)(PROMPTS[::-1], RESPONSES[::-1], {}).total.flip(0)
+    in_reverse = ModelReward(reward_folder, batch_tokens=70)(PROMPTS[::-1], RESPONSES[::-1], {}).total.flip(0)
     torch.testing.assert_close(alone, whole, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(turned, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(in_reverse, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_no_batch_is_larger_than_its_tokens(reward_folder):
-    reward, seen = ModelReward(reward_folder, batch_tokens=60), []
-    reward.model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+def test_batches_of_several_rows_stay_within_batch_tokens(reward_folder):
+    reward, shapes = ModelReward(reward_folder, batch_tokens=60), []
+    reward.model.register_forward_pre_hook(lambda module, inputs: shapes.append(inputs[0].shape))
     reward(PROMPTS, RESPONSES, {})
-    assert len(seen) > 1
-    assert sum(rows for rows, _ in seen) == len(PROMPTS)
-    assert all(rows * width <= 60 or rows == 1 for rows, width in seen)
+    assert len(shapes) > 1
+    assert sum(rows for rows, _ in shapes) == len(PROMPTS)
+    assert all(rows * width <= 60 or rows == 1 for rows, width in shapes)
 
 
 def test_empty_input_gives_no_scores(folders, tmp_path):
@@ -73,21 +73,21 @@ def test_empty_input_gives_no_scores(folders, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"tools": [{"name": "add"}]}])
-def test_a_conversation_is_scored_by_the_model_s_own_chat_template_with_its_tools(tmp_path, options):
+def test_conversations_use_the_reward_model_chat_template_with_their_tools(tmp_path, options):
     model, tokenizer = load_model("pocket")
     tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + tokenizer.chat_template
     scorer = new_reward_model(model, 1, tokenizer)
     scorer.save(tmp_path / "reward")
     messages = [{"role": "user", "content": "Hello?"}]
-    answered = [*messages, {"role": "assistant", "content": "Hello."}]
-    ids = torch.tensor([tokenizer.apply_chat_template(answered, return_dict=False, **options)])
+    conversation = [*messages, {"role": "assistant", "content": "Hello."}]
+    ids = torch.tensor([tokenizer.apply_chat_template(conversation, return_dict=False, **options)])
     with torch.no_grad():
         expected = scorer(ids, torch.ones_like(ids, dtype=torch.bool))
     prompts = [Dialogue(messages, options)]
     torch.testing.assert_close(ModelReward(tmp_path / "reward")(prompts, ["Hello."], {}).total, expected)
 
 
-def test_a_model_and_a_function_add_up(folders, tmp_path):
+def test_model_and_function_rewards_add_up_with_their_weights(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     (tmp_path / "mine.py").write_text("def short(responses):\n    return [-len(r) for r in responses]\n")
@@ -97,14 +97,14 @@ def test_a_model_and_a_function_add_up(folders, tmp_path):
     torch.testing.assert_close(scores.total, 0.5 * scores.parts["reward_model"] + 0.1 * scores.parts["short"])
 
 
-def test_a_folder_without_a_reward_model_is_rejected(folders):
+def test_missing_folders_and_language_models_are_rejected_as_reward_models(folders):
     with pytest.raises(SurefootError, match="no such folder"):
         ModelReward("nowhere")
     with pytest.raises(SurefootError, match=r"is not a reward model \(LlamaForCausalLM\)"):
         ModelReward(folders["llama"])
 
 
-def test_a_text_longer_than_the_context_is_rejected(folders, tmp_path):
+def test_texts_longer_than_the_context_are_rejected(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     reward = ModelReward(tmp_path / "reward")
@@ -113,7 +113,7 @@ def test_a_text_longer_than_the_context_is_rejected(folders, tmp_path):
         reward(["x"], ["y" * (reward.context - 1)], {})
 
 
-def test_a_reward_model_with_weights_that_are_not_finite_is_rejected(folders, tmp_path):
+def test_a_reward_model_with_nan_weights_is_rejected(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     scorer = new_reward_model(model, 1, tokenizer)
     scorer.head.weight.data.fill_(float("nan"))
@@ -122,7 +122,7 @@ def test_a_reward_model_with_weights_that_are_not_finite_is_rejected(folders, tm
         ModelReward(tmp_path / "reward")(["x"], ["y"], {})
 
 
-def test_columns_of_prompts_are_named_where_no_reward_can_read_them(folders, tmp_path):
+def test_unused_prompt_columns_are_reported_unless_a_function_can_read_them(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
     (tmp_path / "mine.py").write_text("def short(responses):\n    return [-len(r) for r in responses]\n")

@@ -1,6 +1,7 @@
-"""Whose log π_old ratios are formed with is a switch: in float32 it makes no difference, and one that it makes is found.
+"""``sampling.old_log_probs`` sets which log π_old the ratio uses: the trainer's or the sampler's.
 
-With one update per batch no pass computes it: ρ is 1, with the gradient of π_θ.
+In float32 both train alike, and a difference is reported. With one update per batch no pass computes log π_old: ρ is 1, with
+the gradient of π_θ.
 """
 
 import json
@@ -26,14 +27,14 @@ from surefoot.runs.trackers.metrics_jsonl import read_metrics
 BOTH = pytest.mark.parametrize("whose", ["trainer", "sampler"])
 
 
-class Listening(Display):
-    """Keeps what is said."""
+class RecordingDisplay(Display):
+    """Record all messages except that of the engine."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
 
     def message(self, line: str) -> None:
-        if not line.startswith("sampling: "):  # the engine, in every run
+        if not line.startswith("sampling: "):  # every run prints its engine
             self.said.append(line)
 
 
@@ -62,7 +63,7 @@ def world(files: Path, model: Path, whose: str) -> LanguageWorld:
     return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, whose)}))  # type: ignore[arg-type]
 
 
-def test_the_rollout_has_the_sampler_s_own_log_probabilities_or_the_trainer_s(files: Path, folder: Path) -> None:
+def test_rollouts_have_the_old_log_probs_of_the_trainer_or_the_sampler(files: Path, folder: Path) -> None:
     by_trainer, by_sampler = (
         world(files, folder, whose).collector.collect(LearnerState.seeded(1, 64)) for whose in ("trainer", "sampler")
     )
@@ -71,11 +72,11 @@ def test_the_rollout_has_the_sampler_s_own_log_probabilities_or_the_trainer_s(fi
     assert theirs is not None
     assert torch.equal(by_trainer.actions, by_sampler.actions)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-    assert not torch.equal(ours, theirs), "they are of two passes"
+    assert not torch.equal(ours, theirs), "two different passes compute them"
     assert float((ours - theirs)[by_trainer.mask].abs().max()) == pytest.approx(by_trainer.metrics["sampler_gap"], abs=1e-9)
 
 
-def test_in_float32_both_train_alike(files: Path, folder: Path) -> None:
+def test_trainer_and_sampler_log_probs_train_alike_in_float32(files: Path, folder: Path) -> None:
     rows, weights = [], []
     for whose in ("trainer", "sampler"):
         made = surefoot.train("language", run_dir=files / whose, **fields(files, folder, whose, steps=32))
@@ -92,7 +93,7 @@ def test_in_float32_both_train_alike(files: Path, folder: Path) -> None:
 
 
 @BOTH
-def test_both_resume_bit_for_bit(whose: str, files: Path, folders: dict[str, Path]) -> None:
+def test_resuming_is_bit_exact_with_trainer_or_sampler_log_probs(whose: str, files: Path, folders: dict[str, Path]) -> None:
     settings = fields(files, folders["llama"], whose)
     whole = surefoot.train("language", run_dir=files / "whole", **settings)
     surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 32, **settings)
@@ -101,28 +102,28 @@ def test_both_resume_bit_for_bit(whose: str, files: Path, folders: dict[str, Pat
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
-def test_in_float32_a_sampler_that_scores_otherwise_than_training_is_rejected(files: Path, folders: dict[str, Path]) -> None:
+def test_a_sampler_that_disagrees_with_training_is_rejected_in_float32(files: Path, folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], "sampler")
-    made.policy.temperature *= 1.01  # what training divides logits by, and the sampler does not
+    made.policy.temperature *= 1.01  # changes the temperature in training but not in the sampler
     with pytest.raises(
         SurefootError, match=r"sampling\.old_log_probs='sampler': .*\(at most 0\.0001 in float32\); set 'trainer'"
     ):
         made.collector.collect(LearnerState.seeded(1, 64))
 
 
-def test_in_bfloat16_a_ratio_that_does_not_start_at_one_is_reported_once(files: Path, folders: dict[str, Path]) -> None:
-    display, rows = Listening(), []
+def test_an_initial_ratio_other_than_one_is_reported_once_in_bfloat16(files: Path, folders: dict[str, Path]) -> None:
+    display, rows = RecordingDisplay(), []
     settings = fields(files, folders["llama"], "sampler", precision="bfloat16")
-    settings["sampling"]["engine"] = "packed"  # in float32
+    settings["sampling"]["engine"] = "packed"  # samples in float32
     surefoot.train("language", display=display, callback=lambda metrics: bool(rows.append(metrics)), **settings)
     assert [abs(row["ratio_at_start"] - 1) > 1e-4 for row in rows] == [True] * 4
     assert ["note: before any step was taken a ratio" in line for line in display.said] == [True]
-    exact = Listening()
+    exact = RecordingDisplay()
     surefoot.train("language", display=exact, **fields(files, folders["llama"], "sampler"))
     assert exact.said == []
 
 
-def test_an_exact_sampler_keeps_no_log_probabilities_beside_the_trainers_and_bfloat16_does(files: Path, folder: Path) -> None:
+def test_behaviour_log_probs_are_kept_in_bfloat16_but_not_in_float32(files: Path, folder: Path) -> None:
     exact, rough = (
         LanguageWorld(make_recipe({"kind": "language", **fields(files, folder, "trainer", precision=precision)}))  # type: ignore[arg-type]
         for precision in ("float32", "bfloat16")
@@ -133,17 +134,17 @@ def test_an_exact_sampler_keeps_no_log_probabilities_beside_the_trainers_and_bfl
     rollout = rough.collector.collect(LearnerState.seeded(1, 64))
     assert rollout.behaviour_log_probs is not None
     assert rollout.old_log_probs is not None
-    apart = (rollout.old_log_probs - rollout.behaviour_log_probs)[rollout.mask]
-    assert float(apart.abs().max()) == pytest.approx(rollout.metrics["sampler_gap"])
-    assert float((apart.double().expm1() - apart).mean()) == pytest.approx(rollout.metrics["sampler_kl"], rel=0.1, abs=1e-7)
+    gap = (rollout.old_log_probs - rollout.behaviour_log_probs)[rollout.mask]
+    assert float(gap.abs().max()) == pytest.approx(rollout.metrics["sampler_gap"])
+    assert float((gap.double().expm1() - gap).mean()) == pytest.approx(rollout.metrics["sampler_kl"], rel=0.1, abs=1e-7)
 
 
-def test_weights_against_the_sampler_are_reported_and_change_the_update(files: Path, folders: dict[str, Path]) -> None:
+def test_importance_weights_are_reported_and_change_the_loss(files: Path, folders: dict[str, Path]) -> None:
     rows: dict[float | None, list[Any]] = {}
     for cap in (None, 1.0, 3.0):
         objective = {"reuse": {"epochs": 2, "minibatches": 2}, "importance_cap": cap}
         settings = fields(files, folders["llama"], "trainer", precision="bfloat16", objective=objective, steps=16)
-        settings["sampling"]["engine"] = "packed"  # in float32
+        settings["sampling"]["engine"] = "packed"  # samples in float32
         surefoot.train("language", run_dir=files / str(cap), **settings)
         rows[cap] = read_metrics(files / str(cap) / "metrics.jsonl")
     assert "importance_weight" not in rows[None][0]
@@ -152,7 +153,7 @@ def test_weights_against_the_sampler_are_reported_and_change_the_update(files: P
     assert rows[None][0]["policy_loss"] != rows[3.0][0]["policy_loss"]
 
 
-def test_a_correction_needs_both_log_probabilities(files: Path, folders: dict[str, Path]) -> None:
+def test_importance_cap_with_sampler_log_probs_is_rejected(files: Path, folders: dict[str, Path]) -> None:
     settings = fields(files, folders["llama"], "sampler", objective={"importance_cap": 3.0})
     with pytest.raises(SurefootError, match=r"objective\.importance_cap=3: corrects from .*; set 'trainer'"):
         make_recipe({"kind": "language", **settings})
@@ -190,7 +191,7 @@ def one_update(files: Path, model: Path, whose: str, algorithm: str, **objective
         ("RLOO", {}),
     ],
 )
-def test_without_a_pass_for_log_pi_old_gradient_and_metrics_are_the_same(
+def test_skipping_the_old_log_probs_pass_keeps_gradient_and_metrics(
     algorithm: str, changes: dict[str, Any], files: Path, folders: dict[str, Path]
 ) -> None:
     (before, expected), (now, gradient) = (
@@ -204,11 +205,13 @@ def test_without_a_pass_for_log_pi_old_gradient_and_metrics_are_the_same(
         assert now[name] == pytest.approx(before[name], abs=2e-5), name
 
 
-def test_one_update_per_batch_runs_fewer_passes(files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_update_per_batch_skips_the_old_log_probs_pass(
+    files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes: list[int] = []
     forward = LanguagePolicy.forward
     monkeypatch.setattr(LanguagePolicy, "forward", lambda *args: (passes.append(1), forward(*args))[1])
-    for whose, expected in (("trainer", 2), ("update", 1)):  # nothing reads a reference, so there is none
+    for whose, expected in (("trainer", 2), ("update", 1)):  # no reference pass, since beta is 0
         passes.clear()
         one_update(files, folders["llama"], whose, "DR_GRPO", **ONCE)
         assert len(passes) == expected
@@ -225,7 +228,7 @@ def test_one_update_per_batch_runs_fewer_passes(files: Path, folders: dict[str, 
         ({"algorithm": "REINFORCE_PLUS_PLUS", "objective": {**ONCE, "trust_region": {"beta": 0.1}}}, "trainer"),
     ],
 )
-def test_auto_is_resolved_by_what_reads_log_pi_old_and_recorded(table: dict[str, Any], resolved: str) -> None:
+def test_auto_is_resolved_from_the_recipe_and_recorded(table: dict[str, Any], resolved: str) -> None:
     recipe = make_recipe({**MINIMAL, "sampling": {"max_tokens": 8}, **table})
     assert to_table(recipe)["sampling"]["old_log_probs"] == resolved
     assert make_recipe(to_table(recipe)) == recipe
@@ -240,12 +243,12 @@ def test_auto_is_resolved_by_what_reads_log_pi_old_and_recorded(table: dict[str,
         ({"objective": {**ONCE, "baseline": None, "gae_lambda": 1.0, "trust_region": {"beta": 1.0}}}, "is a KL penalty"),
     ],
 )
-def test_update_is_rejected_where_something_reads_log_pi_old(table: dict[str, Any], why: str) -> None:
+def test_update_is_rejected_if_the_recipe_needs_old_log_probs(table: dict[str, Any], why: str) -> None:
     with pytest.raises(SurefootError, match=rf"^sampling\.old_log_probs='update': .*{why}.*; set 'auto'$"):
         make_recipe({**MINIMAL, "sampling": {"old_log_probs": "update"}, **table})
 
 
-def test_a_run_without_log_pi_old_resumes_bit_for_bit(files: Path, folders: dict[str, Path]) -> None:
+def test_resuming_without_old_log_probs_is_bit_exact(files: Path, folders: dict[str, Path]) -> None:
     settings = fields(files, folders["llama"], "auto", steps=256, algorithm="DR_GRPO", objective=ONCE)
     whole = surefoot.train("language", run_dir=files / "whole", **settings)
     surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 128, **settings)
