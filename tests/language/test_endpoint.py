@@ -169,6 +169,7 @@ def test_missing_or_unusable_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
     text = rejection("http://rewards.example/score", token_from="REWARD_TOKEN")
     assert "token_from='REWARD_TOKEN': would send the token unencrypted to another machine; use an https:// url" in text
+    assert "s3cret" not in text
     monkeypatch.setenv("REWARD_TOKEN", "two\nlines")
     text = rejection("http://x", token_from="REWARD_TOKEN")
     assert "use printable ASCII characters only" in text

@@ -279,3 +279,5 @@ def test_chunks_cover_each_response_once_within_the_row_limit() -> None:
         drawn = [(prompt, sample) for at, of_prompt in chunks for prompt in at for sample in of_prompt]
         assert drawn == [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
         assert all(len(at) * len(of_prompt) <= (rows or prompts * samples) for at, of_prompt in chunks)
+        if rows is None or rows >= samples:
+            assert all(len(of_prompt) == samples for _, of_prompt in chunks), "prompts are split only if they don't fit"

@@ -38,7 +38,9 @@ def test_trained_model_run_folder_and_loaded_model_have_the_same_metrics(
 def test_merging_an_adapter_on_load_keeps_the_held_out_loss(folders: dict[str, Path], tmp_path: Path) -> None:
     model = supervised("sft", folders["llama"], tmp_path, adapter={"rank": 2})
     of_model = surefoot.evaluate(model)["held_out_loss"]
-    assert surefoot.evaluate(surefoot.load(tmp_path / "run"))["held_out_loss"] == pytest.approx(of_model, rel=1e-5)
+    loaded = surefoot.load(tmp_path / "run")
+    assert not [name for name in loaded.model.state_dict() if "lora" in name]
+    assert surefoot.evaluate(loaded)["held_out_loss"] == pytest.approx(of_model, rel=1e-5)
 
 
 def test_an_online_model_is_evaluated_with_the_reward_of_its_run(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_saving_an_unfinished_reward_model_reports_unstandardised_scores(
         ([["hi"]], "prompts[0]=['hi']: is neither text nor messages"),
         (7, "prompts=7: is a int; pass a list of prompts"),
         (["fine", "cut \ud83d"], "prompts[1]: has half of a character ('\\ud83d'); remove it"),
-        ([], "prompts"),
+        ([], "prompts: the list is empty; give at least one prompt"),
     ],
 )
 def test_generate_accepts_only_lists_of_texts_and_conversations(prompts: Any, error: str, folders: dict[str, Path]) -> None:

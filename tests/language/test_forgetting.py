@@ -1,6 +1,7 @@
 """Forgetting during PPO: the log-likelihood of held-out demonstrations at every evaluation."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def test_log_likelihood_alone_triggers_neither_patience_nor_a_best_checkpoint(fi
     rows = read_metrics(files / "run" / "metrics.jsonl")
     assert rows[-1]["steps"] == 64
     assert all(LIKELIHOOD in row and "held_out_reward" not in row for row in rows)
+    assert any(later[LIKELIHOOD] <= earlier[LIKELIHOOD] for earlier, later in pairwise(rows[:-1]))
     assert not (files / "run" / "best").exists()
 
 

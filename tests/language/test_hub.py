@@ -127,4 +127,5 @@ def test_a_resumed_run_keeps_the_commit_it_started_with(hub: Hub, tmp_path: Path
     hub.repositories["datasets/org/name"].head = NEW
     completed = run(hub, tmp_path, TRAIN, "resume", str(config.parent), "--steps", "4")
     assert completed.returncode == 0, completed.stderr
-    assert OLD in config.read_text()
+    assert f'train = "hf://org/name@{OLD}:train"' in config.read_text()
+    assert NEW not in config.read_text()

@@ -2,7 +2,8 @@
 
 import importlib.util
 import json
-from dataclasses import replace
+import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,21 @@ def test_a_new_process_reuses_cached_counts_of_a_pass(cache: Path, monkeypatch: 
         count_scoring(rows=4)
 
 
-def test_cached_counts_of_other_libraries_are_ignored(cache: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+@pytest.mark.parametrize("changed", ["library", "code"])
+def test_cached_counts_of_other_libraries_or_code_are_ignored(
+    changed: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> None:
     count_scoring()
     monkeypatch.setattr(counts, "_known", {})
     request.getfixturevalue("never")
-    versions = {**counts.library_versions(), "torch": "2.0"}
-    monkeypatch.setattr(counts, "library_versions", lambda: versions)
+    if changed == "library":
+        versions = {**counts.library_versions(), "torch": "2.0"}
+        monkeypatch.setattr(counts, "library_versions", lambda: versions)
+    else:
+        package = shutil.copytree(Path(counts.__file__).parents[2], tmp_path / "surefoot")
+        with (package / "core" / "rollout.py").open("a") as file:
+            file.write("# changed\n")
+        monkeypatch.setattr(counts, "__file__", str(package / "language" / "memory" / "counts.py"))
     counts._environment.cache_clear()
     try:
         with pytest.raises(AssertionError, match="counted again"):
@@ -131,7 +141,10 @@ def test_cache_keys_ignore_explicit_defaults_and_differ_for_other_settings(cache
         return next(iter(fresh))
 
     assert key() == key(temperature=1.0)
-    keys = {key(), key(bf16=True), key(head=True), key(adapter=AdapterSettings()), key(adapter=AdapterSettings(rank=8))}
-    assert len(keys) == 5
+    others: dict[str, Any] = {"critic": model("llama").config, "chunk": 7, "temperature": 0.5, "adapter": AdapterSettings()}
+    others |= {each.name: True for each in fields(passes.PassOptions) if each.default is False}
+    assert others.keys() == {each.name for each in fields(passes.PassOptions)}
+    keys = {key(), key(adapter=AdapterSettings(rank=8)), *(key(**{name: value}) for name, value in others.items())}
+    assert len(keys) == len(others) + 2
     clipped = surefoot.PPO_CLIP
     assert counts._plain(clipped) != counts._plain(replace(clipped, trust_region=surefoot.Clip(0.1)))

@@ -76,9 +76,9 @@ def test_offloading_moves_all_model_parts_to_the_cpu_only_with_a_gpu(workload: W
     assert estimate(on(workload, 4, offload=True, gpu=False)) == estimate(on(workload, 4, gpu=False))
 
 
-def test_resharding_never_needs_more_memory_and_bfloat16_halves_gathered_weights(workload: Workload) -> None:
+def test_resharding_needs_less_memory_and_bfloat16_halves_gathered_weights(workload: Workload) -> None:
     learning = [estimate(on(workload, 2, reshard=reshard)).at("learning") for reshard in (True, False)]
-    assert learning[0] <= learning[1]
+    assert learning[0] < learning[1]
     low, high = (estimate(replace(on(workload, 2), bf16=bf16)) for bf16 in (True, False))
     gathered = [each.phases["sampling"].parts["gathered weights"] for each in (low, high)]
     assert gathered[1] == 2 * gathered[0]
@@ -146,7 +146,9 @@ def test_estimates_for_two_sharded_ranks_are_within_15_percent(
     peaks = on_ranks(2, body, tmp_path / "peaks")
     recipe = make_recipe(table)
     planned = estimate(replace(workload_of(recipe, prompt=PROMPT, response=TOKENS), layout=Layout(2, "full", 2, gpu=False)))
-    for phase in peaks[0].keys() & planned.phases.keys():
+    phases = peaks[0].keys() & planned.phases.keys()
+    assert phases == ({"learning"} if kind == "sft" else {"sampling", "scoring", "learning"})
+    for phase in phases:
         measured = max(peak[phase] for peak in peaks)
         assert measured == pytest.approx(planned.at(phase), rel=0.15), phase
 

@@ -176,7 +176,7 @@ def test_a_non_finite_sft_loss_raises_before_any_step(files: Path, folders: dict
 )
 def test_invalid_mixing_settings_are_rejected_before_loading_a_model(mixing: dict[str, Any], message: str, files: Path) -> None:
     with pytest.raises(SurefootError, match=message):
-        find_recipe("language", fields(files, Path("/nonexistent"), 0.0, mixing=mixing))
+        surefoot.train("language", **fields(files, Path("/nonexistent"), 0.0, mixing=mixing))
 
 
 def test_default_mixing_batch_equals_the_responses_per_minibatch(files: Path, folders: dict[str, Path]) -> None:

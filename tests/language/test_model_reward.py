@@ -113,10 +113,12 @@ def test_texts_longer_than_the_context_are_rejected(folders, tmp_path):
         reward(["x"], ["y" * (reward.context - 1)], {})
 
 
-def test_a_reward_model_with_nan_weights_is_rejected(folders, tmp_path):
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["head", "backbone"])
+def test_a_reward_model_with_weights_that_are_not_finite_is_rejected(part, number, folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     scorer = new_reward_model(model, 1, tokenizer)
-    scorer.head.weight.data.fill_(float("nan"))
+    next(getattr(scorer, part).parameters()).data.view(-1)[1] = number
     scorer.save(tmp_path / "reward")
     with pytest.raises(SurefootError, match="not finite"):
         ModelReward(tmp_path / "reward")(["x"], ["y"], {})

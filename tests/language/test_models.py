@@ -66,7 +66,10 @@ def test_bfloat16_weights_load_in_float32(folders: dict[str, Path], tmp_path: Pa
     tiny.model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     model, _ = load_model(tmp_path)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    original = tiny.model("llama").to(torch.bfloat16).state_dict()
+    for name, weights in model.state_dict().items():
+        assert weights.dtype == torch.float32, name
+        assert torch.equal(weights, original[name].float()), name
 
 
 # ---- pocket -----------------------------------------------------------------------------------------------------------
@@ -437,8 +440,9 @@ def test_no_dropout_resets_the_rate_of_dropout_modules() -> None:
 def test_weights_that_are_not_finite_are_rejected_by_name(tmp_path: Path) -> None:
     tiny.write_folder(tmp_path / "model", "llama")
     weights = load_file(tmp_path / "model" / "model.safetensors")
-    name = sorted(name for name in weights if "down_proj" in name)[0]
+    name, other = sorted(name for name in weights if "down_proj" in name)[:2]
     weights[name].view(-1)[3] = float("nan")
+    weights[other].view(-1)[1] = float("inf")
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     with pytest.raises(SurefootError, match=rf"^model='.*model': {name} has numbers that are not finite \(1 of .*\); take"):
         load_model(tmp_path / "model")

@@ -40,6 +40,9 @@ def length(responses):
 def nothing(responses):
     return [None] * len(responses)
 
+def empty(responses):
+    return [2.0 if text == "" else 0.0 for text in responses]
+
 def patient(responses):
     return length(responses)
 
@@ -166,15 +169,16 @@ def test_responses_without_a_score_are_masked_and_counted(files: dict[str, str],
 
 
 def test_reward_functions_get_columns_and_groups_share_a_prompt(files: dict[str, str], folders: dict[str, Path]) -> None:
+    rows = [{"prompt": f"{i} says ", "worth": i % 3} for i in range(40)]
+    Path(files["prompts"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = world(files, folders["llama"], "by_column", sampling={"prompts": 8, "samples": 2, "max_tokens": 4})
     r = collected(made)
-    rows = [json.loads(line) for line in Path(files["prompts"]).read_text().splitlines()]
-    worth = {tuple(made.tokens.encode_prompt(row["prompt"])): set() for row in rows}
-    for row in rows:
-        worth[tuple(made.tokens.encode_prompt(row["prompt"]))].add(row["worth"])
-    scores = r.reward_parts["score"].sum(-1)
-    for prompt, mask, score in zip(r.inputs["prompt"], r.inputs["prompt_mask"], scores, strict=True):
-        assert int(score) in worth[tuple(prompt[mask].tolist())]
+    worth = {tuple(made.tokens.encode_prompt(str(row["prompt"]))): row["worth"] for row in rows}
+    assert len(worth) == len(rows)
+    scores = r.reward_parts["score"].sum(-1).tolist()
+    prompts = [prompt[mask] for prompt, mask in zip(r.inputs["prompt"], r.inputs["prompt_mask"], strict=True)]
+    assert scores == [worth[tuple(prompt.tolist())] for prompt in prompts]
+    assert len({*scores}) == 3
     assert r.group is not None
     assert r.group.tolist() == [i // 2 for i in range(16)]
     assert (r.inputs["prompt"][::2] == r.inputs["prompt"][1::2]).all()
@@ -209,14 +213,14 @@ def test_unscored_responses_change_no_weight_and_give_no_held_out_reward(
 
 
 def test_responses_of_eos_alone_terminate_and_score_as_empty_text(files: dict[str, str], folders: dict[str, Path]) -> None:
-    made = world(files, folders["gpt2"], "length", reference={"beta": 0.0})
+    made = world(files, folders["gpt2"], "empty", reference={"beta": 0.0})
     bias = torch.zeros(made.policy.readout.vocabulary)
     bias[made.tokens.eos_id] = 1e3  # for every prompt
     made.policy.model.get_output_embeddings().bias = torch.nn.Parameter(bias)
     r = collected(made)
     assert r.actions.tolist() == [[made.tokens.eos_id]] * 16
     assert r.terminated.all()
-    assert r.rewards.eq(0).all()
+    assert r.rewards.tolist() == [[2.0]] * 16
     assert r.metrics["eos_rate"] == 1
 
 
@@ -248,13 +252,20 @@ def test_each_held_out_prompt_gets_one_response(rows: int, files: dict[str, str]
     assert len(many.samples) == rows
     for ours, theirs in zip(many.samples, one.samples, strict=True):
         assert (ours["prompt"], ours["response"]) == (theirs["prompt"], theirs["response"])
+        vowels = sum(letter in "aeiou" for letter in ours["response"])
+        assert ours["reward"] == theirs["reward"] == pytest.approx(vowels / max(1, len(ours["response"])))
 
 
 def test_sampler_and_trainer_agree_on_log_probs(files: dict[str, str], folder: Path) -> None:
-    r = collected(world(files, folder, sampling={"prompts": 16, "max_tokens": 8, "temperature": 0.7}))
-    gap = r.metrics["sampler_gap"]
-    assert gap is not None
+    sampling = {"prompts": 16, "max_tokens": 8, "temperature": 0.7, "old_log_probs": "sampler"}
+    made = world(files, folder, sampling=sampling)
+    r = collected(made)
+    assert r.old_log_probs is not None
+    with torch.no_grad():
+        trainer = made.policy(r.inputs, r.actions, r.mask).log_probs
+    gap = (trainer - r.old_log_probs)[r.mask].abs().max()
     assert gap < 1e-4
+    assert r.metrics["sampler_gap"] == pytest.approx(float(gap), abs=1e-6)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -266,8 +277,8 @@ def test_reference_uses_the_sampling_temperature(own: bool, files: dict[str, str
     assert float(r.reward_parts["kl"].abs().max()) < 1e-5
 
 
-def test_micro_batch_limits_rows_per_pass_in_collection(files: dict[str, str], folders: dict[str, Path]) -> None:
-    """Passes without gradients respect ``micro_batch`` too."""
+def test_micro_batch_limits_rows_per_pass_in_collection_and_updates(files: dict[str, str], folders: dict[str, Path]) -> None:
+    """So do the passes of an update."""
     made = world(files, folders["llama"], optimizer={"micro_batch": 3}, sampling={"prompts": 8, "max_tokens": 6})
     whole = collected(world(files, folders["llama"], sampling={"prompts": 8, "max_tokens": 6}))
     sizes: list[int] = []
@@ -277,6 +288,10 @@ def test_micro_batch_limits_rows_per_pass_in_collection(files: dict[str, str], f
     assert sizes
     assert max(sizes) <= 3
     torch.testing.assert_close(r.rewards, whole.rewards, atol=1e-5, rtol=0)
+    sizes.clear()
+    make_learner(made.recipe, made.policy).update(r, assign_credit(r, made.recipe.objective), LearnerState.seeded(1, 64))
+    assert sum(sizes) == 8 * made.recipe.objective.reuse.epochs
+    assert max(sizes) <= 3
 
 
 # ---- learning -----------------------------------------------------------------------------------------------------------
@@ -344,11 +359,23 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     assert timeless[0] == timeless[1]
 
 
-def test_separate_critic_shares_no_parameter_with_the_policy(files: dict[str, str], folders: dict[str, Path]) -> None:
-    made = world(files, folders["llama"], critic={"own_model": True})
+def test_separate_critic_shares_no_parameter_and_has_its_own_learning_rate(
+    files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    rates = {"learning_rate": 1e-12, "critic_learning_rate": 1e-2}
+    made = world(files, folders["llama"], critic={"own_model": True}, optimizer=rates)
     own = {id(p) for p in made.policy.critic_parameters()}
     assert own
     assert not own & {id(p) for p in made.policy.model.parameters()}
+    before = {name: weights.clone() for name, weights in made.policy.named_parameters()}
+    r = collected(made)
+    make_learner(made.recipe, made.policy).update(r, assign_credit(r, made.recipe.objective), LearnerState.seeded(1, 64))
+    moved = {name: float((weights - before[name]).detach().abs().max()) for name, weights in made.policy.named_parameters()}
+    for name, weights in made.policy.named_parameters():
+        if id(weights) in own:
+            assert moved[name] > 1e-3, name
+        else:
+            assert moved[name] < 1e-9, name
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------------
