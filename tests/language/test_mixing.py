@@ -14,7 +14,6 @@ from surefoot.core.rollout import LearnerState
 from surefoot.core.traces import Recorder, Trace
 from surefoot.errors import SurefootError
 from surefoot.language.online.world import LanguageWorld
-from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
 from surefoot.runs.metrics import TIMING
