@@ -17,9 +17,10 @@ import yaml
 from fake_hub import HEADER, Hub, closed_port, use_hub
 
 import surefoot
-from surefoot.compare.card import public_recipe, without_place
+from surefoot.compare.card import check_no_places, public_recipe, without_place
 from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs import hub as hub_module
 
 pytest.importorskip("huggingface_hub")
@@ -224,10 +225,47 @@ def test_folders_passwords_and_trackers_of_a_recipe_are_not_uploaded(
         ("hf://org/name@abc:train", "hf://org/name@abc:train"),
         ("https://me:word@host/score?key=1", "https://host/score"),
         ("https://host/score", "https://host/score"),
+        ("hf://squad@0123456789abcdef0123456789abcdef01234567:train", "hf://squad@0123456789abcdef0123456789abcdef01234567:train"),
+        ("s3://key:word@bucket/x", "s3://bucket/x"),
+        ("HTTP://me:word@host/x", "http://host/x"),
+        ("postgresql+psycopg://me:word@host/db", "postgresql+psycopg://host/db"),
+        ("file:///data/private/x.jsonl", "x.jsonl"),
     ],
 )
 def test_values_without_paths_are_kept(text: str, left: str) -> None:
     assert without_place(text) == left
+
+
+def test_secrets_in_arguments_of_rewards_turns_and_environments_are_removed() -> None:
+    arguments = {"api_key": "my-key", "pin": {"password": 1234}, "max_tokens": 8, "strict": True, "host": "h"}
+    language = {
+        "kind": "language",
+        "model": "m",
+        "data": {"train": "p.jsonl"},
+        "reward": {"terms": [{"function": "rewards.py:score", "arguments": arguments}]},
+        "turns": {"environment": "env.py:Env", "arguments": arguments},
+    }
+    recipe, notes = public_recipe(make_recipe(language))
+    table = to_table(recipe)
+    shown = {**arguments, "api_key": "removed", "pin": {"password": "removed"}}
+    assert table["reward"]["terms"][0]["arguments"] == table["turns"]["arguments"] == shown
+    assert len(notes) == 4
+    control, notes = public_recipe(find_recipe("CartPole-v1", {"environment": {"password": 123456, "token": "abc"}}))
+    assert to_table(control)["environment"] == {"password": "removed", "token": "removed"}
+    assert len(notes) == 2
+
+
+@pytest.mark.parametrize("home", ["/root", "/home/me", "/home/jürgen"])
+def test_a_file_that_names_the_home_folder_is_not_uploaded(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", home)
+    file = tmp_path / "sample.txt"
+    for text in (f"see {home}/.ssh", json.dumps(f"{home}/x"), *([f"cd {home}", f"cd {home}, then"] if home != "/root" else [])):
+        file.write_text(text)
+        with pytest.raises(SurefootError, match=rf"^sample\.txt: names the folder {home} of this machine"):
+            check_no_places(tmp_path, Path("runs/cart"))
+    for text in ("/home/menu", "a/root/b", "the /root of it", "x/home/me"):
+        file.write_text(text)
+        check_no_places(tmp_path, Path("runs/cart"))
 
 
 def test_a_recipe_without_paths_is_published_unchanged() -> None:
@@ -240,7 +278,7 @@ def test_a_file_with_a_local_path_stops_the_upload(hub: Hub, run: Path, command:
     (run / "environment.json").write_text(json.dumps({**environment, "cuda": f"{tmp_path}/cuda"}))
     code, _, err = command("push", "cart", "org/cart", "--episodes", "0")
     assert code == 2
-    assert err.startswith(f"surefoot: environment.json: names the folder {tmp_path}/ of this machine; leave the samples out")
+    assert err.startswith(f"surefoot: environment.json: names the folder {tmp_path} of this machine; leave the samples out")
     assert "models/org/cart" not in hub.repositories
 
 
@@ -326,6 +364,19 @@ def test_a_repository_of_something_else_is_neither_read_nor_overwritten(hub: Hub
     )
     assert "org/cart: contains config.json, which surefoot push did not write" in rejected(command, "push", "cart", "org/cart")
     assert not Path("x").exists()
+
+
+def test_a_dry_run_replaces_its_folder_only_if_nothing_was_edited_or_added(hub: Hub, run: Path, command: Command) -> None:
+    dry_run = ("push", "cart", "org/cart", "--dry-run", "--episodes", "0")
+    assert command(*dry_run)[0] == command(*dry_run)[0] == 0
+    for name in ("README.md", "config.toml", "mine.txt"):
+        path = run / "hub" / name
+        before = path.read_bytes() if path.exists() else None
+        path.write_bytes((before or b"") + b"# mine\n")
+        assert f"hub: {name} was edited or added; move the folder away, or choose a new one" in rejected(command, *dry_run)
+        assert path.read_bytes().endswith(b"# mine\n")
+        path.unlink() if before is None else path.write_bytes(before)
+    assert command(*dry_run)[0] == 0
 
 
 def test_an_existing_folder_is_not_overwritten(hub: Hub, run: Path, command: Command) -> None:

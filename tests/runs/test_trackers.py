@@ -415,6 +415,72 @@ def test_a_resumed_tracker_gets_only_missing_rows(name, had, tmp_path):
     assert ledger.closed is False
 
 
+def log_rows(folder, steps, rows):
+    """Resume a run with TensorBoard after rows without it, and log the rows that follow."""
+    from surefoot.runs.trackers.tensorboard import TensorBoard
+
+    recipe = find_recipe("CartPole-v1")
+    known = [{"steps": steps} for steps in range(10, steps + 1, 10)]
+    run = TrackedRun(recipe, {}, folder, steps, "run", "group", {})
+    listener = Delivery("tensorboard", lambda: TensorBoard(run), run, known, lambda finding: None)
+    state = LearnerState(1000)
+    listener(RunStart(state, folder))
+    for row in rows:
+        state.steps = row
+        listener(IterationEnd(state, {"steps": row}))
+    listener(RunEnd(state, folder, False))
+
+
+def test_tensorboard_gets_the_rows_of_sessions_without_it(tmp_path):
+    pytest.importorskip("tensorboard")
+    log_rows(tmp_path, 0, [10, 20])
+    log_rows(tmp_path, 40, [50])
+    assert steps_of_tensorboard(tmp_path) == [10, 20, 30, 40, 50]
+
+
+def test_tensorboard_gets_every_row_after_a_kill_during_the_first_ones(tmp_path):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    SummaryWriter(str(tmp_path)).close()
+    log_rows(tmp_path, 40, [50])
+    assert steps_of_tensorboard(tmp_path) == [10, 20, 30, 40, 50]
+
+
+def test_trackio_does_not_continue_another_run_of_the_same_name(offline):
+    from surefoot.runs.trackers.trackio import Trackio
+
+    def opened(saved):
+        return Trackio(TrackedRun(find_recipe("CartPole-v1"), {}, offline, 0, "same", "group", saved))
+
+    first = opened({})
+    identity_of_first = first.identity
+    second = opened({})  # before the first has a row
+    assert second.identity["name"] == identity_of_first["name"]
+    assert second.identity["id"] != identity_of_first["id"]
+    second.log(10, {"steps": 10.0}, [])
+    second.close(False)
+    with pytest.raises(SurefootError, match="has another run named 'same'; set tracking.name"):
+        opened(identity_of_first)
+    assert opened(second.identity).last_step == 10
+
+
+def test_mlflow_keeps_group_and_kind_and_rejects_tags_of_these_names(offline):
+    from mlflow import MlflowClient
+
+    from surefoot.runs.trackers.mlflow import MLflow
+
+    def opened(*tags):
+        recipe = find_recipe("CartPole-v1", {"tracking": {"tags": list(tags)}})
+        return MLflow(TrackedRun(recipe, {}, offline, 0, "run", "mine", {})).identity
+
+    made = opened("baseline")
+    tags = MlflowClient(made["uri"]).get_run(made["run"]).data.tags
+    assert (tags["group"], tags["kind"], tags["baseline"]) == ("mine", "control", "true")
+    with pytest.raises(SurefootError, match="tracking.tags has 'group', the name of a tag that every run has"):
+        opened("baseline", "group")
+
+
 def test_samples_that_a_tracker_lacks_are_logged_with_their_row(tmp_path):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "20.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')

@@ -42,8 +42,8 @@ CURVES, SHOWN_CURVES = "curves", 4
 SHOWN_SAMPLES, LONGEST_TEXT = 3, 600
 """samples in the card, and characters of each text"""
 TOKEN = re.compile(r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16})")
-SECRET = re.compile(r"(?i)token|secret|password|api_?key|credential")
-"""names of an environment's arguments that are not published"""
+SECRET = re.compile(r"(?i)token(?!s|iz)|secret|passw|passphrase|api_?key|access_?key|private_?key|credential")
+"""names of arguments (of environments and reward functions) that are not published; max_tokens and tokenizer are no secrets"""
 TASKS = {"control": "reinforcement-learning", "reward": "text-classification"}
 """the hub's names of tasks; text-generation for all other kinds"""
 METRICS = {"held_out_reward": "reward", "held_out_gold": "gold", "held_out_accuracy": "accuracy", "held_out_loss": "loss"}
@@ -135,14 +135,16 @@ def public_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
     def clean(value: Any, field: str, free: bool) -> Any:
         if isinstance(value, dict):
-            inside = free or field == "environment"
+            inside = free or field == "environment" or field.endswith(".arguments")
             return {key: clean(part, f"{field}.{key}" if field else key, inside) for key, part in value.items()}
         if isinstance(value, list):
             return [clean(part, f"{field}.{index}", free) for index, part in enumerate(value)]
-        if not isinstance(value, str):
+        if free and SECRET.search(field) and value is not None and not isinstance(value, bool):
+            shown = "removed"
+        elif not isinstance(value, str):
             return value
-        secret = free and SECRET.search(field) is not None
-        shown = "removed" if secret or TOKEN.search(value) else without_place(value)
+        else:
+            shown = "removed" if TOKEN.search(value) else without_place(value)
         if shown != value:
             notes.append(f"config.toml: {field} is {shown!r}, without what belongs to this machine")
         return shown
@@ -156,8 +158,12 @@ def public_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def without_place(text: str) -> str:
     """A value of a recipe without the folders of this machine: the last part of a path, an address without its password."""
-    if re.match(r"[a-z]+://", text):
+    if is_hub_name(text):  # the @ of a revision is no password
+        return text
+    if re.match(r"(?i)[a-z][a-z0-9+.-]*://", text):
         parts = urlsplit(text)
+        if parts.scheme == "file":
+            return PurePath(parts.path).name
         host = parts.netloc.rpartition("@")[2]
         return urlunsplit((parts.scheme, host, parts.path, "", "")) if host != parts.netloc or parts.query else text
     if re.match(r"[A-Za-z]:[\\/]|\\\\", text):
@@ -168,14 +174,22 @@ def without_place(text: str) -> str:
 
 
 def check_no_places(folder: Path, run: Path) -> None:
-    """Raise SurefootError if a text file of the repository names the home folder, the run's folder, or has a token."""
-    places = {str(place) + "/" for place in (Path.home(), Path.cwd(), run.resolve().parent) if len(place.parts) > 2}
+    """Raise SurefootError if a text file of the repository names the home folder, the run's folder, or has a token.
+
+    The name of a short folder, such as /root, must be followed by a slash: it may be a word of a sample.
+    """
+    home, others = Path.home(), (Path.cwd(), run.resolve().parent)
+    places = {place for place in (home, *others) if len(place.parts) > (1 if place == home else 2)}
+    named = {}
+    for place in places:
+        written = "|".join(re.escape(text) for text in (str(place), json.dumps(str(place))[1:-1]))  # as text, and in JSON
+        named[str(place)] = rf"(?<![\w.-])(?:{written})" + ("/" if len(place.parts) == 2 else r"(?![\w.-])")
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".safetensors", ".png", ".mp4", ".model") or path.name in (FILE, "tokenizer.json") or path.is_dir():
             continue
         text = path.read_text("utf-8", errors="replace")
         name, remedy = path.relative_to(folder), "leave the samples out (--no-samples), or change the recipe"
-        if place := next((place for place in sorted(places) if place in text), None):
+        if place := next((place for place, pattern in sorted(named.items()) if re.search(pattern, text)), None):
             raise SurefootError(f"{name}: names the folder {place} of this machine; {remedy}")
         if TOKEN.search(text):
             raise SurefootError(f"{name}: has what looks like an access token; {remedy}")

@@ -106,7 +106,7 @@ def pinned(text: str) -> str:
 def write_listing(folder: Path, kind: str, steps: int) -> None:
     """Write ``surefoot.json`` for the files in a folder, with the kind of recipe and the steps of the checkpoint.
 
-    The card is not listed, because it is edited on the hub.
+    The card is not listed, because it is edited on the hub; its hash shows whether it was edited here.
 
     Raises SurefootError for a file that no repository may hold.
     """
@@ -117,7 +117,8 @@ def write_listing(folder: Path, kind: str, steps: int) -> None:
     for name in names:
         _check_name(name, str(folder))
     files = {name: fingerprint(folder / name) for name in names}
-    table = {"format": FORMAT, "surefoot": __version__, "kind": kind, "steps": steps, "files": files}
+    card = fingerprint(folder / CARD) if (folder / CARD).is_file() else None
+    table = {"format": FORMAT, "surefoot": __version__, "kind": kind, "steps": steps, "card": card, "files": files}
     write_text(folder / LISTING, json.dumps(table, indent=1))
 
 
@@ -231,7 +232,7 @@ def pull(name: HubName, folder: Path) -> str:
 def new_folder(place: Path | None) -> Iterator[Path]:
     """An empty folder to write a repository in: ``place``, whole or not at all, or a temporary one if that is None.
 
-    Raises SurefootError if ``place`` holds anything but an older repository.
+    Raises SurefootError if ``place`` holds anything but an older repository as it was written.
     """
     from surefoot.runs.checkpoint import atomic_folder
 
@@ -241,8 +242,23 @@ def new_folder(place: Path | None) -> Iterator[Path]:
         return
     if place.exists() and not (place / LISTING).is_file() and (not place.is_dir() or any(place.iterdir())):
         raise SurefootError(f"--out {place}: contains other files; choose a new folder")
+    if (place / LISTING).is_file() and (edited := _not_as_written(place)):
+        raise SurefootError(f"--out {place}: {edited} was edited or added; move the folder away, or choose a new one")
     with atomic_folder(place, LISTING, "a repository") as folder:
         yield folder
+
+
+def _not_as_written(folder: Path) -> str | None:
+    """The first file of a repository that is not as its listing has it; None if all are."""
+    from surefoot.runs.checkpoint import fingerprint
+
+    try:
+        table = json.loads((folder / LISTING).read_text("utf-8"))
+        written = {CARD: table.get("card"), **table["files"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return LISTING
+    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if not path.is_dir())
+    return next((name for name in names if name != LISTING and fingerprint(folder / name) != written.get(name)), None)
 
 
 @dataclass(frozen=True)

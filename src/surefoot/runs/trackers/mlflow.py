@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.diagnostics import Finding
+from surefoot.errors import SurefootError
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
 
@@ -68,21 +69,34 @@ class MLflow:
     def _create(self, run: TrackedRun, uri: str) -> str:
         from mlflow.entities import Param
 
-        project = run.recipe.tracking.project
-        existing = self.client.get_experiment_by_name(project)
-        if existing is None:
-            local = uri.removeprefix(SQLITE)
-            place = (Path(local).absolute().parent / "mlartifacts").as_uri() if local != uri else None
-            experiment = self.client.create_experiment(project, artifact_location=place)
-        else:
-            experiment = existing.experiment_id
-        tags = {"group": run.group, "kind": run.recipe.kind, **dict.fromkeys(run.recipe.tracking.tags, "true")}
+        tags = {"group": run.group, "kind": run.recipe.kind}
+        for tag in run.recipe.tracking.tags:
+            if tag in tags:
+                raise SurefootError(f"tracking.tags has {tag!r}, the name of a tag that every run has; choose another")
+        tags |= dict.fromkeys(run.recipe.tracking.tags, "true")
+        experiment = self._experiment(run.recipe.tracking.project, uri)
         created: str = self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
         fields = [Param(name, str(value)[:LONGEST_VALUE]) for name, value in run.flat_recipe.items()]
         for start in range(0, len(fields), PARAMETERS):
             self.client.log_batch(created, params=fields[start : start + PARAMETERS])
         self.client.log_dict(created, dict(run.table), "recipe.json")
         return created
+
+    def _experiment(self, project: str, uri: str) -> str:
+        """The id of the project's experiment, which is created if there is none."""
+        from mlflow.exceptions import MlflowException
+
+        existing = self.client.get_experiment_by_name(project)
+        if existing is None:
+            local = uri.removeprefix(SQLITE)
+            place = (Path(local).absolute().parent / "mlartifacts").as_uri() if local != uri else None
+            try:
+                return str(self.client.create_experiment(project, artifact_location=place))
+            except MlflowException:  # another run may have been faster
+                existing = self.client.get_experiment_by_name(project)
+                if existing is None:
+                    raise
+        return str(existing.experiment_id)
 
     def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """Add a row in one call; ``steps`` is its last metric, so that a row that has it is whole."""

@@ -9,6 +9,10 @@ from surefoot.recipes.reading import to_toml
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
 
+FILES = "events.out.tfevents.*"
+STEPS = b"steps"
+"""tag of a number that every row has"""
+
 
 def check() -> None:
     """Raise SurefootError if the extra is missing."""
@@ -22,8 +26,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.identity: dict[str, Any] = {}
-        continued = any(run.folder.glob("events.out.tfevents.*"))
-        self.last_step = run.steps if continued else NOTHING
+        continued = any(run.folder.glob(FILES))
+        self.last_step = _last_step(run.folder, run.steps)
         self.writer = SummaryWriter(str(run.folder), purge_step=run.steps + 1)
         if not continued:
             self.writer.add_text("recipe", f"```toml\n{to_toml(run.recipe)}```", 0)
@@ -48,6 +52,19 @@ class TensorBoard:
     def close(self, failed: bool) -> None:
         """Close the file."""
         self.writer.close()
+
+
+def _last_step(folder: Path, most: int) -> int:
+    """Steps of the newest row in the event files that is not past ``most``; ``NOTHING`` without one."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    for path in sorted(folder.glob(FILES), reverse=True):  # their names have the time at which they were opened
+        events = (Event.FromString(record) for record in RawEventFileLoader(str(path)).Load() if STEPS in record)
+        rows = [event.step for event in events if any(value.tag == STEPS.decode() for value in event.summary.value)]
+        if written := [steps for steps in rows if steps <= most]:
+            return max(written)
+    return NOTHING
 
 
 def _table(samples: Sequence[Sample]) -> str:

@@ -19,23 +19,26 @@ def check() -> None:
 
 
 class Trackio:
-    """A run of Trackio, resumed by its name, which is unique in the project."""
+    """A run of Trackio, resumed by its name; its id shows that no other run has taken the name."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         project = run.recipe.tracking.project
         with _warnings_as_errors():
-            self.identity: dict[str, Any] = {"name": run.saved.get("name") or _unused(run.name, project)}
+            name = run.saved.get("name") or _unused(run.name, project)
             self.run = trackio.init(
                 project=project,
-                name=self.identity["name"],
+                name=name,
                 group=run.group,
                 config=run.flat_recipe | {"tags": list(run.recipe.tracking.tags)},
                 resume="allow",
                 embed=False,
             )
         self.last_step = self.run._next_step - 1  # as init read it from the database or the server; there is no other way
+        if self.last_step >= 0 and run.saved.get("id", self.run.id) != self.run.id:
+            raise SurefootError(f"project {project!r} has another run named {name!r}; set tracking.name for one of them")
+        self.identity: dict[str, Any] = {"name": name, "id": self.run.id}
 
     def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """Add a row; a thread of Trackio writes it within half a second."""
