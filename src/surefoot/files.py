@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -149,9 +150,14 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether a file is one that ``write_bytes`` leaves if its process is killed."""
+    return path.name.startswith(".") and path.name.endswith(".tmp")
+
+
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Write a file whole or not at all, also while others write it: the last one remains."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)

@@ -1,7 +1,11 @@
 """Scores of several tasks: aggregates, stratified intervals, profiles and probabilities of improvement."""
 
 import json
+import shutil
+import tracemalloc
+from math import lcm
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,14 +21,15 @@ from surefoot.compare.across_tasks import (
     improvement,
     iqm,
     optimality_gap,
-    pooled,
     profile,
     resampled,
     task_mean,
 )
-from surefoot.compare.runs import read_run
+from surefoot.compare.report import across_tasks_tables
+from surefoot.compare.runs import Run, read_run
 from surefoot.compare.statistics import interquartile_mean
 from surefoot.errors import SurefootError
+from surefoot.recipes.reading import make_recipe
 
 SEEDS = st.lists(st.floats(0, 1, width=32), min_size=1, max_size=6).map(np.array)
 TASKS = st.lists(SEEDS, min_size=1, max_size=4)
@@ -41,7 +46,23 @@ def test_tasks_weigh_the_same_whatever_their_number_of_seeds(tasks: Any) -> None
     doubled = [np.repeat(tasks[0], 2), *tasks[1:]]
     for aggregate in AGGREGATES.values():
         assert_allclose(aggregate(doubled), aggregate(tasks), atol=1e-12)
-    assert_allclose(pooled(tasks).mean(), task_mean(tasks), atol=1e-12)
+
+
+@given(TASKS)
+def test_the_iqm_over_tasks_repeats_seeds_until_every_task_has_the_same_number(tasks: Any) -> None:
+    count = lcm(*map(len, tasks))
+    repeated = np.concatenate([np.repeat(task, count // len(task)) for task in tasks])
+    assert_allclose(iqm(tasks), interquartile_mean(repeated), atol=1e-12)
+
+
+def test_tasks_with_unlike_numbers_of_seeds_need_little_memory() -> None:
+    tasks = [np.arange(float(count)) for count in (7, 8, 9, 10, 11, 13, 17)]
+    tracemalloc.start()
+    drawn = iqm(resampled(tasks))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert drawn.shape == (2000,)
+    assert peak < 50e6
 
 
 @given(TASKS)
@@ -126,6 +147,9 @@ def test_the_command_compares_values_of_a_field_over_tasks(runs: dict[str, Path]
     [
         (["--by", "optimiser"], "--by optimiser"),
         (["--by", "algorithm", "--score", "gold"], "--score gold"),
+        (["--by", "algorithm", "--score", "value_loss"], "--score value_loss: of a loss lower is better"),
+        (["--by", "algorithm", "--range", "CartPole-v1=0:5", "--range", "CartPole-v1=0:9"], "has a range already"),
+        (["--by", "algorithm", "--figure", "folder.png"], "--figure folder.png: is a folder"),
         (["--by", "algorithm", "--range", "Pendulum-v1=0:1"], "--range Pendulum-v1"),
         (["--by", "algorithm", "--range", "CartPole-v1=5:1"], "LOW must be below HIGH"),
         (["--by", "algorithm", "--range", "CartPole-v1"], "write TASK=LOW:HIGH"),
@@ -137,6 +161,7 @@ def test_the_command_compares_values_of_a_field_over_tasks(runs: dict[str, Path]
 )
 def test_bad_options_are_rejected_in_one_line(words: list[str], part: str, runs: dict[str, Path], command: Any) -> None:
     paths = compared(runs) if "seed" not in words else [p for p in compared(runs) if "A2C" in p]
+    Path("folder.png").mkdir()
     code, _, error = command("compare", *paths, *words)
     assert code == 2
     assert error.count("\n") == 1
@@ -176,6 +201,46 @@ def test_a_report_with_bad_options_is_rejected_and_writes_no_page(
     assert (code, error.count("\n")) == (2, 1)
     assert part in error
     assert not (tmp_path / "page.html").exists()
+
+
+def test_seeds_that_count_twice_and_unfinished_runs_are_shown(runs: dict[str, Path], command: Any, tmp_path: Path) -> None:
+    copy = shutil.copytree(runs["CartPole-v1-A2C-1"], tmp_path / "copy")
+    config = (copy / "config.toml").read_text()
+    (copy / "config.toml").write_text(config.replace("steps = 1024", "steps = 4096"))
+    words = ["--by", "algorithm", "--range", "Acrobot-v1=-500:0"]
+    code, output, _ = command("compare", *compared(runs), str(copy), *words)
+    assert code == 2, "its budget differs"
+    (copy / "config.toml").write_text(config)
+    rows = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(rows[:-1]))
+    code, output, error = command("compare", *compared(runs), str(copy), *words)
+    assert code == 0, error
+    (row,) = [line for line in output.splitlines() if "one seed twice" in line]
+    assert "1, 1, 2 (one seed twice)" in row
+    assert "finished, 1,024 steps; at 896 of 1,024 steps" in row
+
+
+def test_tasks_with_long_names_are_told_apart_by_their_end() -> None:
+    def run(data: str, rate: float, score: float) -> Run:
+        recipe = make_recipe({"kind": "sft", "model": "m", "data": {"train": data}, "optimizer": {"learning_rate": rate}})
+        return Run(Path(f"{rate}"), recipe, SimpleNamespace(rows=[{"steps": 1, "gold": score}]), {})  # type: ignore[arg-type]
+
+    root = f"/data/{'project/' * 6}"
+    runs = [run(f"{root}{part}/train.jsonl", rate, rate) for part in ("v1", "v2") for rate in (0.001, 0.002)]
+    comparison = compare_across_tasks(runs, "optimizer.learning_rate", "gold", {f"{root}v1/train.jsonl": (0, 1)})
+    assert list(comparison.ranges) == [f"{root}v1/train.jsonl", f"{root}v2/train.jsonl"]
+    (_, _, ranges), (_, _, each) = across_tasks_tables(comparison)[1:]
+    assert [row[0][-14:] for row in ranges] == ["v1/train.jsonl", "v2/train.jsonl"]
+    assert all(len(cell) <= 48 for row in [*ranges, *each] for cell in row)
+
+
+def test_the_error_about_an_invalid_recipe_names_its_run(runs: dict[str, Path], command: Any, tmp_path: Path) -> None:
+    copy = shutil.copytree(runs["CartPole-v1-A2C-1"], tmp_path / "copy")
+    text = (copy / "config.toml").read_text()
+    (copy / "config.toml").write_text(text.replace("\nseed = 1\n", "\nseed = -1\n", 1))
+    code, _, error = command("compare", str(runs["CartPole-v1-A2C-1"]), str(copy))
+    assert code == 2
+    assert error.startswith(f"surefoot: {copy / 'config.toml'}: seed=-1: ")
 
 
 def test_runs_that_differ_in_another_field_are_not_pooled(runs: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,42 @@ def test_a_folder_is_for_one_command_at_a_time_and_not_for_other_files(tmp_path)
     with pytest.raises(SurefootError, match="other files"), locked_folder(tmp_path / "y", {"a": 1}):
         pass
     assert [p.name for p in (tmp_path / "y").iterdir()] == ["letter.txt"]
+
+
+def test_what_a_killed_write_leaves_does_not_make_a_folder_someone_elses(tmp_path):
+    (tmp_path / ".request.json.123-4.tmp").write_text("{")
+    with locked_folder(tmp_path, {"a": 1}):
+        assert json.loads((tmp_path / "request.json").read_text()) == {"a": 1}
+
+
+def test_a_cell_without_its_recipe_is_kept(whole, tmp_path):
+    compared(tmp_path / "run")
+    cell = tmp_path / "run" / "A2C-seed1"
+    (cell / "result.json").unlink()
+    (cell / "config.toml").unlink()
+    shutil.rmtree(cell / "checkpoints" / "256")
+    before = sorted(path for path in cell.rglob("*") if path.name != ".lock")
+    with pytest.raises(SurefootError, match=r"A2C-seed1: .*has a run without its config\.toml; restore that, or move"):
+        compared(tmp_path / "run")
+    assert sorted(path for path in cell.rglob("*") if path.name != ".lock") == before
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "{}", {"last_100_mean": "x"}, {"seed": True}, {"label": 1}, {"curves": None}])
+def test_a_damaged_result_is_one_line_and_the_run_is_kept(damage, whole, tmp_path):
+    compared(tmp_path / "run")
+    file = tmp_path / "run" / "A2C-seed1" / "result.json"
+    table = json.loads(file.read_text())
+    file.write_text(damage if isinstance(damage, str) else json.dumps({**table, **damage}))
+    with pytest.raises(SurefootError, match=r"result\.json: .*; remove this file and repeat the command; the run is kept"):
+        compared(tmp_path / "run")
+    file.unlink()
+    assert numbers(compared(tmp_path / "run")) == whole
+
+
+def test_seeds_above_the_largest_are_rejected_before_training(tmp_path):
+    with pytest.raises(SurefootError, match=r"^seeds=2: the last seed would be above 9007199254740992"):
+        compare_algorithms("CartPole-v1", ["A2C"], {**CHANGES, "seed": 2**53}, 2, tmp_path / "run", episodes=0)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_damaged_request_is_rejected(tmp_path):

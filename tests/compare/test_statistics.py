@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from surefoot.compare.report import score_table
 from surefoot.compare.statistics import band, bootstrap_interval, interquartile_mean, markdown_table, mean
 
 
@@ -19,6 +20,11 @@ from surefoot.compare.statistics import band, bootstrap_interval, interquartile_
 )
 def test_the_interquartile_mean_weights_border_values_by_their_share(scores, expected):
     assert float(interquartile_mean(scores)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_seed_without_a_score_is_a_dash():
+    cells = [{"last_100_mean": 500.0}, {"last_100_mean": None}, {}]
+    assert "500.0, –, –" in score_table({"A": cells}, "last_100_mean")
 
 
 def test_an_outlier_moves_the_mean_and_not_the_interquartile_mean():

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -245,6 +246,26 @@ def test_judge_obeys_the_reward_deadline_and_a_retry_may_raise_it(start: Path, c
             assert "--judge='judge.py:slow': took longer than reward.deadline=0.3 s for 20 responses" in err
             assert "raise reward.deadline, then repeat the command" in err
     assert code == 0, err
+
+
+def test_rounds_are_for_one_command_at_a_time(start: Path) -> None:
+    plan = RoundsSettings(recipe_of(start), f"{start}/judge.py:judge", pairs=10)
+    (start / "rounds").mkdir()
+    (start / "rounds" / ".rounds.json.1-2.tmp").write_text("{")  # left by a kill
+    with filelock.FileLock(start / "rounds" / ".lock"), pytest.raises(SurefootError, match="in use by another process"):
+        run_rounds(plan, start / "rounds", 1, lambda recipe, run: Display())
+    assert not (start / "rounds" / "round-1").exists()
+
+
+@pytest.mark.parametrize("text", ["{}", '{"round": 1, "fresh_pairs": "x"}', "[]"])
+def test_a_damaged_report_of_a_round_is_one_line(text: str, start: Path) -> None:
+    plan = RoundsSettings(recipe_of(start), f"{start}/judge.py:judge", pairs=10)
+    (start / "rounds" / "round-1").mkdir(parents=True)
+    (start / "rounds" / "rounds.json").write_text(json.dumps(plan.to_json()))
+    (start / "rounds" / "round-1" / "round.json").write_text(text)
+    with pytest.raises(SurefootError, match=r"round\.json: ") as raised:
+        run_rounds(plan, start / "rounds", 1, lambda recipe, run: Display())
+    assert "\n" not in str(raised.value)
 
 
 def test_preferences_are_exact_without_noise_and_bradley_terry_with_noise() -> None:

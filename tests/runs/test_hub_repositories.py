@@ -225,7 +225,10 @@ def test_folders_passwords_and_trackers_of_a_recipe_are_not_uploaded(
         ("hf://org/name@abc:train", "hf://org/name@abc:train"),
         ("https://me:word@host/score?key=1", "https://host/score"),
         ("https://host/score", "https://host/score"),
-        ("hf://squad@0123456789abcdef0123456789abcdef01234567:train", "hf://squad@0123456789abcdef0123456789abcdef01234567:train"),
+        (
+            "hf://squad@0123456789abcdef0123456789abcdef01234567:train",
+            "hf://squad@0123456789abcdef0123456789abcdef01234567:train",
+        ),
         ("s3://key:word@bucket/x", "s3://bucket/x"),
         ("HTTP://me:word@host/x", "http://host/x"),
         ("postgresql+psycopg://me:word@host/db", "postgresql+psycopg://host/db"),

@@ -460,7 +460,7 @@ def test_trackio_does_not_continue_another_run_of_the_same_name(offline):
     assert second.identity["id"] != identity_of_first["id"]
     second.log(10, {"steps": 10.0}, [])
     second.close(False)
-    with pytest.raises(SurefootError, match="has another run named 'same'; set tracking.name"):
+    with pytest.raises(SurefootError, match=r"has another run named 'same'; set tracking\.name"):
         opened(identity_of_first)
     assert opened(second.identity).last_step == 10
 
@@ -477,7 +477,7 @@ def test_mlflow_keeps_group_and_kind_and_rejects_tags_of_these_names(offline):
     made = opened("baseline")
     tags = MlflowClient(made["uri"]).get_run(made["run"]).data.tags
     assert (tags["group"], tags["kind"], tags["baseline"]) == ("mine", "control", "true")
-    with pytest.raises(SurefootError, match="tracking.tags has 'group', the name of a tag that every run has"):
+    with pytest.raises(SurefootError, match=r"tracking\.tags has 'group', the name of a tag that every run has"):
         opened("baseline", "group")
 
 

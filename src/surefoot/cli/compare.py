@@ -64,7 +64,13 @@ def tasks_compared(
         return None
     from surefoot.compare.across_tasks import compare_across_tasks
 
-    return compare_across_tasks(runs, by, score, dict(map(_range, ranges)))
+    ends: dict[str, tuple[float, float]] = {}
+    for text in ranges:
+        task, pair = _range(text)
+        if task in ends:
+            raise SurefootError(f"--range {text}: {task} has a range already; give each task one")
+        ends[task] = pair
+    return compare_across_tasks(runs, by, score, ends)
 
 
 @click.command()
@@ -96,6 +102,8 @@ def compare(
         require_matplotlib(f"--figure {figure}")
         if figure.suffix not in (".png", ".svg"):
             raise SurefootError(f"--figure {figure}: name a .png or .svg file")
+        if figure.is_dir():
+            raise SurefootError(f"--figure {figure}: is a folder; name a file")
     loaded = [read_run(run) for run in runs]
     tasks = tasks_compared("compare", loaded, by, score, ranges)
     comparison = compare_runs(loaded) if tasks is None else tasks

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.compare.runs import SCORES, Run, differences_between, distinguishing_fields, short_text
+from surefoot.compare.runs import SCORES, Run, differences_between, distinguishing_fields, full_text, short_text
 from surefoot.compare.statistics import finite, interquartile_mean, percentile_bounds
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import flatten, to_table
@@ -28,15 +28,11 @@ Scores = Sequence[NDArray[Any]]
 Aggregate = Callable[[Scores], NDArray[Any]]
 
 
-def pooled(scores: Scores) -> NDArray[Any]:
-    """The scores of all tasks, repeated until every task has the same number.   -> [..., tasks × lcm of the seeds]"""
-    count = lcm(*(task.shape[-1] for task in scores))
-    return np.concatenate([np.repeat(task, count // task.shape[-1], -1) for task in scores], -1)
-
-
 def iqm(scores: Scores) -> NDArray[Any]:
-    """The interquartile mean over runs of all tasks.   -> [...]"""
-    return interquartile_mean(pooled(scores))
+    """The interquartile mean over runs of all tasks, counted so that every task has the same weight.   -> [...]"""
+    seeds = [task.shape[-1] for task in scores]
+    counts = np.repeat([lcm(*seeds) // count for count in seeds], seeds)
+    return interquartile_mean(np.concatenate(scores, -1), counts)
 
 
 def task_mean(scores: Scores) -> NDArray[Any]:
@@ -88,8 +84,13 @@ class TaskComparison:
     metric: str
     ranges: Mapping[str, Range]
     """task -> the scores that count as 0 and 1"""
-    scores: Mapping[str, Mapping[str, Sequence[float]]]
-    """value of the field -> task -> the score of each run, not normalised"""
+    runs: Mapping[str, Mapping[str, Sequence[Run]]]
+    """value of the field -> task -> runs, each with a score"""
+
+    @cached_property
+    def scores(self) -> dict[str, dict[str, list[float]]]:
+        """Value of the field -> task -> the score of each run, not normalised."""
+        return _scores_of(self.runs, self.metric)
 
     def normalised(self, value: str) -> Scores:
         """The normalised scores of a value of the field, in the order of the tasks."""
@@ -134,10 +135,13 @@ def compare_across_tasks(
     metric  the score; default: the first of ``SCORES`` that all runs have
     ranges  task -> scores that count as 0 and 1; by default the worst and the best of these runs
 
-    Raises SurefootError for a field that a recipe lacks, a missing score, or a value that has no run of some task.
+    Raises SurefootError for a field that a recipe lacks, a score that a run lacks or of which lower is better, or a value that
+    has no run of some task.
     """
+    if metric is not None and metric.endswith("loss"):
+        raise SurefootError(f"--score {metric}: of a loss lower is better; name a metric of which higher is better")
     metric = metric or _common_metric(runs)
-    scores: dict[str, dict[str, list[float]]] = {}
+    groups: dict[str, dict[str, list[Run]]] = {}
     first: dict[tuple[str, str], Run] = {}
     for run in runs:
         table = dict(flatten(to_table(run.recipe)))
@@ -146,21 +150,29 @@ def compare_across_tasks(
         last = run.last(metric)
         if last is None or not np.isfinite(last):
             raise SurefootError(f"--score {metric}: {run.name} has none; name a metric that all runs have")
-        value, task = short_text(table[field]), _task_name(table)
+        value, task = full_text(table[field]), _task_name(table)
         like = first.setdefault((value, task), run)
         if apart := differences_between([distinguishing_fields(like.recipe), distinguishing_fields(run.recipe)]):
             names = ", ".join(list(apart)[:3])
-            both = f"{like.name} and {run.name} ({value}, {task})"
+            both = f"{like.name} and {run.name} ({short_text(value)}, {short_text(task)})"
             raise SurefootError(f"--by {field}: {both} differ in {names} too; leave one out")
-        scores.setdefault(value, {}).setdefault(task, []).append(last)
-    tasks = sorted({task for by_task in scores.values() for task in by_task})
-    for value, by_task in scores.items():
+        groups.setdefault(value, {}).setdefault(task, []).append(run)
+    tasks = sorted({task for by_task in groups.values() for task in by_task})
+    for value, by_task in groups.items():
         if missing := [task for task in tasks if task not in by_task]:
             raise SurefootError(f"--by {field}: no run of {value} on {', '.join(missing)}; every value needs every task")
     if unknown := [task for task in ranges or {} if task not in tasks]:
         raise SurefootError(f"--range {unknown[0]}: no run of this task; tasks are {', '.join(tasks)}")
+    scores = _scores_of(groups, metric)
     ends = {task: (ranges or {}).get(task) or _observed_range(task, scores) for task in tasks}
-    return TaskComparison(field, metric, ends, {value: {t: by_task[t] for t in tasks} for value, by_task in scores.items()})
+    return TaskComparison(field, metric, ends, {value: {t: by_task[t] for t in tasks} for value, by_task in groups.items()})
+
+
+def _scores_of(groups: Mapping[str, Mapping[str, Sequence[Run]]], metric: str) -> dict[str, dict[str, list[float]]]:
+    return {
+        value: {task: [float(run.last(metric) or 0.0) for run in runs] for task, runs in by_task.items()}
+        for value, by_task in groups.items()
+    }
 
 
 def _common_metric(runs: Sequence[Run]) -> str:
@@ -173,7 +185,7 @@ def _common_metric(runs: Sequence[Run]) -> str:
 
 def _task_name(table: Mapping[str, Any]) -> str:
     """The environment of a run, or its data."""
-    return short_text(table.get("task") or table.get("data.train") or table.get("kind"))
+    return full_text(table.get("task") or table.get("data.train") or table.get("kind"))
 
 
 def _observed_range(task: str, scores: Mapping[str, Mapping[str, Sequence[float]]]) -> Range:

@@ -189,8 +189,8 @@ def check_no_places(folder: Path, run: Path) -> None:
             continue
         text = path.read_text("utf-8", errors="replace")
         name, remedy = path.relative_to(folder), "leave the samples out (--no-samples), or change the recipe"
-        if place := next((place for place, pattern in sorted(named.items()) if re.search(pattern, text)), None):
-            raise SurefootError(f"{name}: names the folder {place} of this machine; {remedy}")
+        if named_place := next((place for place, pattern in sorted(named.items()) if re.search(pattern, text)), None):
+            raise SurefootError(f"{name}: names the folder {named_place} of this machine; {remedy}")
         if TOKEN.search(text):
             raise SurefootError(f"{name}: has what looks like an access token; {remedy}")
 

@@ -22,8 +22,9 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import check_count
 from surefoot.core.ranks import check_single_process
 from surefoot.core.rollout import Metrics
+from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import read_table, write_text, writing
+from surefoot.files import is_temporary, read_table, write_text, writing
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import to_table
@@ -34,7 +35,7 @@ from surefoot.runs.events import Event, IterationEnd, Listener, Message
 from surefoot.runs.folder import match_settings, task_label
 from surefoot.runs.reading import acquire
 from surefoot.runs.session import Session
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
 
 RESULT, REQUEST = "result.json", "request.json"
 POINTS = 400
@@ -62,7 +63,9 @@ class Cell:
 
 
 def seeds_of(recipe: ControlRecipe, count: int) -> list[ControlRecipe]:
-    """``count`` recipes with seed, seed + 1, …"""
+    """``count`` recipes with seed, seed + 1, … Raises SurefootError if the last seed is too large."""
+    if recipe.seed + count - 1 > MAX_SEED:
+        raise SurefootError(f"seeds={count}: the last seed would be above {MAX_SEED}; lower seed={recipe.seed}")
     return [recipe.model_copy(update={"seed": recipe.seed + i}) for i in range(count)]
 
 
@@ -139,16 +142,37 @@ def _check_own(folder: Path, file: str) -> None:
     """Raise SurefootError for a folder that is neither new nor empty, and has no ``file``."""
     if not folder.exists() or (folder / file).exists():
         return
-    if not folder.is_dir() or any(path.name != ".lock" for path in folder.iterdir()):
+    if not folder.is_dir() or any(path.name != ".lock" and not is_temporary(path) for path in folder.iterdir()):
         raise SurefootError(f"{folder}: contains a run or other files; choose another --run-dir")
 
 
-def read_result(file: Path) -> dict[str, Any]:
-    """The table in a file of a comparison. Raises SurefootError if it can't be read."""
+def read_request(file: Path) -> dict[str, Any]:
+    """The settings of a comparison. Raises SurefootError if they can't be read."""
     try:
         return read_table(file)
     except SurefootError as error:
         raise SurefootError(f"{error}; choose another --run-dir") from None
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """The result of a cell. Raises SurefootError if it can't be read, or lacks what a report needs."""
+    remedy = "remove this file and repeat the command; the run is kept"
+    try:
+        result = read_table(file)
+    except SurefootError as error:
+        raise SurefootError(f"{error}; {remedy}") from None
+    numbers = ("seed", "steps", "rollouts", "updates", "episodes", "seconds")
+    unknown = ("last_100_mean", "average_return", "explained_variance", "ratio_max", "ratio_outside", "greedy_mean")
+    wrong = [name for name in numbers if not _is_number(result.get(name))]
+    wrong += [name for name in unknown if result.get(name) is not None and not _is_number(result[name])]
+    if wrong or not isinstance(result.get("label"), str) or not isinstance(result.get("curves"), dict):
+        name = wrong[0] if wrong else "label" if "label" not in result else "curves"
+        raise SurefootError(f"{file}: has no {name} that can be used; {remedy}")
+    return result
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def recipe_tables(recipes: Mapping[str, ControlRecipe]) -> dict[str, Any]:
@@ -196,6 +220,8 @@ def train_or_resume(
 ) -> None:
     """Train a recipe in a run folder; if the folder has a run of it already, resume that."""
     if not (path / "config.toml").exists():
+        if reached(path) or (path / FILE).exists():
+            raise SurefootError(f"{path}: has a run without its config.toml; restore that, or move the folder away")
         shutil.rmtree(path, ignore_errors=True)  # left by a kill before the run started
         api.start(recipe, path, callback=callback, callbacks=callbacks, display=display)
         return

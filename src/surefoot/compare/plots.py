@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surefoot.compare.across_tasks import TaskComparison
-from surefoot.compare.runs import Run
+from surefoot.compare.runs import Run, short_text
 from surefoot.compare.statistics import Results, band, bootstrap_interval, number
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -63,7 +63,7 @@ def draw_profiles(comparison: TaskComparison, kind: Literal["svg", "png"] = "svg
     thresholds = comparison.results["thresholds"]
     for index, (value, row) in enumerate(comparison.results["results"].items()):
         colour, style = COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
-        axes.plot(thresholds, row["profile"]["value"], style, color=colour, label=value)
+        axes.plot(thresholds, row["profile"]["value"], style, color=colour, label=short_text(value))
         axes.fill_between(thresholds, row["profile"]["low"], row["profile"]["high"], color=colour, alpha=0.15, lw=0)
     legend = axes.legend(frameon=False, fontsize=8, labelcolor=GREY, title=comparison.field, title_fontsize=8)
     legend.get_title().set_color(GREY)

@@ -38,6 +38,7 @@ from surefoot.compare.statistics import (
     markdown_table,
     number,
     numbers,
+    of_seeds,
     present,
     with_interval,
 )
@@ -135,7 +136,8 @@ def score_table(by_name: Mapping[str, Results], score: str) -> str:
     rows = []
     for name, results in by_name.items():
         scores = present(results, score)
-        rows.append([name, *with_interval(scores), *with_interval(scores, interquartile_mean), numbers(scores)])
+        each = numbers(of_seeds(results, score))
+        rows.append([name, *with_interval(scores), *with_interval(scores, interquartile_mean), each])
     return markdown_table(["algorithm", "mean", "95 % interval", "IQM", "95 % interval", "each seed"], rows)
 
 
@@ -195,24 +197,33 @@ def comparison_text(comparison: Comparison) -> str:
         lines.append("The recipes differ only in the seed.")
     for metric in comparison.metrics:
         lines += [f"{metric}, last known value:", _scores(comparison, metric)]
-    lines.append(f"{interval_note(min(len(group.runs) for group in groups))}.")
+    counts = [len(scores) for group in groups for metric in comparison.metrics if (scores := group.scores(metric))]
+    lines.append(f"{interval_note(min(counts, default=min(len(group.runs) for group in groups)))}.")
     if comparison.environments:
         rows = [[name, ", ".join(dict.fromkeys(map(short_text, values)))] for name, values in comparison.environments.items()]
         lines += ["Other differences that may matter:", markdown_table(["in environment.json", "values"], rows)]
-    for group in groups:
-        for run in group.runs:
-            if run.changed:
-                changed = "; ".join(map(visible, run.changed))
-                lines.append(f"{visible(str(run.path))}: config.toml has changed since the checkpoint: {changed}")
-            lines += [f"{visible(str(run.path))}: {finding.line}" for finding in run.findings if finding.severity != "note"]
-    return "\n\n".join(lines)
+    return "\n\n".join([*lines, *(line for group in groups for line in _notices(group.runs))])
+
+
+def _notices(runs: Sequence[Run]) -> list[str]:
+    """What a reader must know about runs: edited recipes, and findings."""
+    lines = []
+    for run in runs:
+        if run.changed:
+            changed = "; ".join(map(visible, run.changed))
+            lines.append(f"{visible(str(run.path))}: config.toml has changed since the checkpoint: {changed}")
+        lines += [f"{visible(str(run.path))}: {finding.line}" for finding in run.findings if finding.severity != "note"]
+    return lines
 
 
 def _group_row(group: Group) -> list[str]:
-    states = dict.fromkeys(run.state for run in group.runs)
-    seeds = [run.recipe.seed for run in group.runs]
+    return [group.name, str(len(group.runs)), *_seeds_and_states(group.runs)]
+
+
+def _seeds_and_states(runs: Sequence[Run]) -> tuple[str, str]:
+    seeds = [run.recipe.seed for run in runs]
     twice = " (one seed twice)" if len(set(seeds)) < len(seeds) else ""
-    return [group.name, str(len(group.runs)), ", ".join(map(str, sorted(seeds))) + twice, "; ".join(states)]
+    return ", ".join(map(str, sorted(seeds))) + twice, "; ".join(dict.fromkeys(run.state for run in runs))
 
 
 def _scores(comparison: Comparison, metric: str) -> str:
@@ -224,7 +235,7 @@ def _scores(comparison: Comparison, metric: str) -> str:
         if len(comparison.groups) > 1:
             lead = against.get(group.name)
             row.append("–" if lead is None else f"{number(lead['difference'])} ({interval_text(*lead['interval'])})")
-        rows.append([*row, numbers(scores)])
+        rows.append([*row, numbers(group.of_seeds(metric))])
     more = [f"minus {comparison.groups[0].name}"] if len(comparison.groups) > 1 else []
     return markdown_table(["group", "mean", "95 % interval", "IQM", "95 % interval", *more, "each seed"], rows)
 
@@ -236,7 +247,8 @@ TextTable = tuple[str, list[str], list[list[str]]]
 def across_tasks_text(comparison: TaskComparison) -> str:
     """A comparison over tasks as text for a terminal, which is also Markdown."""
     parts = [f"{caption}\n\n{markdown_table(header, rows)}" for caption, header, rows in across_tasks_tables(comparison)]
-    return "\n\n".join([*parts, _across_tasks_note(comparison)])
+    runs = [run for by_task in comparison.runs.values() for of_task in by_task.values() for run in of_task]
+    return "\n\n".join([*parts, _across_tasks_note(comparison), *_notices(runs)])
 
 
 def _across_tasks_note(comparison: TaskComparison) -> str:
@@ -252,19 +264,20 @@ def across_tasks_tables(comparison: TaskComparison) -> list[TextTable]:
         cells = [f"{number(row[name]['value'])} ({interval_text(*row[name]['interval'])})" for name in AGGREGATES]
         better = row.get("improvement")
         last = "–" if better is None else f"{number(better['value'])} ({interval_text(*better['interval'])})"
-        rows.append([value, str(sum(row["runs"].values())), *cells, last])
-    header = [comparison.field, "runs", "IQM", "median", "mean", "optimality gap", f"P(better than {first})"]
-    ranges = [[task, number(low), number(high)] for task, (low, high) in comparison.ranges.items()]
-    each = [
-        [value, task, number(float(np.mean(scores))), numbers(scores)]
-        for value, by_task in comparison.scores.items()
-        for task, scores in by_task.items()
-    ]
+        rows.append([short_text(value), str(sum(row["runs"].values())), *cells, last])
+    header = [comparison.field, "runs", "IQM", "median", "mean", "optimality gap", f"P(better than {short_text(first)})"]
+    ranges = [[short_text(task), number(low), number(high)] for task, (low, high) in comparison.ranges.items()]
+    each = []
+    for value, by_task in comparison.runs.items():
+        for task, runs in by_task.items():
+            scores = comparison.scores[value][task]
+            cells = [short_text(value), short_text(task), number(float(np.mean(scores))), numbers(scores)]
+            each.append([*cells, *_seeds_and_states(runs)])
     caption = f"{comparison.metric}, last known value, normalised per task; in brackets: 95 % intervals, stratified bootstrap:"
     return [
         (caption, header, rows),
         ("Scores that count as 0 and 1:", ["task", "0", "1"], ranges),
-        ("Scores as they are:", [comparison.field, "task", "mean", "each seed"], each),
+        ("Scores as they are:", [comparison.field, "task", "mean", "each seed", "seeds", "state"], each),
     ]
 
 

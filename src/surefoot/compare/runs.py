@@ -109,7 +109,11 @@ def read_run(path: Path) -> Run:
     Raises SurefootError if it is not a run or has no metrics yet.
     """
     check_is_run(path)
-    recipe = make_recipe(read_toml(path / "config.toml"))
+    table = read_toml(path / "config.toml")
+    try:
+        recipe = make_recipe(table)
+    except SurefootError as error:
+        raise SurefootError(f"{path / 'config.toml'}: {error}") from None
     history = read_history(path)
     if not history.rows:
         why = f"has no metrics yet; wait for its first iteration, or continue it if it was stopped: surefoot resume {path}"
@@ -157,9 +161,13 @@ class Group:
     name: str
     runs: Sequence[Run]
 
+    def of_seeds(self, metric: str) -> list[float | None]:
+        """The last known value of each run; None for a run that has none."""
+        return [run.last(metric) for run in self.runs]
+
     def scores(self, metric: str) -> list[float]:
         """The last known value of each run that has one."""
-        return [value for run in self.runs if (value := run.last(metric)) is not None]
+        return [value for value in self.of_seeds(metric) if value is not None]
 
 
 @dataclass(frozen=True)
@@ -240,8 +248,15 @@ def score_statistics(scores: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def short_text(value: Any) -> str:
-    """A value of a recipe in at most 48 printable characters."""
+def full_text(value: Any) -> str:
+    """A value of a recipe in printable characters."""
     text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    text = "".join(c if c.isprintable() else "?" for c in text)
-    return text if len(text) <= 48 else f"{text[:47]}…"
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def short_text(value: Any) -> str:
+    """A value of a recipe in at most 48 printable characters; of a path the end, where paths differ."""
+    text = full_text(value)
+    if len(text) <= 48:
+        return text
+    return f"…{text[-47:]}" if "/" in text else f"{text[:47]}…"

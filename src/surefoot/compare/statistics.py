@@ -31,14 +31,21 @@ def mean(scores: ArrayLike) -> NDArray[Any]:
     return np.asarray(np.mean(np.asarray(scores, float), -1))
 
 
-def interquartile_mean(scores: ArrayLike) -> NDArray[Any]:
+def interquartile_mean(scores: ArrayLike, counts: ArrayLike = 1) -> NDArray[Any]:
     """The mean of the middle half.   [..., n] -> [...]
 
-    If n is not a multiple of 4, the numbers on the border count in part: as if each were there four times.
+    Numbers on its borders count in part: as if each number were there four times.
+
+    counts   whole numbers: how often each score counts   [n] or a scalar
     """
     scores = np.asarray(scores, float)
-    n = scores.shape[-1]
-    return np.asarray(np.sort(np.repeat(scores, 4, -1), -1)[..., n : 3 * n].mean(-1))
+    order = np.argsort(scores, -1)
+    weights = np.take_along_axis(np.broadcast_to(4 * np.asarray(counts), scores.shape), order, -1)
+    ends = weights.cumsum(-1)  # whole numbers: exact
+    quarter = ends[..., -1:] // 4
+    inside = np.clip(np.minimum(ends, 3 * quarter) - np.maximum(ends - weights, quarter), 0, None)
+    parts = np.where(inside > 0, np.take_along_axis(scores, order, -1), 0) * inside
+    return np.asarray(parts.sum(-1) / (2 * quarter[..., 0]))
 
 
 def resample_indices(count: int, resamples: int = RESAMPLES) -> NDArray[np.int64]:
@@ -185,9 +192,14 @@ def interval_text(low: float, high: float) -> str:
     return f"{number(low)} to {number(high)}"
 
 
-def numbers(values: Sequence[float]) -> str:
-    """The numbers of all seeds, separated by commas; a dash if there are none."""
+def numbers(values: Sequence[float | None]) -> str:
+    """The numbers of all seeds, separated by commas, with a dash for one without; a dash if there are none."""
     return ", ".join(number(value) for value in values) or "–"
+
+
+def of_seeds(results: Results, name: str) -> list[float | None]:
+    """The value of one score in each cell; None in a cell that has none."""
+    return [result.get(name) for result in results]
 
 
 def present(results: Results, name: str) -> list[float]:

@@ -14,15 +14,17 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+import filelock
 import torch
 
 from surefoot.core.distributed import on_first
 from surefoot.core.ranks import join_ranks
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import read_table, read_toml, write_text, writing
+from surefoot.files import is_temporary, read_table, read_toml, write_text, writing
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
@@ -39,10 +41,12 @@ from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
 from surefoot.runs.folder import FREE, RunFolder, match_settings
-from surefoot.runs.reading import FINISHED
+from surefoot.runs.reading import FINISHED, LOCK, acquire
 
 HELD_OUT = 5
 """one fresh pair in so many is held out in its round to evaluate the reward models; later rounds train on it"""
+CHANGES = ("reward", "gold", "kl", "length")
+"""what is measured before and after a round"""
 DisplayFor = Callable[[Recipe, Path], Display]
 """makes the display of a recipe's training in a folder"""
 
@@ -126,14 +130,18 @@ def run_rounds(
 
     log   called with a line before sampling, which has no display
 
-    Raises SurefootError when the folder has rounds with other settings, and what training raises.
+    Raises SurefootError when the folder has rounds with other settings or is in use, and what training raises.
     """
     join_ranks()
     on_first(lambda: _claim(settings, folder))
+    lock = filelock.FileLock(folder / LOCK)
+    on_first(lambda: acquire(lock, folder, 0))
     try:
         return [_round(settings, folder, number, display_for, log) for number in range(1, rounds + 1)]
     except Interrupted as stop:
         raise Interrupted(f"{str(stop).partition(';')[0]}; repeat the command to continue") from None
+    finally:
+        lock.release()
 
 
 def ppo_recipe(settings: RoundsSettings, folder: Path, number: int) -> LanguageRecipe:
@@ -188,7 +196,7 @@ def _claim(settings: RoundsSettings, folder: Path) -> None:
     with writing(folder, "choose another --run-dir"):
         if not file.exists():
             _load_judge(settings)  # before the folder is made
-            if folder.exists() and any(folder.iterdir()):
+            if folder.exists() and any(path.name != ".lock" and not is_temporary(path) for path in folder.iterdir()):
                 raise SurefootError(f"{folder}: has other files; choose another --name")
             folder.mkdir(parents=True, exist_ok=True)
         match_settings(file, settings.to_json(), "choose another --name", [f"recipe.{name}" for name in FREE])
@@ -198,7 +206,7 @@ def _round(
     settings: RoundsSettings, folder: Path, number: int, display_for: DisplayFor, log: Callable[[str], None]
 ) -> dict[str, Any]:
     here = folder / f"round-{number}"
-    done = on_first(lambda: read_table(here / "round.json") if (here / "round.json").is_file() else None)
+    done = on_first(lambda: _report(here / "round.json"))
     if done is not None:
         return done
     torch.set_num_threads(settings.recipe.threads)
@@ -212,6 +220,24 @@ def _round(
         return report
 
     return on_first(finish)
+
+
+def _report(file: Path) -> dict[str, Any] | None:
+    """The report of a finished round; None for another. Raises SurefootError if it lacks what the table shows."""
+    if not file.is_file():
+        return None
+    report, remedy = read_table(file), "remove this file and repeat the command, which evaluates the round again"
+    counts = ("round", "fresh_pairs", "accuracy_before", "accuracy")
+    wrong = [name for name in counts if not isinstance(report.get(name), (int, float))]
+    for name in CHANGES:
+        of = report.get(name)
+        if not isinstance(of, dict) or not all(
+            isinstance(of.get(when), (int, float, NoneType)) for when in ("start", "trained")
+        ):
+            wrong.append(name)
+    if wrong:
+        raise SurefootError(f"{file}: has no {wrong[0]} that can be used; {remedy}")
+    return report
 
 
 def _label(settings: RoundsSettings, folder: Path, number: int, log: Callable[[str], None]) -> int:
@@ -298,8 +324,8 @@ def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int) -> list[di
             rows.append(pair_row(*(pair if prefers else (pair[0], pair[2], pair[1]))))
     if len(rows) < 2 * HELD_OUT:
         raise SurefootError(
-            f"round {number}: the judge prefers an answer in only {len(rows)} of {settings.pairs} pairs; set more --pairs, add "
-            "--noise, or raise sampling.temperature"
+            f"round {number}: the judge prefers an answer in only {len(rows)} of {settings.pairs} pairs; begin under another "
+            "--name with more --pairs, with --noise, or with a higher sampling.temperature"
         )
     return rows
 
@@ -327,9 +353,7 @@ def _evaluate(settings: RoundsSettings, folder: Path, number: int) -> dict[str, 
     models = {"accuracy_before": reward_before(settings, folder, number), "accuracy": here / "reward"}
     accuracies = {name: accuracy(ModelReward(path, device=recipe.device), held_out) for name, path in models.items()}
     report = evaluate_run(here / "ppo", data=recipe.data.held_out or recipe.data.train)
-    kept = {
-        name: {when: report[when].get(name) for when in ("start", "trained")} for name in ("reward", "gold", "kl", "length")
-    }
+    kept = {name: {when: report[when].get(name) for when in ("start", "trained")} for name in CHANGES}
     fresh = len(read_rows(here / "pairs.jsonl")) + len(held_out)
     return {"fresh_pairs": fresh, **accuracies, **kept, "win_rate_gold": report.get("win_rate_gold")}
 

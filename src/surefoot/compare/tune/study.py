@@ -15,7 +15,7 @@ from surefoot.compare.cells import (
     REQUEST,
     folder_lock,
     reached,
-    read_result,
+    read_request,
 )
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
@@ -74,7 +74,7 @@ class Plan:
         """The plan of a study. Raises SurefootError if the folder has none."""
         if not (folder / REQUEST).is_file():
             raise SurefootError(f"{folder}: has no study to resume; begin one with: surefoot tune WHAT --run-dir {folder}")
-        request = read_result(folder / REQUEST)
+        request = read_request(folder / REQUEST)
         if request.get("command") != "tune":
             raise SurefootError(f"{folder}: is the folder of another command; choose another --run-dir")
         recipe = make_recipe(request["recipe"])

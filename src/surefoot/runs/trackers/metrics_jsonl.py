@@ -3,14 +3,13 @@
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from surefoot.core.rollout import Metrics
 from surefoot.errors import SurefootError
-from surefoot.files import FULL, writing
+from surefoot.files import FULL, write_bytes, writing
 from surefoot.runs.checkpoint import checkpoints_in, flush, written_before
 from surefoot.runs.events import Event, IterationEnd, RunEnd
 from surefoot.runs.reading import History, Row
@@ -103,9 +102,7 @@ def cut_back(run: Path, iteration: int, warn: Callable[[str], None]) -> bytes:
             if (fault := history.fault or history.missing_iterations(iteration)) is not None:
                 aside = _set_aside(run / DAMAGED, [history.whole[n - 1] for n in history.damaged])
                 warn(f"! {path}: {fault}{aside}")
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(kept)
-        os.replace(temporary, path)
+        write_bytes(path, kept)
     return kept
 
 

@@ -61,7 +61,7 @@ def _last_step(folder: Path, most: int) -> int:
 
     for path in sorted(folder.glob(FILES), reverse=True):  # their names have the time at which they were opened
         events = (Event.FromString(record) for record in RawEventFileLoader(str(path)).Load() if STEPS in record)
-        rows = [event.step for event in events if any(value.tag == STEPS.decode() for value in event.summary.value)]
+        rows = [int(event.step) for event in events if any(value.tag == STEPS.decode() for value in event.summary.value)]
         if written := [steps for steps in rows if steps <= most]:
             return max(written)
     return NOTHING
