@@ -16,10 +16,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from surefoot import Interrupted, SurefootError
 from surefoot.compare.algorithms import compare_algorithms, recipes_for
-from surefoot.compare.cells import REQUEST, Cell, folder_lock, locked_folder, run_cells, summary
+from surefoot.compare.cells import REQUEST, Cell, locked_folder, run_cells, summary
 from surefoot.compare.ladder import run_ladder
 from surefoot.compare.processes import OverallProgress, end
 from surefoot.runs import api
+from surefoot.runs.folder import folder_lock
 
 from .conftest import TINY
 

@@ -318,4 +318,4 @@ def test_invalid_commands_print_a_one_line_error(start: Path, command: Command) 
     kept = {path.name for path in (start / "runs").iterdir()} if (start / "runs").exists() else set()
     assert kept <= {"b"}, "only the judge that compares the pairs needs a folder"
     code, _, err = command("rounds", "ppo.toml", "--run-dir", str(start / "reward"))
-    assert (code, "has other files" in err) == (2, True)
+    assert (code, "contains a run or other files; choose another --name" in err) == (2, True)

@@ -24,7 +24,7 @@ from surefoot.core.ranks import check_single_process
 from surefoot.core.rollout import Metrics
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import is_temporary, read_table, write_text, writing
+from surefoot.files import read_table, write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import to_table
@@ -32,8 +32,7 @@ from surefoot.runs import api
 from surefoot.runs.callbacks import Callback, MetricsCallback
 from surefoot.runs.checkpoint import checkpoints_in, latest_checkpoint
 from surefoot.runs.events import Event, IterationEnd, Listener, Message
-from surefoot.runs.folder import match_settings, task_label
-from surefoot.runs.reading import acquire
+from surefoot.runs.folder import folder_lock, match_settings, task_label
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
 
@@ -117,33 +116,6 @@ def locked_folder(folder: Path, request: dict[str, Any]) -> Iterator[None]:
     with folder_lock(folder, REQUEST):
         match_settings(folder / REQUEST, request, "choose another --run-dir")
         yield
-
-
-@contextlib.contextmanager
-def folder_lock(folder: Path, file: str, timeout: float = 0) -> Iterator[None]:
-    """Make a folder, which is empty or has ``file``, and lock it; wait for another process at most ``timeout`` seconds.
-
-    Raises SurefootError if the folder contains other files, can't be written, or is in use.
-    """
-    lock = filelock.FileLock(folder / ".lock")
-    if not (folder / ".lock").exists():  # else another process may be writing the file
-        _check_own(folder, file)
-    with writing(folder, "choose another --run-dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-        acquire(lock, folder, timeout)
-    try:
-        _check_own(folder, file)
-        yield
-    finally:
-        lock.release()
-
-
-def _check_own(folder: Path, file: str) -> None:
-    """Raise SurefootError for a folder that is neither new nor empty, and has no ``file``."""
-    if not folder.exists() or (folder / file).exists():
-        return
-    if not folder.is_dir() or any(path.name != ".lock" and not is_temporary(path) for path in folder.iterdir()):
-        raise SurefootError(f"{folder}: contains a run or other files; choose another --run-dir")
 
 
 def read_request(file: Path) -> dict[str, Any]:

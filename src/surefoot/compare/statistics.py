@@ -68,8 +68,7 @@ def bootstrap_interval(scores: ArrayLike, statistic: Statistic = mean) -> tuple[
     scores = np.asarray(scores, float)
     if scores.ndim != 1 or not scores.size:
         raise ValueError(f"scores: needs a 1-D array of at least one score, not shape {scores.shape}")
-    low, high = percentile_bounds(statistic(scores[resample_indices(len(scores))]))
-    return float(low), float(high)
+    return _interval(statistic(scores[resample_indices(len(scores))]))
 
 
 def difference_interval(scores: ArrayLike, base: ArrayLike) -> tuple[float, float]:

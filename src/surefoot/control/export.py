@@ -54,7 +54,7 @@ class ExportedPolicy(nn.Module):
         self.policy = copy.deepcopy(agent.policy).cpu().requires_grad_(False)
         self.normalise = agent.normaliser()
         space = agent.action_space
-        self.shape, self.discrete = tuple(space.shape or ()), isinstance(space, spaces.Discrete)
+        self.shape = tuple(space.shape or ())
         self.kind = torch.from_numpy(np.empty(0, space.dtype)).dtype
         self.bounds, self.value_unit = agent.bounds, agent.value_scale
         self.first = torch.from_numpy(

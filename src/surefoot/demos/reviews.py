@@ -40,7 +40,7 @@ def language_demo(run_dir: Path, seed: int, display_for: DisplayFor, anchored: b
     ppo = stages.run("ppo", "reviews", online(folder, anchored))
 
     def results() -> dict[str, Any]:
-        compared = compare(sft, reward, ppo, data, stages)
+        compared = compare(reward, ppo, data, stages)
         write_text(folder / "demo.json", json.dumps(compared, indent=1))
         return compared
 
@@ -88,7 +88,7 @@ def evaluate_stages(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
     return {"known_products": evaluate_run(ppo, rows=128), "other_products": others}
 
 
-def compare(sft: Path, reward: Path, ppo: Path, data: Path, stages: Stages) -> dict[str, Any]:
+def compare(reward: Path, ppo: Path, data: Path, stages: Stages) -> dict[str, Any]:
     """Print SFT and PPO on the held-out prompts, some answers, and what to try next."""
     from surefoot.runs.trackers.metrics_jsonl import read_metrics
 

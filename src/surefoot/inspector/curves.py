@@ -245,7 +245,7 @@ class Curve:
 
 def grid_of(runs: Sequence[Columns], start: float, end: float, points: int) -> Column:
     """The steps of the points: those of the iterations if there are few, else evenly spaced ones.   [P]"""
-    steps = [_steps(run) for run in runs]
+    steps = [run.columns.get("steps", np.empty(0)) for run in runs]
     inside = [x[(x >= start) & (x <= end)] for x in steps]
     if sum(map(len, inside)) <= 4 * points:
         union = np.unique(np.concatenate([np.empty(0), *inside]))
@@ -288,10 +288,6 @@ def running_mean(values: Column, window: int) -> Column:
     begin = np.maximum(0, end - max(1, window))
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray((sums[end] - sums[begin]) / (counts[end] - counts[begin]), dtype=np.float64)
-
-
-def _steps(run: Columns) -> Column:
-    return run.columns.get("steps", np.empty(0))
 
 
 def numbers(x: Any) -> list[float | None]:

@@ -23,11 +23,6 @@ class OnlineEvaluation(LanguageEvaluation):
     forgets; none: not measured"""
 
 
-def saved_reference(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The reference of a saved recipe; those saved before ``measure`` existed measured the KL always."""
-    return {"measure": True, **table}
-
-
 class SamplingSettings(Section):
     """How responses are sampled in each iteration."""
 
@@ -198,7 +193,8 @@ class LanguageRecipe(ModelRecipe):
         Named algorithms get their ``ALGORITHM_SECTIONS``.
         """
         if table.keys() >= SAVED_FIELDS and isinstance(table.get("reference"), Mapping):
-            table = {**table, "reference": saved_reference(table["reference"])}
+            # Recipes saved before ``measure`` existed measured the KL always.
+            table = {**table, "reference": {"measure": True, **table["reference"]}}
         table = super().with_defaults(table)
         objective = table["objective"]
         defaults: dict[str, Any] = dict(ALGORITHM_SECTIONS.get(table["algorithm"], {}))

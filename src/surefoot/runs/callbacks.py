@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.learner import RATE_SCALE, Learner, finite_or_none
+from surefoot.core.learner import RATE_SCALE, finite_or_none
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, World
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
@@ -18,14 +18,14 @@ MetricsCallback = Callable[[Metrics], bool | None]
 class Run:
     """The run that a callback belongs to."""
 
-    def __init__(self, recipe: Recipe, world: World, learner: Learner, state: LearnerState, folder: Path | None) -> None:
+    def __init__(self, recipe: Recipe, world: World, state: LearnerState, folder: Path | None) -> None:
         self.recipe, self.state, self.folder = recipe, state, folder
         self.metrics: Metrics = {}
         """the latest row of metrics.jsonl; empty before the first"""
         self.failed = False
         """at the end: whether an error ended the run"""
         self.stop_requested = False
-        self._world, self._learner = world, learner
+        self._world = world
         self._logged: Metrics = {}
 
     @property

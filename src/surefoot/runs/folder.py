@@ -24,7 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +33,7 @@ from typing import Any
 import filelock
 
 from surefoot.errors import SurefootError
-from surefoot.files import check_shown, read_table, read_toml, write_text, writing
+from surefoot.files import check_shown, is_temporary, read_table, read_toml, write_text, writing
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
 from surefoot.recipes.rows import with_row_fields
@@ -347,6 +347,33 @@ def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "")
         elif old != new:
             lines.append(f"{prefix}{key}: {old} -> {new}")
     return lines
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path, file: str, timeout: float = 0, remedy: str = "choose another --run-dir") -> Iterator[None]:
+    """Make a folder, which is empty or has ``file``, and lock it; wait for another process at most ``timeout`` seconds.
+
+    Raises SurefootError if the folder contains other files, can't be written, or is in use.
+    """
+    lock = filelock.FileLock(folder / LOCK)
+    if not (folder / LOCK).exists():  # else another process may be writing the file
+        _check_own(folder, file, remedy)
+    with writing(folder, remedy):
+        folder.mkdir(parents=True, exist_ok=True)
+        acquire(lock, folder, timeout)
+    try:
+        _check_own(folder, file, remedy)
+        yield
+    finally:
+        lock.release()
+
+
+def _check_own(folder: Path, file: str, remedy: str) -> None:
+    """Raise SurefootError for a folder that is neither new nor empty, and has no ``file``."""
+    if not folder.exists() or (folder / file).exists():
+        return
+    if not folder.is_dir() or any(path.name != LOCK and not is_temporary(path) for path in folder.iterdir()):
+        raise SurefootError(f"{folder}: contains a run or other files; {remedy}")
 
 
 def match_settings(file: Path, settings: Mapping[str, Any], remedy: str, free: Sequence[str] = ()) -> None:

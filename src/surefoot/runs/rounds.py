@@ -10,21 +10,20 @@ Of several ranks the first labels pairs and evaluates; all train. All must be ab
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import filelock
 import torch
 
 from surefoot.core.distributed import on_first
 from surefoot.core.ranks import join_ranks
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import is_temporary, read_table, read_toml, write_text, writing
+from surefoot.files import read_table, read_toml, write_text, writing
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
@@ -40,8 +39,8 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
-from surefoot.runs.folder import FREE, RunFolder, match_settings
-from surefoot.runs.reading import FINISHED, LOCK, acquire
+from surefoot.runs.folder import FREE, RunFolder, folder_lock, match_settings
+from surefoot.runs.reading import FINISHED
 
 HELD_OUT = 5
 """one fresh pair in so many is held out in its round to evaluate the reward models; later rounds train on it"""
@@ -133,15 +132,12 @@ def run_rounds(
     Raises SurefootError when the folder has rounds with other settings or is in use, and what training raises.
     """
     join_ranks()
-    on_first(lambda: _claim(settings, folder))
-    lock = filelock.FileLock(folder / LOCK)
-    on_first(lambda: acquire(lock, folder, 0))
-    try:
-        return [_round(settings, folder, number, display_for, log) for number in range(1, rounds + 1)]
-    except Interrupted as stop:
-        raise Interrupted(f"{str(stop).partition(';')[0]}; repeat the command to continue") from None
-    finally:
-        lock.release()
+    with ExitStack() as lock:
+        on_first(lambda: _claim(settings, folder, lock))
+        try:
+            return [_round(settings, folder, number, display_for, log) for number in range(1, rounds + 1)]
+        except Interrupted as stop:
+            raise Interrupted(f"{str(stop).partition(';')[0]}; repeat the command to continue") from None
 
 
 def ppo_recipe(settings: RoundsSettings, folder: Path, number: int) -> LanguageRecipe:
@@ -190,15 +186,13 @@ def reward_before(settings: RoundsSettings, folder: Path, number: int) -> Path:
     return settings.first_reward if number == 1 else folder / f"round-{number - 1}" / "reward"
 
 
-def _claim(settings: RoundsSettings, folder: Path) -> None:
-    """Write the settings into the folder, or compare them with those there."""
+def _claim(settings: RoundsSettings, folder: Path, lock: ExitStack) -> None:
+    """Lock the folder, and write the settings into it or compare them with those there."""
     file = folder / "rounds.json"
+    if not file.exists():
+        _load_judge(settings)  # before the folder is made
+    lock.enter_context(folder_lock(folder, file.name, remedy="choose another --name"))
     with writing(folder, "choose another --run-dir"):
-        if not file.exists():
-            _load_judge(settings)  # before the folder is made
-            if folder.exists() and any(path.name != ".lock" and not is_temporary(path) for path in folder.iterdir()):
-                raise SurefootError(f"{folder}: has other files; choose another --name")
-            folder.mkdir(parents=True, exist_ok=True)
         match_settings(file, settings.to_json(), "choose another --name", [f"recipe.{name}" for name in FREE])
 
 

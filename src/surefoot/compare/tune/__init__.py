@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surefoot.compare.cells import REQUEST, default_folder, folder_lock
+from surefoot.compare.cells import REQUEST, default_folder
 from surefoot.compare.processes import OverallProgress, Parent, run_works
 from surefoot.compare.statistics import finite
 from surefoot.compare.tune.result import best_toml, result_text, results_of
@@ -30,7 +30,7 @@ from surefoot.recipes.presets import resolve_recipe
 from surefoot.recipes.reading import flatten, to_table
 from surefoot.recipes.search_space import parsed_space, space_for
 from surefoot.runs.factory import make_world
-from surefoot.runs.folder import match_settings
+from surefoot.runs.folder import folder_lock, match_settings
 from surefoot.runs.session import Session
 
 if TYPE_CHECKING:

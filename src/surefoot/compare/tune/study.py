@@ -13,7 +13,6 @@ import filelock
 
 from surefoot.compare.cells import (
     REQUEST,
-    folder_lock,
     reached,
     read_request,
 )
@@ -22,7 +21,7 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe, to_table
 from surefoot.recipes.search_space import Choices, Range, Space, parsed_space, with_values
-from surefoot.runs.folder import FREE, MEASURES
+from surefoot.runs.folder import FREE, MEASURES, folder_lock
 
 if TYPE_CHECKING:
     import optuna

@@ -144,8 +144,9 @@ def template_options(row: Row, tokens: Tokens) -> dict[str, Any]:
     Raises SurefootError for other values, and for options that the chat template does not read.
     """
     options = dict(_json_column(row, SETTINGS, dict, "an object"))
+    own = {*inspect.signature(tokens.tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
     for name in options:
-        if name in _reserved_names(tokens):
+        if name in own:
             raise SurefootError(f"column {SETTINGS!r}: {name!r} can't be set by a row; remove it")
     tools = _json_column(row, TOOLS, list, "a list of objects, each the JSON schema of a function")
     for index, tool in enumerate(tools):
@@ -186,11 +187,6 @@ def unused_columns(
                     if not known[key]:
                         unused[f"{name}[].{key}"] = None
     return tuple(unused)
-
-
-def _reserved_names(tokens: Tokens) -> set[str]:
-    """Names of the renderer's own arguments."""
-    return {*inspect.signature(tokens.tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
 
 
 def _json_column(row: Row, name: str, wanted: type, words: str) -> Any:

@@ -57,7 +57,7 @@ def as_demonstration(row: Row, chat: bool) -> Row:
 
     chat   whether the model has a chat template; without one, Alpaca's prompts are text
     """
-    row = _with_prompt(row, chat)
+    row = as_prompt(row, chat)
     if "output" in row.columns and "completion" not in row.columns and row.columns.get("prompt") is not None:
         columns = dict(row.columns)
         answer = columns.pop("output")
@@ -72,7 +72,7 @@ def as_demonstration(row: Row, chat: bool) -> Row:
 def as_pair(row: Row, chat: bool) -> Row:
     """A row whose pair is in Surefoot's columns: a single message as an answer becomes a list."""
     foreign = shape_of(row.columns)
-    row = _with_prompt(row, chat)
+    row = as_prompt(row, chat)
     columns = dict(row.columns)
     for name in ("chosen", "rejected"):
         if isinstance(columns.get(name), dict):
@@ -87,11 +87,6 @@ def as_pair(row: Row, chat: bool) -> Row:
     if isinstance(prompt, str) and all(_is_answer(answer) for answer in answers):
         columns["prompt"] = [{"role": "user", "content": prompt}]
     return Row(columns, row.where, row.file)
-
-
-def as_prompt(row: Row, chat: bool) -> Row:
-    """A row whose prompt is in Surefoot's columns; all others stay, for rewards."""
-    return _with_prompt(row, chat)
 
 
 def is_labelled(columns: Mapping[str, Any], numbers: bool = False) -> bool:
@@ -202,8 +197,11 @@ def _label(value: Any, numbers: bool = False) -> bool | None:
     return LABELS.get(value) if isinstance(value, bool) or (numbers and isinstance(value, int)) else None
 
 
-def _with_prompt(row: Row, chat: bool) -> Row:
-    """ShareGPT's conversation as messages; Alpaca's instruction and input as a prompt."""
+def as_prompt(row: Row, chat: bool) -> Row:
+    """A row whose prompt is in Surefoot's columns; all others stay, for rewards.
+
+    ShareGPT's conversation becomes messages; Alpaca's instruction and input become a prompt.
+    """
     shape = shape_of(row.columns)
     columns = dict(row.columns)
     if shape == "ShareGPT":

@@ -1,7 +1,7 @@
 """``surefoot plan``: the time of an iteration on 1 to 512 GPUs, phase by phase."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rich.table import Table
@@ -58,30 +58,12 @@ class Work:
     read: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.flops + other.flops,
-            self.moved + other.moved,
-            self.launches + other.launches,
-            self.exchanged + other.exchanged,
-            self.exchanges + other.exchanges,
-            max(self.across, other.across),
-            self.between + other.between,
-            self.few + other.few,
-            self.read + other.read,
-        )
+        added = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        return Work(**{**added, "across": max(self.across, other.across)})
 
     def __mul__(self, times: float) -> "Work":
-        return Work(
-            self.flops * times,
-            self.moved * times,
-            self.launches * times,
-            self.exchanged * times,
-            self.exchanges * times,
-            self.across,
-            self.between * times,
-            self.few * times,
-            self.read * times,
-        )
+        scaled = {each.name: getattr(self, each.name) * times for each in fields(self)}
+        return Work(**{**scaled, "across": self.across})
 
     def device_seconds(self, machine: Machine) -> float:
         """Seconds without exchanges."""

@@ -308,7 +308,7 @@ class Session:
         run_folder = None if self.folder is None else self.folder.path
         callbacks: list[Listener] = []
         if self.callbacks:
-            callback_run = Run(self.recipe, self.world, self.learner, self.state, run_folder)
+            callback_run = Run(self.recipe, self.world, self.state, run_folder)
             callbacks = [CallbackListener(callback_run, self.callbacks)]
         return [*callbacks, *self._files(), *([] if rank() else [monitor])]
 
