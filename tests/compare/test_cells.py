@@ -203,6 +203,16 @@ def test_a_damaged_result_is_one_line_and_the_run_is_kept(damage, whole, tmp_pat
     assert numbers(compared(tmp_path / "run")) == whole
 
 
+def test_a_result_of_damaged_metrics_is_reported(tmp_path, capsys):
+    compared(tmp_path / "run")
+    cell = tmp_path / "run" / "A2C-seed1"
+    (cell / "result.json").unlink()
+    lines = (cell / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (cell / "metrics.jsonl").write_text("".join([lines[0], "{\n", *lines[2:]]))
+    compared(tmp_path / "run")
+    assert "A2C-seed1: metrics.jsonl " in capsys.readouterr().out
+
+
 def test_seeds_above_the_largest_are_rejected_before_training(tmp_path):
     with pytest.raises(SurefootError, match=r"^seeds=2: the last seed would be above 9007199254740992"):
         compare_algorithms("CartPole-v1", ["A2C"], {**CHANGES, "seed": 2**53}, 2, tmp_path / "run", episodes=0)

@@ -538,6 +538,7 @@ def test_a_tracker_that_does_not_keep_up_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(delivery, "WAITING", 3)
     (finding,) = deliver(tmp_path, Slow(), new=[{"steps": steps} for steps in range(10, 200, 10)])
     assert "it is 3 events behind" in finding.what
+    assert json.loads((tmp_path / "trackers.json").read_text())["wandb"]["failed"] == "it is 3 events behind"
 
 
 def test_a_server_that_is_down_does_not_end_a_run_and_resuming_fills_the_gap(offline, monkeypatch):

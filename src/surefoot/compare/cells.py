@@ -34,7 +34,7 @@ from surefoot.runs.checkpoint import checkpoints_in, latest_checkpoint
 from surefoot.runs.events import Event, IterationEnd, Listener, Message
 from surefoot.runs.folder import folder_lock, match_settings, task_label
 from surefoot.runs.session import Session
-from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
+from surefoot.runs.trackers.metrics_jsonl import FILE, read_history
 
 RESULT, REQUEST = "result.json", "request.json"
 POINTS = 400
@@ -175,7 +175,10 @@ def train_cell(folder: Path, cell: Cell, episodes: int, parent: Parent) -> dict[
             raise Interrupted(f"{cell.name}: stopped at step {reached(path)}")
     checkpoint = latest_checkpoint(path / "checkpoints")
     assert checkpoint is not None, "a finished run has a checkpoint"
-    result = {"label": cell.label, "seed": cell.recipe.seed, **summary(read_metrics(path / "metrics.jsonl"))}
+    history = read_history(path)
+    if history.fault is not None:
+        parent.print(f"{cell.name}: {FILE} {history.fault}; the result is that of its other rows")
+    result = {"label": cell.label, "seed": cell.recipe.seed, **summary(history.rows)}
     if episodes and cell.until is None:
         evaluation = api.evaluate(api.load(checkpoint), episodes=episodes, seed=cell.recipe.seed)
         result |= {"greedy_mean": evaluation.mean_return, "greedy_std": evaluation.std_return, "greedy_episodes": episodes}

@@ -242,7 +242,7 @@ def _label(settings: RoundsSettings, folder: Path, number: int, log: Callable[[s
         log(
             f"round {number}: {settings.pairs} pairs by {policy_before(settings, folder, number)}, labelled by {settings.judge}"
         )
-        fresh = _fresh_pairs(settings, folder, number)
+        fresh = _fresh_pairs(settings, folder, number, log)
         held_out, new = fresh[::HELD_OUT], [row for index, row in enumerate(fresh) if index % HELD_OUT]
         write_rows(here / "held_out_pairs.jsonl", held_out)
         write_rows(here / "all_pairs.jsonl", [*([] if settings.new_only else _old_pairs(settings, folder, number)), *new])
@@ -283,7 +283,7 @@ def _load_judge(settings: RoundsSettings) -> Reward:
     )
 
 
-def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int) -> list[dict[str, Any]]:
+def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int, log: Callable[[str], None]) -> list[dict[str, Any]]:
     """Labelled pairs of the policy before the round, on prompts that no earlier round had, while there are such."""
     recipe, model = (
         settings.recipe,
@@ -310,12 +310,14 @@ def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int) -> list[di
     )
     first, second = (judge(repeated.prompts, [pair[side] for pair in both], repeated.columns) for side in (1, 2))
     draw = random.Random(derived_seed(recipe.seed, f"labels of round {number}"))
-    rows = []
+    rows: list[dict[str, Any]] = []
     scored = (first.valid & second.valid).tolist()
     for pair, ours, theirs, valid in zip(both, first.total.tolist(), second.total.tolist(), scored, strict=True):
         prefers = prefers_first(ours, theirs, settings.noise, draw)
         if valid and prefers is not None and pair[1] != pair[2]:
             rows.append(pair_row(*(pair if prefers else (pair[0], pair[2], pair[1]))))
+    if left_out := settings.pairs - len(rows):
+        log(f"round {number}: {left_out} pairs are left out: their answers are equal, have equal scores, or have none")
     if len(rows) < 2 * HELD_OUT:
         raise SurefootError(
             f"round {number}: the judge prefers an answer in only {len(rows)} of {settings.pairs} pairs; begin under another "

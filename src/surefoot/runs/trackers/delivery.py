@@ -80,9 +80,13 @@ _writing = threading.Lock()
 """several trackers write one file"""
 
 
-def _write(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
+def _write(folder: Path, name: str, **changes: Any) -> None:
+    """Change the entry of a tracker; None removes a field."""
     with _writing:
-        write_text(folder / TRACKERS_FILE, json.dumps({**read_trackers(folder), name: dict(entry)}, indent=1))
+        table = read_trackers(folder)
+        entry = {**table.get(name, {}), **changes}
+        table = {**table, name: {field: value for field, value in entry.items() if value is not None}}
+        write_text(folder / TRACKERS_FILE, json.dumps(table, indent=1))
 
 
 class Delivery:
@@ -142,6 +146,9 @@ class Delivery:
 
     def _start(self) -> None:
         self.seen = set(self._recorded())
+        if "failed" in read_trackers(self.run.folder).get(self.name, {}):  # in an earlier process
+            with contextlib.suppress(OSError):
+                _write(self.run.folder, self.name, failed=None)
         if self.thread is not None:
             self.thread.start()
         self._put(self._open)
@@ -178,7 +185,7 @@ class Delivery:
         try:
             self.waiting.put_nowait(act)
         except queue.Full:
-            self.error = f"it is {WAITING:,} events behind"
+            self._fail(f"it is {WAITING:,} events behind")
 
     def _end(self, failed: bool) -> None:
         self._do(lambda tracker: tracker.close(failed))
@@ -190,7 +197,7 @@ class Delivery:
         if self.thread.is_alive() and self.error is None:
             self._fail(f"it did not finish within {CLOSING_SECONDS:.0f} s of the end")
 
-    # ---- in the tracker's thread -----------------------------------------------------------------------------------------
+    # ---- in the tracker's thread, if it has one --------------------------------------------------------------------------
 
     def _work(self) -> None:
         while self.error is None and (act := self.waiting.get()) is not None:
@@ -204,13 +211,13 @@ class Delivery:
 
     def _fail(self, cause: str) -> None:
         with contextlib.suppress(OSError):  # a full disk, which the metrics file reports
-            _write(self.run.folder, self.name, {**read_trackers(self.run.folder).get(self.name, {}), "failed": cause})
+            _write(self.run.folder, self.name, failed=cause)
         self.error = cause
 
     def _open(self) -> None:
         """Open the run, and log the rows of metrics.jsonl, with their samples, that the tracker lacks."""
         self.tracker = self.make()
-        _write(self.run.folder, self.name, {"identity": self.tracker.identity})
+        _write(self.run.folder, self.name, identity=self.tracker.identity)
         written = {int(path.stem): path for path in samples_in(self.run.folder / "samples")}
         rows = [{"steps": 0}, *self.rows] if 0 in written else self.rows
         for row in [row for row in rows if row["steps"] > self.tracker.last_step]:
