@@ -151,7 +151,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file is one that ``write_bytes`` leaves if its process is killed."""
+    """Whether a path is what a killed write leaves."""
     return path.name.startswith(".") and path.name.endswith(".tmp")
 
 

@@ -191,13 +191,26 @@ def test_a_cell_without_its_recipe_is_kept(whole, tmp_path):
     assert sorted(path for path in cell.rglob("*") if path.name != ".lock") == before
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", "{}", {"last_100_mean": "x"}, {"seed": True}, {"label": 1}, {"curves": None}])
-def test_a_damaged_result_is_one_line_and_the_run_is_kept(damage, whole, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        ("{", "can't be read"),
+        ("[]", "has a list instead of a table"),
+        ("{}", "has no seed"),
+        ({"last_100_mean": "x"}, "has no last_100_mean"),
+        ({"seed": True}, "has no seed"),
+        ({"label": 1}, "has no label"),
+        ({"curves": {}}, "has no curves"),
+        ({"curves": {"steps": [1], "rollouts": [1], "return": [None], "ratio_max": []}}, "has no curves"),
+    ],
+)
+def test_a_damaged_result_is_one_line_and_the_run_is_kept(damage, part, whole, tmp_path):
     compared(tmp_path / "run")
     file = tmp_path / "run" / "A2C-seed1" / "result.json"
     table = json.loads(file.read_text())
     file.write_text(damage if isinstance(damage, str) else json.dumps({**table, **damage}))
-    with pytest.raises(SurefootError, match=r"result\.json: .*; remove this file and repeat the command; the run is kept"):
+    remedy = "; remove this file and repeat the command; the run is kept"
+    with pytest.raises(SurefootError, match=rf"result\.json: .*{part}.*{remedy}$"):
         compared(tmp_path / "run")
     file.unlink()
     assert numbers(compared(tmp_path / "run")) == whole

@@ -116,7 +116,6 @@ def test_requests_that_failed_early_are_sent_again(
         sampled.set()
         return drawn
 
-    server.answer = answer
     monkeypatch.setattr(InProcess, "sample", sample_and_wait)
     settings = {
         "reward": {"terms": [term(server, "judge")], "missing_eos": "none"},

@@ -240,7 +240,10 @@ def test_values_without_paths_are_kept(text: str, left: str) -> None:
 
 
 def test_secrets_in_arguments_of_rewards_turns_and_environments_are_removed() -> None:
-    arguments = {"api_key": "my-key", "pin": {"password": 1234}, "max_tokens": 8, "strict": True, "host": "h"}
+    harmless = {"max_tokens": 8, "eos_token_id": 2, "end_token": "</think>", "tokeniser": "char", "secret_length": 4}
+    harmless |= {"token_cost": 0.5, "strict": True, "host": "h"}
+    secrets = {"api_key": "my-key", "auth_tokens": ["abc"], "openai_key": "x", "headers": {"Authorization": "Bearer x"}}
+    arguments = {**harmless, **secrets, "pin": {"password": 1234}}
     language = {
         "kind": "language",
         "model": "m",
@@ -250,9 +253,10 @@ def test_secrets_in_arguments_of_rewards_turns_and_environments_are_removed() ->
     }
     recipe, notes = public_recipe(make_recipe(language))
     table = to_table(recipe)
-    shown = {**arguments, "api_key": "removed", "pin": {"password": "removed"}}
+    shown = {**arguments, **dict.fromkeys(("api_key", "openai_key"), "removed"), "auth_tokens": ["removed"]}
+    shown |= {"headers": {"Authorization": "removed"}, "pin": {"password": "removed"}}
     assert table["reward"]["terms"][0]["arguments"] == table["turns"]["arguments"] == shown
-    assert len(notes) == 4
+    assert len(notes) == 10
     control, notes = public_recipe(find_recipe("CartPole-v1", {"environment": {"password": 123456, "token": "abc"}}))
     assert to_table(control)["environment"] == {"password": "removed", "token": "removed"}
     assert len(notes) == 2
@@ -262,11 +266,17 @@ def test_secrets_in_arguments_of_rewards_turns_and_environments_are_removed() ->
 def test_a_file_that_names_the_home_folder_is_not_uploaded(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", home)
     file = tmp_path / "sample.txt"
-    for text in (f"see {home}/.ssh", json.dumps(f"{home}/x"), *([f"cd {home}", f"cd {home}, then"] if home != "/root" else [])):
+    for text in (
+        f"see {home}/.ssh",
+        json.dumps(f"see\n{home}/.ssh"),
+        json.dumps(f"é{home}/x"),
+        json.dumps(f"{home}/x"),
+        *([f"cd {home}", f"cd {home}, then"] if home != "/root" else []),
+    ):
         file.write_text(text)
         with pytest.raises(SurefootError, match=rf"^sample\.txt: names the folder {home} of this machine"):
             check_no_places(tmp_path, Path("runs/cart"))
-    for text in ("/home/menu", "a/root/b", "the /root of it", "x/home/me"):
+    for text in ("/home/menu", "a/root/b", "the /root of it"):
         file.write_text(text)
         check_no_places(tmp_path, Path("runs/cart"))
 

@@ -42,8 +42,13 @@ CURVES, SHOWN_CURVES = "curves", 4
 SHOWN_SAMPLES, LONGEST_TEXT = 3, 600
 """samples in the card, and characters of each text"""
 TOKEN = re.compile(r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16})")
-SECRET = re.compile(r"(?i)token(?!s|iz)|secret|passw|passphrase|api_?key|access_?key|private_?key|credential")
-"""names of arguments (of environments and reward functions) that are not published; max_tokens and tokenizer are no secrets"""
+KEYS = r"passw|passphrase|pwd|credential|authorization|bearer|(?:api|access|private|secret|auth|openai|anthropic|hf|wandb)_?key"
+SECRET = re.compile(rf"(?i){KEYS}|secret|(?<!eos_)(?<!bos_)(?<!pad_)(?<!end_)(?<!stop_)token(?!i[sz])")
+"""names of arguments (of environments, reward functions and conversations) whose text is not published"""
+SECRET_NUMBER = re.compile(rf"(?i){KEYS}|secret(?!_)|(?:auth|access|api)_?token")
+"""names of arguments whose numbers are not published; max_tokens and token_id are"""
+ESCAPED = re.compile(r"\\(?:[nrtbf]|u[0-9a-fA-F]{4})")
+"""line breaks, tabs and letters in strings of JSON and TOML"""
 TASKS = {"control": "reinforcement-learning", "reward": "text-classification"}
 """the hub's names of tasks; text-generation for all other kinds"""
 METRICS = {"held_out_reward": "reward", "held_out_gold": "gold", "held_out_accuracy": "accuracy", "held_out_loss": "loss"}
@@ -139,12 +144,13 @@ def public_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
             return {key: clean(part, f"{field}.{key}" if field else key, inside) for key, part in value.items()}
         if isinstance(value, list):
             return [clean(part, f"{field}.{index}", free) for index, part in enumerate(value)]
-        if free and SECRET.search(field) and value is not None and not isinstance(value, bool):
-            shown = "removed"
-        elif not isinstance(value, str):
+        if value is None or isinstance(value, bool):
             return value
+        secret = free and (SECRET if isinstance(value, str) else SECRET_NUMBER).search(field) is not None
+        if not isinstance(value, str):
+            shown = "removed" if secret else value
         else:
-            shown = "removed" if TOKEN.search(value) else without_place(value)
+            shown = "removed" if secret or TOKEN.search(value) else without_place(value)
         if shown != value:
             notes.append(f"config.toml: {field} is {shown!r}, without what belongs to this machine")
         return shown
@@ -183,11 +189,12 @@ def check_no_places(folder: Path, run: Path) -> None:
     named = {}
     for place in places:
         written = "|".join(re.escape(text) for text in (str(place), json.dumps(str(place))[1:-1]))  # as text, and in JSON
-        named[str(place)] = rf"(?<![\w.-])(?:{written})" + ("/" if len(place.parts) == 2 else r"(?![\w.-])")
+        named[str(place)] = rf"(?<![\w.-])(?:{written})/" if len(place.parts) == 2 else rf"(?:{written})(?![\w.-])"
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".safetensors", ".png", ".mp4", ".model") or path.name in (FILE, "tokenizer.json") or path.is_dir():
             continue
         text = path.read_text("utf-8", errors="replace")
+        text = f"{text}\n{ESCAPED.sub(' ', text)}"
         name, remedy = path.relative_to(folder), "leave the samples out (--no-samples), or change the recipe"
         if named_place := next((place for place, pattern in sorted(named.items()) if re.search(pattern, text)), None):
             raise SurefootError(f"{name}: names the folder {named_place} of this machine; {remedy}")

@@ -137,10 +137,19 @@ def read_result(file: Path) -> dict[str, Any]:
     unknown = ("last_100_mean", "average_return", "explained_variance", "ratio_max", "ratio_outside", "greedy_mean")
     wrong = [name for name in numbers if not _is_number(result.get(name))]
     wrong += [name for name in unknown if result.get(name) is not None and not _is_number(result[name])]
-    if wrong or not isinstance(result.get("label"), str) or not isinstance(result.get("curves"), dict):
-        name = wrong[0] if wrong else "label" if "label" not in result else "curves"
-        raise SurefootError(f"{file}: has no {name} that can be used; {remedy}")
+    wrong += [] if isinstance(result.get("label"), str) else ["label"]
+    wrong += [] if _are_curves(result.get("curves")) else ["curves"]
+    if wrong:
+        raise SurefootError(f"{file}: has no {wrong[0]} that can be used; {remedy}")
     return result
+
+
+def _are_curves(value: Any) -> bool:
+    """Whether a value is a table of columns of one length, each of numbers or None."""
+    columns = [value.get(name) for name in ("steps", "rollouts", "return", "ratio_max")] if isinstance(value, dict) else []
+    lists = [column for column in columns if isinstance(column, list)]
+    of_one_length = len(lists) == 4 and len({len(column) for column in lists}) == 1
+    return of_one_length and all(x is None or _is_number(x) for column in lists for x in column)
 
 
 def _is_number(value: Any) -> bool:
@@ -177,7 +186,7 @@ def train_cell(folder: Path, cell: Cell, episodes: int, parent: Parent) -> dict[
     assert checkpoint is not None, "a finished run has a checkpoint"
     history = read_history(path)
     if history.fault is not None:
-        parent.print(f"{cell.name}: {FILE} {history.fault}; the result is that of its other rows")
+        parent.print(f"{cell.name}: {FILE} {history.fault}; the result is that of the rows that can be read")
     result = {"label": cell.label, "seed": cell.recipe.seed, **summary(history.rows)}
     if episodes and cell.until is None:
         evaluation = api.evaluate(api.load(checkpoint), episodes=episodes, seed=cell.recipe.seed)

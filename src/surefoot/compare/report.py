@@ -197,8 +197,8 @@ def comparison_text(comparison: Comparison) -> str:
         lines.append("The recipes differ only in the seed.")
     for metric in comparison.metrics:
         lines += [f"{metric}, last known value:", _scores(comparison, metric)]
-    counts = [len(scores) for group in groups for metric in comparison.metrics if (scores := group.scores(metric))]
-    lines.append(f"{interval_note(min(counts, default=min(len(group.runs) for group in groups)))}.")
+    counts = [max((len(group.scores(metric)) for metric in comparison.metrics), default=0) for group in groups]
+    lines.append(f"{interval_note(min(filter(None, counts), default=len(groups[0].runs)))}.")
     if comparison.environments:
         rows = [[name, ", ".join(dict.fromkeys(map(short_text, values)))] for name, values in comparison.environments.items()]
         lines += ["Other differences that may matter:", markdown_table(["in environment.json", "values"], rows)]

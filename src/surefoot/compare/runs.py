@@ -1,6 +1,7 @@
 """Read finished or unfinished runs from their folders, group those that differ only in the seed, and compare the groups."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -259,4 +260,5 @@ def short_text(value: Any) -> str:
     text = full_text(value)
     if len(text) <= 48:
         return text
-    return f"…{text[-47:]}" if "/" in text else f"{text[:47]}…"
+    is_path = "/" in text and not re.search(r"[\s{\[]", text)
+    return f"…{text[-47:]}" if is_path else f"{text[:47]}…"

@@ -257,8 +257,17 @@ def _not_as_written(folder: Path) -> str | None:
         written = {CARD: table.get("card"), **table["files"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return LISTING
-    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if not path.is_dir())
-    return next((name for name in names if name != LISTING and fingerprint(folder / name) != written.get(name)), None)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name == LISTING or (path.is_dir() and not path.is_symlink()) or (name == CARD and "card" not in table):
+            continue
+        try:
+            same = path.is_file() and fingerprint(path) == written.get(name)
+        except OSError:
+            same = False
+        if not same:
+            return name
+    return None
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,11 @@ def _report(file: Path) -> dict[str, Any] | None:
     """The report of a finished round; None for another. Raises SurefootError if it lacks what the table shows."""
     if not file.is_file():
         return None
-    report, remedy = read_table(file), "remove this file and repeat the command, which evaluates the round again"
+    remedy = "remove this file and repeat the command, which evaluates the round again"
+    try:
+        report = read_table(file)
+    except SurefootError as error:
+        raise SurefootError(f"{error}; {remedy}") from None
     counts = ("round", "fresh_pairs", "accuracy_before", "accuracy")
     wrong = [name for name in counts if not isinstance(report.get(name), (int, float))]
     for name in CHANGES:
@@ -317,7 +321,7 @@ def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int, log: Calla
         if valid and prefers is not None and pair[1] != pair[2]:
             rows.append(pair_row(*(pair if prefers else (pair[0], pair[2], pair[1]))))
     if left_out := settings.pairs - len(rows):
-        log(f"round {number}: {left_out} pairs are left out: their answers are equal, have equal scores, or have none")
+        log(f"round {number}: pairs left out: {left_out} (equal answers, equal scores, or an answer without a score)")
     if len(rows) < 2 * HELD_OUT:
         raise SurefootError(
             f"round {number}: the judge prefers an answer in only {len(rows)} of {settings.pairs} pairs; begin under another "

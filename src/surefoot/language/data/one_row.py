@@ -144,10 +144,10 @@ def template_options(row: Row, tokens: Tokens) -> dict[str, Any]:
     Raises SurefootError for other values, and for options that the chat template does not read.
     """
     options = dict(_json_column(row, SETTINGS, dict, "an object"))
-    own = {*inspect.signature(tokens.tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
-    for name in options:
-        if name in own:
-            raise SurefootError(f"column {SETTINGS!r}: {name!r} can't be set by a row; remove it")
+    if options:
+        own = {*inspect.signature(tokens.tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
+        if fixed := [name for name in options if name in own]:
+            raise SurefootError(f"column {SETTINGS!r}: {fixed[0]!r} can't be set by a row; remove it")
     tools = _json_column(row, TOOLS, list, "a list of objects, each the JSON schema of a function")
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):

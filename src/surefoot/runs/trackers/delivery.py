@@ -50,7 +50,7 @@ def check_trackers(recipe: Recipe, run_dir: Path | None) -> None:
         names = ", ".join(map(repr, recipe.trackers))
         raise SurefootError(f"trackers=[{names}]: a run without a folder can't be resumed or tracked; set run_dir")
     for name in recipe.trackers:
-        _module(name).check()
+        _module(name).check(recipe)
 
 
 def tracker_listeners(recipe: Recipe, folder: Path, report: Callable[[Finding], None]) -> list["Delivery"]:

@@ -68,7 +68,7 @@ class Tracker(Protocol):
 class TrackerModule(Protocol):
     """The module of a tracker: this function, and the class that ``TRACKERS`` names, which opens a ``TrackedRun``."""
 
-    def check(self) -> None:
+    def check(self, recipe: Recipe, /) -> None:
         """Raise SurefootError, before work starts, if the extra is missing or the tracker would ask for a key."""
         ...
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from surefoot.diagnostics import Finding
 from surefoot.errors import SurefootError
+from surefoot.recipes.base import Recipe
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
 
@@ -23,8 +24,11 @@ DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_LOGGING_LEVEL": "WAR
 """MLflow's own seven retries take two minutes, and it prints what it does"""
 
 
-def check() -> None:
-    """Raise SurefootError if the extra is missing."""
+def check(recipe: Recipe) -> None:
+    """Raise SurefootError if the extra is missing, or if a tag has the name of one of the run's own."""
+    for tag in recipe.tracking.tags:
+        if tag in ("group", "kind"):
+            raise SurefootError(f"tracking.tags: {tag!r} is a tag that every run of MLflow has; choose another")
     uri = os.environ.get("MLFLOW_TRACKING_URI", "sqlite")
     require_installed("mlflow", "mlflow", *(("sqlalchemy", "alembic") if uri.startswith("sqlite") else ()))
 
@@ -69,11 +73,7 @@ class MLflow:
     def _create(self, run: TrackedRun, uri: str) -> str:
         from mlflow.entities import Param
 
-        tags = {"group": run.group, "kind": run.recipe.kind}
-        for tag in run.recipe.tracking.tags:
-            if tag in tags:
-                raise SurefootError(f"tracking.tags has {tag!r}, the name of a tag that every run has; choose another")
-        tags |= dict.fromkeys(run.recipe.tracking.tags, "true")
+        tags = {**dict.fromkeys(run.recipe.tracking.tags, "true"), "group": run.group, "kind": run.recipe.kind}
         experiment = self._experiment(run.recipe.tracking.project, uri)
         created: str = self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
         fields = [Param(name, str(value)[:LONGEST_VALUE]) for name, value in run.flat_recipe.items()]

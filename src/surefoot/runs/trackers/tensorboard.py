@@ -1,20 +1,24 @@
 """TensorBoard: event files in the run's folder. It has no videos here: its own encoder would need another package."""
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from surefoot.diagnostics import Finding
+from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import to_toml
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
 
+BEGINNING = 3
+"""records at the beginning of a file in which its session is"""
 FILES = "events.out.tfevents.*"
-STEPS = b"steps"
+STEPS = "steps"
 """tag of a number that every row has"""
 
 
-def check() -> None:
+def check(_: Recipe) -> None:
     """Raise SurefootError if the extra is missing."""
     require_installed("tensorboard", "tensorboard")
 
@@ -28,14 +32,15 @@ class TensorBoard:
         self.identity: dict[str, Any] = {}
         continued = any(run.folder.glob(FILES))
         self.last_step = _last_step(run.folder, run.steps)
-        self.writer = SummaryWriter(str(run.folder), purge_step=run.steps + 1)
+        # Hides what follows in older files: rows of a killed process, and parts of a row.
+        self.writer = SummaryWriter(str(run.folder), purge_step=max(1, self.last_step + 1))
         if not continued:
             self.writer.add_text("recipe", f"```toml\n{to_toml(run.recipe)}```", 0)
 
     def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """Write and flush: a checkpoint follows only rows that are in the file."""
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, steps)
+        for name in sorted(metrics, key=lambda name: name == STEPS):  # steps last: a row that has it is whole
+            self.writer.add_scalar(name, metrics[name], steps)
         if samples:
             self.writer.add_text("samples", _table(samples), steps)
         self.writer.flush()
@@ -55,16 +60,30 @@ class TensorBoard:
 
 
 def _last_step(folder: Path, most: int) -> int:
-    """Steps of the newest row in the event files that is not past ``most``; ``NOTHING`` without one."""
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
+    """Steps of the newest row in the event files that TensorBoard shows and that is not past ``most``; ``NOTHING`` if none."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-    for path in sorted(folder.glob(FILES), reverse=True):  # their names have the time at which they were opened
-        events = (Event.FromString(record) for record in RawEventFileLoader(str(path)).Load() if STEPS in record)
-        rows = [int(event.step) for event in events if any(value.tag == STEPS.decode() for value in event.summary.value)]
-        if written := [steps for steps in rows if steps <= most]:
-            return max(written)
-    return NOTHING
+    rows: list[int] = []
+    for path in sorted(folder.glob(FILES)):  # their names have the time at which they were opened
+        for number, record in enumerate(_records(path)):
+            if number > BEGINNING and STEPS.encode() not in record:
+                continue
+            event = Event.FromString(record)
+            if event.session_log.status == SessionLog.START:  # hides later rows of older files
+                rows = [steps for steps in rows if steps < event.step]
+            rows += [int(event.step) for value in event.summary.value if value.tag == STEPS]
+    return max((steps for steps in rows if steps <= most), default=NOTHING)
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """The records of an event file: a length of 8 bytes, a checksum of 4, the record, its checksum."""
+    with path.open("rb") as file:
+        while len(head := file.read(12)) == 12:
+            (length,) = struct.unpack("<Q", head[:8])
+            record = file.read(length)
+            if len(record) < length or len(file.read(4)) < 4:
+                return  # cut off by a kill
+            yield record
 
 
 def _table(samples: Sequence[Sample]) -> str:

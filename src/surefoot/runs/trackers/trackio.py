@@ -9,11 +9,12 @@ from typing import Any
 
 from surefoot.diagnostics import Finding
 from surefoot.errors import SurefootError
+from surefoot.recipes.base import Recipe
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import TrackedRun, require_installed
 
 
-def check() -> None:
+def check(_: Recipe) -> None:
     """Raise SurefootError if the extra is missing."""
     require_installed("trackio", "trackio")
 
@@ -26,19 +27,21 @@ class Trackio:
 
         project = run.recipe.tracking.project
         with _warnings_as_errors():
-            name = run.saved.get("name") or _unused(run.name, project)
-            self.run = trackio.init(
-                project=project,
-                name=name,
-                group=run.group,
-                config=run.flat_recipe | {"tags": list(run.recipe.tracking.tags)},
-                resume="allow",
-                embed=False,
-            )
+            self._open(run, run.saved.get("name") or _unused(run.name, project))
+            if self.last_step >= 0 and run.saved.get("id", self.run.id) != self.run.id:
+                trackio.finish()  # another run has taken the name: the rows of this one go to a new run
+                self._open(run, _unused(run.name, project))
+        self.identity: dict[str, Any] = {"name": self.run.name, "id": self.run.id}
+
+    def _open(self, run: TrackedRun, name: str) -> None:
+        import trackio
+
+        tracking = run.recipe.tracking
+        config = run.flat_recipe | {"tags": list(tracking.tags)}
+        self.run = trackio.init(
+            project=tracking.project, name=name, group=run.group, config=config, resume="allow", embed=False
+        )
         self.last_step = self.run._next_step - 1  # as init read it from the database or the server; there is no other way
-        if self.last_step >= 0 and run.saved.get("id", self.run.id) != self.run.id:
-            raise SurefootError(f"project {project!r} has another run named {name!r}; set tracking.name for one of them")
-        self.identity: dict[str, Any] = {"name": name, "id": self.run.id}
 
     def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """Add a row; a thread of Trackio writes it within half a second."""

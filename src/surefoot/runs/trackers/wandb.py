@@ -10,6 +10,7 @@ from typing import Any
 
 from surefoot.diagnostics import Finding
 from surefoot.errors import SurefootError, cause_of
+from surefoot.recipes.base import Recipe
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
 
@@ -22,7 +23,7 @@ WHOLE, LAST = 1, 4
 """kinds of the part that ends a record"""
 
 
-def check() -> None:
+def check(_: Recipe) -> None:
     """Raise SurefootError if the extra is missing, or if W&B would ask for a key."""
     require_installed("wandb", "wandb")
     import wandb
