@@ -224,7 +224,7 @@ def test_a_recipe_that_can_not_begin_fails_with_its_remedy(command: Any, tmp_pat
     (tmp_path / "recipe.toml").write_text('task = "task.py:make"\nsteps = 100\n')
     code, out, _ = command("check", "recipe.toml")
     assert code == 1
-    assert re.search(r"✗ begins .*the wheels came off", out)
+    assert re.search(r"✗ recipe .*the wheels came off", out)
     assert "\x1b" not in out, "what a terminal would obey is shown as what it is"
     assert "\x9b" not in out
     code, _, err = command("check", "no_such.toml")

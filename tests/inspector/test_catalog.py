@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from surefoot.inspector.curves import FALLING, Results
 from surefoot.inspector.folders import RunFolders
 from surefoot.inspector.server import application
 from surefoot.runs.folder import RunFolder
-from surefoot.runs.reading import LOCK, in_use
+from surefoot.runs.reading import LOCK, acquire, in_use
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .test_server import HERE, PORT, TOKEN
@@ -124,7 +125,8 @@ def test_a_run_is_running_while_a_process_has_its_lock(runs: Path) -> None:
     assert [row["status"] for row in page.get("/api/table").json()["runs"]] == ["finished", "finished"]
 
 
-def test_checking_whether_a_run_is_in_use_does_not_block_it(runs: Path) -> None:
+def test_checking_whether_a_run_is_in_use_does_not_block_it(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.runs.folder.acquire", partial(acquire, wait=10.0))  # 0.2 s are too short on a busy machine
     stop = threading.Event()
 
     def look() -> None:

@@ -193,7 +193,7 @@ def interval_text(low: float, high: float) -> str:
 
 def numbers(values: Sequence[float | None]) -> str:
     """The numbers of all seeds, separated by commas, with a dash for one without; a dash if there are none."""
-    return ", ".join(number(value) for value in values) or "–"
+    return ", ".join(map(number, values)) if any(value is not None for value in values) else "–"
 
 
 def of_seeds(results: Results, name: str) -> list[float | None]:
