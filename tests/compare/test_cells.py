@@ -177,6 +177,7 @@ def test_what_a_killed_write_leaves_does_not_make_a_folder_someone_elses(tmp_pat
     (tmp_path / ".request.json.123-4.tmp").write_text("{")
     with locked_folder(tmp_path, {"a": 1}):
         assert json.loads((tmp_path / "request.json").read_text()) == {"a": 1}
+    assert {path.name for path in tmp_path.iterdir()} <= {"request.json", ".lock"}
 
 
 def test_a_cell_without_its_recipe_is_kept(whole, tmp_path):

@@ -47,6 +47,13 @@ def test_unprintable_characters_are_shown_as_escapes():
     assert visible("naïve 日本語 🙂") == "naïve 日本語 🙂"
 
 
+def test_what_a_kill_left_and_later_samples_are_removed_when_a_run_resumes(tmp_path):
+    for name in ("64.jsonl", "128.jsonl", ".128.jsonl.1-2.tmp"):
+        (tmp_path / name).write_text("{}\n")
+    SampleFolder(tmp_path, 64)
+    assert [path.name for path in tmp_path.iterdir()] == ["64.jsonl"]
+
+
 def test_samples_are_read_as_they_were_written_and_damaged_lines_are_left_out(tmp_path):
     written = samples(2, response="one\u2028two\x85three\r\nfour")
     SampleFolder(tmp_path, 0).write(64, written)

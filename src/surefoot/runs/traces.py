@@ -18,7 +18,7 @@ from surefoot.core.sharding.files import host_copies, tensor_bytes
 from surefoot.core.traces import WITH_GRADIENT, Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import FULL, check_plain, parsed, write_bytes, write_text, writing
-from surefoot.runs.checkpoint import pack, unpack
+from surefoot.runs.checkpoint import clear, pack, unpack
 from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, Sample, UpdateEnd
 from surefoot.runs.reading import SAMPLES, TRACE, samples_in, traces_in
 
@@ -39,8 +39,7 @@ class TraceFolder:
         self.folder, self.limit, self.warn = folder, int(megabytes * 1e6), warn
         self.warned = False
         remove_later(traces_in(folder), steps)
-        for path in folder.glob(".*.tmp"):
-            path.unlink()
+        clear(folder)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, UpdateEnd) and event.trace is not None:
@@ -84,6 +83,7 @@ class SampleFolder:
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
         remove_later(samples_in(folder), steps)
+        clear(folder)
 
     def __call__(self, event: Event) -> None:
         match event:
