@@ -180,6 +180,14 @@ def test_what_a_killed_write_leaves_does_not_make_a_folder_someone_elses(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} <= {"request.json", ".lock"}
 
 
+def test_a_folder_of_something_else_keeps_its_temporary_files(tmp_path):
+    for name in (".lock", "letter.txt", ".letter.tmp"):
+        (tmp_path / name).touch()
+    with pytest.raises(SurefootError, match="other files"), locked_folder(tmp_path, {"a": 1}):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} >= {"letter.txt", ".letter.tmp"}
+
+
 def test_a_cell_without_its_recipe_is_kept(whole, tmp_path):
     compared(tmp_path / "run")
     cell = tmp_path / "run" / "A2C-seed1"

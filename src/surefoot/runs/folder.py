@@ -361,9 +361,9 @@ def folder_lock(folder: Path, file: str, timeout: float = 0, remedy: str = "choo
     with writing(folder, remedy):
         folder.mkdir(parents=True, exist_ok=True)
         acquire(lock, folder, timeout)
-    clear(folder)
     try:
         _check_own(folder, file, remedy)
+        clear(folder)
         yield
     finally:
         lock.release()
