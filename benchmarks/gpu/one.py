@@ -1,11 +1,11 @@
-"""Everything on one GPU in under ten minutes, with a report. Not run on a GPU yet.
+"""Everything on one GPU, with a report; docs/benchmarks/gpu.md has what was checked so far.
 
     python benchmarks/gpu/one.py                            on a machine with a GPU
     python benchmarks/gpu/one.py --device cpu --tiny        try the script
 
-It trains control, SFT and PPO in float32 and bfloat16, resumes them, compares the first losses with those of the CPU, measures
-tokens per second, waits for checkpoints and memory, and writes report.json and report.md into ``--out``. Exits with 1 if a step
-failed.
+It trains every kind of run with each setting that concerns a GPU, resumes some of them, compares losses with those of the CPU
+or of a plain run, measures updates of a larger model, and writes report.json and report.md into ``--out``, after every step.
+Exits with 1 if a step failed.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from features import features_of
+from rates import rates_of
 from steps import Settings, run_steps, steps_of
 
 
@@ -23,6 +25,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the runs and the report")
     parser.add_argument("--ranks", type=int, help="several.py: processes; default: one per GPU")
+    parser.add_argument("--share", action="store_true", help="several.py: all ranks on one GPU, with gloo")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
     return parser.parse_args()
 
@@ -31,10 +34,10 @@ def main() -> None:
     """The command."""
     given = arguments(__doc__ or "")
     settings = Settings((given.out / "runs").absolute(), given.device, given.tiny)
-    report = run_steps(
-        "Surefoot on one GPU" if given.device == "cuda" else "Surefoot on a CPU", settings, steps_of(settings, given.only)
-    )
-    report.write(given.out)
+    steps = {**steps_of(settings), **features_of(settings), **rates_of(settings)}
+    chosen = {name: step for name, step in steps.items() if given.only is None or name in given.only}
+    title = "Surefoot on one GPU" if given.device == "cuda" else "Surefoot on a CPU"
+    report = run_steps(title, settings, chosen, given.out)
     print(f"{given.out / 'report.md'}: {len(report.steps) - len(report.failed)} of {len(report.steps)} steps passed")
     sys.exit(1 if report.failed else 0)
 

@@ -1,12 +1,14 @@
-"""What ``one.py`` and ``several.py`` run: short runs of every kind on a GPU, each checked, with one report.
+"""Steps of ``one.py`` and ``several.py``: short runs on a GPU, each checked, with one report.
 
 Every rank calls every step; a check that fails on one rank fails the step on all, and the next step goes on.
 """
 
+import gc
 import json
 import platform
 import shutil
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,7 +51,7 @@ class Settings:
         steps = 16 if self.tiny else 256
         fields = {"rollout": {"environments": 8, "steps": steps}, "steps": 4 * 8 * steps, "device": self.device}
         fields |= {"objective": {"reuse": {"epochs": 2, "minibatches": 4}}, "normalise": {"observations": True}}
-        return fields | {"evaluation": {"episodes": 0}, "checkpoint": {"every": 8 * steps, "keep": 9}}
+        return fields | {"evaluation": {"episodes": 0}, "checkpoint": {"every": 16 * steps}}
 
     @property
     def length(self) -> int:
@@ -61,7 +63,7 @@ class Settings:
         batch = 8 if self.tiny else 32
         data = {"train": str(self.folder / "rows.jsonl"), "max_length": 4 * self.length, "batch": batch}
         fields = {"model": str(self.folder / "model"), "data": data, "steps": iterations * batch, "device": self.device}
-        fields |= {"evaluation": {"rows": 0}, "checkpoint": {"every": 2 * batch, "keep": 9}, "traces": {"rows": 0}}
+        fields |= {"evaluation": {"rows": 0}, "checkpoint": {"every": 2 * batch}, "traces": {"rows": 0}}
         fields |= {"optimizer": {"learning_rate": 1e-4, "schedule": "constant", "micro_batch": batch // 4}}
         return {**fields, "check_memory": False, **changes}
 
@@ -75,7 +77,13 @@ class Settings:
         fields |= {"kind": "language", "algorithm": "PPO_CLIP", "reward": {"terms": terms, "missing_eos": "none"}}
         fields |= {"sampling": {"prompts": prompts, "max_tokens": self.length}, "reference": {"beta": 0.05}}
         fields |= {"objective": {"reuse": {"epochs": 1, "minibatches": 2}}, "steps": iterations * prompts}
-        return {**fields, "checkpoint": {"every": prompts, "keep": 9}, **changes}
+        return {**fields, "checkpoint": {"every": 2 * prompts}, **changes}
+
+    def pairs(self, **changes: Any) -> dict[str, Any]:
+        """A run of DPO or of a reward model on pairs."""
+        fields = self.sft()
+        fields["data"]["train"] = str(self.folder / "pairs.jsonl")
+        return {**fields, **changes}
 
     def write_data(self) -> None:
         """A model with random weights, rows, and a reward."""
@@ -87,7 +95,7 @@ class Settings:
         tokenizer = character_tokenizer(context=1024)
         size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         if not self.tiny:
-            size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16}
+            size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
         torch.manual_seed(1)
         config = LlamaConfig(
             **size, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -97,8 +105,13 @@ class Settings:
             model.to(dtype).save_pretrained(self.folder / name)
             tokenizer.save_pretrained(self.folder / name)
         text = "The quick brown fox jumps over the lazy dog. " * 8
-        rows = [{"prompt": text[i : i + self.length], "completion": text[-self.length - i : -i]} for i in range(1, 65)]
+        rows, pairs = [], []
+        for i in range(1, 65):  # of unlike lengths
+            prompt, answer = text[i : i + self.length], text[-self.length - i : -i - self.length * (i % 4) // 4]
+            rows.append({"prompt": prompt, "completion": answer})
+            pairs.append({"prompt": prompt, "chosen": answer, "rejected": answer[::-1] + "."})
         write_rows(self.folder / "rows.jsonl", rows)
+        write_rows(self.folder / "pairs.jsonl", pairs)
         source = "def score(responses):\n    return [len(set(text)) / 50 for text in responses]\n"
         (self.folder / "rewards.py").write_text(source)
 
@@ -108,25 +121,25 @@ class Settings:
 
 def control(settings: Settings) -> Numbers:
     """CartPole; stopped in the middle and resumed, it ends with the same weights."""
-    return _resumed_exactly(settings, "control", "CartPole-v1", settings.control)
+    return resumed_exactly(settings, "control", "CartPole-v1", settings.control)
 
 
 def sft(settings: Settings, name: str, **changes: Any) -> Numbers:
     """SFT with some settings."""
-    return _timed(settings, name, "sft", settings.sft(**changes))
+    return timed(settings, name, "sft", settings.sft(**changes))
 
 
 def sft_resumed(settings: Settings, name: str, **changes: Any) -> Numbers:
     """The same, stopped and resumed."""
-    return _resumed_exactly(settings, name, "sft", settings.sft(**changes))
+    return resumed_exactly(settings, name, "sft", settings.sft(**changes))
 
 
 def ppo(settings: Settings, name: str, **changes: Any) -> Numbers:
     """An online run; the policy that samples is the one that learns, so the ratio begins at 1 and the KL at 0."""
     fields = settings.ppo(**changes)
-    numbers = _timed(settings, name, "language", fields)
+    numbers = timed(settings, name, "language", fields)
     low = fields.get("precision") == "bfloat16"
-    row = _rows(settings.folder / name)[0]
+    row = rows_of(settings.folder / name)[0]
     with together():
         _near("ratio_at_start", row["ratio_at_start"], 1.0, 0.1 if low else 1e-3)
         _near("kl_reference", row["kl_reference"], 0.0, 0.05 if low else 1e-3)
@@ -147,7 +160,7 @@ def planned(settings: Settings, name: str, run: str, kind: str, fields: dict[str
 
 def same_as(settings: Settings, name: str, other: str, tolerance: float) -> Numbers:
     """The losses of two runs agree."""
-    ours, theirs = (_rows(settings.folder / run) for run in (name, other))
+    ours, theirs = (rows_of(settings.folder / run) for run in (name, other))
     numbers = {}
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         numbers[f"loss {number}"] = [a["policy_loss"], b["policy_loss"]]
@@ -164,20 +177,22 @@ def on_cpu(settings: Settings) -> Numbers:
     data, optimizer = {**fields["data"], "batch": batch}, {**fields["optimizer"], "micro_batch": 2}
     fields |= {"data": data, "optimizer": optimizer, "steps": 2 * batch, "checkpoint": {"every": batch}}
     for device in ("cpu", settings.device):
-        _train(settings.folder / f"sft on {device}", "sft", {**fields, "device": device})
+        train(settings.folder / f"sft on {device}", "sft", {**fields, "device": device})
     return same_as(settings, f"sft on {settings.device}", "sft on cpu", 1e-3)
 
 
-def _train(run: Path, task: str, fields: Mapping[str, Any]) -> Any:
+def train(run: Path, task: str, fields: Mapping[str, Any]) -> Any:
+    """Train in a folder, which is deleted first."""
     with together():
         if rank() == 0:
             shutil.rmtree(run, ignore_errors=True)
     return surefoot.train(task, run_dir=run, display=False, **fields)
 
 
-def _timed(settings: Settings, name: str, kind: str, fields: dict[str, Any]) -> Numbers:
+def timed(settings: Settings, name: str, kind: str, fields: dict[str, Any]) -> Numbers:
     """Train; speed after the first iteration, peak memory of each rank, and how long checkpoints made training wait."""
     cuda = settings.device == "cuda"
+    gc.collect()  # what earlier steps leave would count
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     pauses: list[float] = []
@@ -191,12 +206,12 @@ def _timed(settings: Settings, name: str, kind: str, fields: dict[str, Any]) -> 
     Saver.copy = timed_copy  # type: ignore[method-assign]
     began = time.perf_counter()
     try:
-        _train(settings.folder / name, kind, fields)
+        train(settings.folder / name, kind, fields)
     finally:
         Saver.copy = copy  # type: ignore[method-assign]
     seconds = time.perf_counter() - began
     peaks = exchange(torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0)
-    rows = _rows(settings.folder / name)
+    rows = rows_of(settings.folder / name)
     tokens = [row["tokens"] for row in rows[1:] if row.get("tokens")]
     learning = [row["seconds_learning"] for row in rows[1:]]
     numbers = {"seconds": seconds, "peak_gb": max(peaks), "peak_gb_of_ranks": peaks, "waited": sum(pauses) / seconds}
@@ -212,10 +227,11 @@ def _timed(settings: Settings, name: str, kind: str, fields: dict[str, Any]) -> 
     return numbers
 
 
-def _resumed_exactly(settings: Settings, name: str, task: str, fields: dict[str, Any]) -> Numbers:
-    numbers = _timed(settings, name, task, fields)
+def resumed_exactly(settings: Settings, name: str, task: str, fields: dict[str, Any]) -> Numbers:
+    """Train; train again, stop in the middle and resume: all tensors of the two last checkpoints are equal."""
+    numbers = timed(settings, name, task, fields)
     whole, cut = settings.folder / name, settings.folder / f"{name} cut"
-    _train(cut, task, {**fields, "callback": lambda metrics: metrics["steps"] >= fields["steps"] // 2})
+    train(cut, task, {**fields, "callback": lambda metrics: metrics["steps"] >= fields["steps"] // 2})
     surefoot.resume(cut, display=False)
 
     def compare() -> int:
@@ -233,7 +249,8 @@ def _latest(run: Path) -> Path:
     return checkpoint
 
 
-def _rows(run: Path) -> list[dict[str, Any]]:
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's iterations."""
     return on_first(lambda: read_metrics(run / "metrics.jsonl"))
 
 
@@ -291,25 +308,34 @@ def machine(device: str) -> Numbers:
     return numbers
 
 
-def run_steps(title: str, settings: Settings, steps: Mapping[str, Callable[[], Numbers]]) -> Report:
-    """Run steps one after another on all ranks; an error of any kind is in the report, and the next step begins."""
+def run_steps(
+    title: str, settings: Settings, steps: Mapping[str, Callable[[], Numbers]], out: Path | None = None, limit: float = LIMIT
+) -> Report:
+    """Run steps one after another on all ranks; an error of any kind is in the report, and the next step begins.
+
+    out     folder of the report, which is written after every step
+    limit   seconds after which no further step begins
+    """
     with together():
         if rank() == 0:
             settings.write_data()
     report, began = Report(title, machine(settings.device)), time.monotonic()
     for name, step in steps.items():
         numbers, error, started = {}, None, time.monotonic()
-        if on_first(lambda started=started: started - began > LIMIT):
+        if on_first(lambda started=started: started - began > limit):
             error = "not begun: out of time"
         else:
             try:
                 numbers = step()
             except Exception as problem:
+                traceback.print_exc()
                 error = " ".join(f"{type(problem).__name__}: {problem}".split())[:500]
             error = next((each for each in exchange(error) if each), None)
         report.steps.append({"name": name, "error": error, "seconds": time.monotonic() - started, "numbers": numbers})
         if rank() == 0:
             print(f"{name}: {error or 'passed'} ({report.steps[-1]['seconds']:.1f} s)", flush=True)
+            if out is not None:
+                report.write(out)
     return report
 
 

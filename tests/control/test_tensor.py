@@ -764,6 +764,16 @@ def test_an_environment_of_brax_goes_on_from_a_saved_state(jax: None) -> None:
         second.load_state_dict({**saved, "1": torch.zeros(5, 4)})
 
 
+def test_the_saved_state_of_a_brax_environment_goes_to_its_device(jax: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are read into the memory of the CPU."""
+    environment = BraxEnvironment(BraxCartPole(4), 4)
+    environment.reset(seed=3)
+    saved, environment.device = environment.state_dict(), torch.device("meta")
+    monkeypatch.setattr(environment.jax.numpy, "from_dlpack", lambda tensor: tensor)
+    environment.load_state_dict(saved)
+    assert {x.device.type for x in environment.jax.tree.leaves((environment.key, environment.state))} == {"meta"}
+
+
 # ---- runs --------------------------------------------------------------------------------------------------------------------
 
 

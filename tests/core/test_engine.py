@@ -21,6 +21,7 @@ import torch
 from chain import check_chain
 from gymnasium import spaces
 from ranked import on_ranks
+from torch._inductor.exc import InductorError
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import surefoot
@@ -697,3 +698,27 @@ def test_a_lock_that_is_never_released_only_delays_the_compilation(
     with filelock.FileLock(library.with_suffix(".lock")):
         _compile(traced, [torch.ones(3)], library)
     assert library.read_bytes() == b"library"
+
+
+def test_a_program_whose_memory_pytorch_can_not_plan_is_compiled_without_that_plan(
+    programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """PyTorch 2.11 fails so on some loops. Any other error is not tried again."""
+    reuse: list[bool] = []
+    problem: Exception = ValueError("Start index 20 out of bounds [0, 7]")
+
+    def fail_to_plan(exported: Any, package_path: str) -> None:
+        reuse.append(torch._inductor.config.allow_buffer_reuse)
+        if reuse[-1]:
+            raise InductorError(problem, None)
+        Path(package_path).write_bytes(b"library")
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail_to_plan)
+    traced, library = make_fx(lambda x: (2 * x,))(torch.ones(3)), tmp_path / "one.pt2"
+    _compile(traced, [torch.ones(3)], library)
+    assert reuse == [True, False]
+    assert library.read_bytes() == b"library"
+    problem = TypeError("another")
+    with pytest.raises(NotCompiledError, match="could not compile the program"):
+        _compile(traced, [torch.ones(3)], tmp_path / "two.pt2")
+    assert reuse == [True, False, True]

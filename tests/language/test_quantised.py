@@ -23,7 +23,7 @@ from surefoot.language.models.loading import load_model
 from surefoot.language.models.placement import shares_base
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.critic import Critic, ValueHead
-from surefoot.language.models.quantised import is_quantised, parameter_count, restored
+from surefoot.language.models.quantised import is_quantised, move_with_weights, parameter_count, restored
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
@@ -340,3 +340,18 @@ def test_unsupported_layers_and_a_missing_package_are_rejected(
     monkeypatch.setattr(language.importlib.util, "find_spec", lambda name, *a: None if name == missing else real(name, *a))
     with pytest.raises(SurefootError, match=r"adapter.quantize='nf4' needs bitsandbytes, .*pip install .*\[quantized\]'"):
         SupervisedWorld(make_recipe(table("sft", files, model, **quantised("nf4"))))  # type: ignore[arg-type]
+
+
+def test_scales_of_int8_layers_follow_their_weights(model: Path) -> None:
+    """``module.to(device)`` moves the data of weights alone, as here; a pass moves their other name to the layer's state."""
+    _, base = base_of(model, "int8")
+    layers = [part for part in base.trunk.modules() if is_quantised(part)]
+    for held in ("weight", "state"):
+        before = [restored(layer) for layer in layers]
+        for layer in layers:
+            layer.weight.data = layer.weight.data.clone()
+        move_with_weights(base.trunk)
+        for layer in layers:
+            assert getattr(layer, held).CB.data_ptr() == layer.weight.data_ptr()
+        assert all(map(torch.equal, before, map(restored, layers)))
+        base.trunk(input_ids=torch.arange(6).view(1, 6))

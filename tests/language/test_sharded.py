@@ -17,7 +17,7 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.distributed import check_same_weights, sum_count
 from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import LearnerState, World
-from surefoot.core.sharding import gathered, is_sharded, local_part
+from surefoot.core.sharding import Sharding, gathered, is_sharded, local_part, shard
 from surefoot.errors import SurefootError
 from surefoot.language.models.placement import shard_role
 from surefoot.language.rewards.model import ModelReward
@@ -402,3 +402,14 @@ def test_bfloat16_keeps_float32_weights_and_stays_close_to_float32(kind: str, fo
 def test_unsupported_sharding_settings_are_rejected(changes: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(SurefootError, match=f"^{message}"):
         recipe(folder, "language", **{"sharding": "full", **changes})
+
+
+def test_sharding_with_an_older_pytorch_is_rejected_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.11 has no such method."""
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params")
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(
+        SurefootError, match=r"^sharding='full': needs PyTorch 2.13, and this is 2[^\n]*; install torch==2.13.0, or"
+    ):
+        shard(layer, [], Sharding("full"))
+    assert not is_sharded(layer)

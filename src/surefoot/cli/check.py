@@ -260,7 +260,8 @@ def machine_of(
         for name, value in named.items():
             field, unit = RATES.get(name, (name, 1.0))
             fields[field] = value * unit
-        return replace(GPUS[gpu], **fields)
+        low = workload.bf16 or workload.low_weights
+        return replace(GPUS[gpu] if low else GPUS[gpu].in_float32(), **fields)
     if named:
         flag = next(iter(named)).replace("_", "-")
         raise SurefootError(f"--{flag} {next(iter(named.values())):g}: --measure measures it; leave one of them out")

@@ -445,6 +445,7 @@ class ControlArguments(TypedDict, total=False):
     device: str
     threads: int
     tf32: bool
+    deterministic: bool
     engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: OptimizerSettingsTable | OptimizerSettings
@@ -468,6 +469,7 @@ class Arguments(TypedDict, total=False):
     device: str
     threads: int
     tf32: bool
+    deterministic: bool
     engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: OptimizerSettingsTable | OptimizerSettings | LanguageOptimizerTable | LanguageOptimizer

@@ -154,7 +154,7 @@ class BraxEnvironment:
         ours, tree = self.jax.tree.flatten((self.key, self.state))
         if [tuple(x.shape) for x in ours] != [tuple(x.shape) for x in state.values()]:
             raise ValueError("the saved state has other arrays")
-        saved = [self.jax.numpy.from_dlpack(x.clone()) for x in state.values()]
+        saved = [self.jax.numpy.from_dlpack(x.to(self.device, copy=True)) for x in state.values()]
         self.key, self.state = self.jax.tree.unflatten(tree, saved)
 
 

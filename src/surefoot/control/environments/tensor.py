@@ -24,6 +24,7 @@ from surefoot.control.spaces import (
     choices,
     observation_parts,
 )
+from surefoot.core.deterministic import any_algorithm
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of, place_of
 
@@ -209,9 +210,10 @@ class TensorEnvironments:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise errors of the environment as a SurefootError that names the call."""
+        """Raise errors of the environment as a SurefootError that names the call. It may use any algorithms."""
         try:
-            yield
+            with any_algorithm():
+                yield
         except SurefootError:
             raise
         except (Exception, SystemExit) as error:

@@ -67,10 +67,15 @@ def shard(
 
     From now on the module is called as a whole (``module(...)``), or within ``gathered``.
 
-    Raises SurefootError, on every rank, if the weights differ.
+    Raises SurefootError, on every rank, if the weights differ, or PyTorch is too old.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise SurefootError(
+            f"sharding={settings.kind!r}: needs PyTorch 2.13, and this is {torch.__version__}; install torch==2.13.0, or unset "
+            "sharding"
+        )
     # Nothing is changed in place in what a policy returns, which may be views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     check_same_weights(module)  # a broadcast would need memory for all weights

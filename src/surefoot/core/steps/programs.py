@@ -220,7 +220,7 @@ def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library:
             exported = torch.export.export(traced, tuple(arguments), strict=False)
             new = Path(folder) / library.name
             with torch._inductor.config.patch({"cpp.cxx": (compiler(),)}):  # its default search knows only $CXX and g++
-                torch._inductor.aoti_compile_and_package(exported, package_path=str(new))
+                _package(exported, new)
             os.replace(new, library)
     except OSError as error:
         raise NotCompiledError(
@@ -232,6 +232,19 @@ def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library:
             f"engine='compiled': {compiler()} could not compile the program ({type(error).__name__}); set engine = 'eager', or "
             "another compiler by $CXX"
         ) from error
+
+
+def _package(exported: torch.export.ExportedProgram, library: Path) -> None:
+    from torch._inductor.exc import InductorError
+
+    try:
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(library))
+    except InductorError as error:
+        if not isinstance(error.inner_exception, ValueError):
+            raise
+        # PyTorch 2.11 can't plan the memory of some loops; without buffers that are used again there is nothing to plan.
+        with torch._inductor.config.patch({"allow_buffer_reuse": False}):
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(library))
 
 
 def _fingerprint(traced: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> str:

@@ -13,6 +13,7 @@ from surefoot.core.sharding.idle import rest_on_cpu
 from surefoot.core.sharding.master import to_bfloat16
 from surefoot.language.models.adapters import RoleTrunk
 from surefoot.language.models.policy.critic import ValueHead
+from surefoot.language.models.quantised import move_with_weights
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.recipes.models import ModelRecipe
 
@@ -30,6 +31,7 @@ def place(module: nn.Module, recipe: ModelRecipe, idle: bool = False) -> None:
                 part.exact = False
     else:
         module.to(device)
+    move_with_weights(module)
     if idle:
         rest_on_cpu(module, recipe.device)
 

@@ -98,6 +98,16 @@ def _quantised(layer: Any, kind: str, dtype: torch.dtype) -> nn.Module:
     return frozen
 
 
+def move_with_weights(module: nn.Module) -> None:
+    """Move the int8 layers' scales, and their other name for the weights, to where ``module.to`` has moved the weights."""
+    for part in module.modules():
+        if is_quantised(part) and type(part).__name__ == "Linear8bitLt":
+            layer: Any = part
+            for held in (layer.weight, layer.state):  # a pass moves both from one to the other
+                if held.CB is not None:
+                    held.CB, held.SCB = layer.weight.data, held.SCB.to(layer.weight.device)
+
+
 def is_quantised(module: nn.Module) -> bool:
     """Whether this is a layer whose weights are in 4 or 8 bits."""
     return type(module).__name__ in QUANTISED and type(module).__module__.startswith("bitsandbytes.")

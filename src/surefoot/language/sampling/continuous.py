@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from surefoot.core.deterministic import any_algorithm
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers
@@ -53,7 +54,7 @@ class Continuous:
         prompts = [list(prompt) for prompt in request.prompts for _ in range(request.samples)]
         devices = [device] if device.type == "cuda" else []
         try:
-            with quiet_transformers(), eval_mode(self.model), torch.random.fork_rng(devices=devices):
+            with quiet_transformers(), eval_mode(self.model), any_algorithm(), torch.random.fork_rng(devices=devices):
                 outputs = self.model.generate_batch(prompts, **self._settings(request, prompts))
         except Exception as error:
             raise SurefootError(

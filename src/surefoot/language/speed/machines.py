@@ -4,7 +4,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +21,8 @@ Clock = Callable[[], float]
 class Machine:
     """The rates of a device and its links.
 
-    flops         multiplications and additions of matrices per second, at best
+    flops         multiplications and additions of matrices per second, at best; of a GPU in bfloat16
+    float32       the same in float32 without TF32; None: as ``flops``
     bandwidth     bytes of memory per second, at best
     link          bytes per second that a rank receives from ranks of its machine
     network       bytes per second that a rank receives from other machines
@@ -48,6 +49,11 @@ class Machine:
     reached: float = 0.8
     overlap: bool = True
     few_rows: float | None = None
+    float32: float | None = None
+
+    def in_float32(self) -> "Machine":
+        """The same machine for passes in float32."""
+        return self if self.float32 is None else replace(self, flops=self.float32)
 
     def link_of(self, ranks: int) -> float:
         """Bytes per second of an exchange among this many consecutive ranks.
@@ -65,15 +71,15 @@ class Machine:
 GPUS = {
     machine.name: machine
     for machine in (
-        Machine("A100", 312e12, 2.0e12, 300e9, 25e9, 80e9),
-        Machine("H100", 989e12, 3.35e12, 450e9, 50e9, 80e9),
-        Machine("H200", 989e12, 4.8e12, 450e9, 50e9, 141e9),
-        Machine("B200", 2250e12, 7.7e12, 900e9, 50e9, 180e9),
-        Machine("L40S", 362e12, 0.86e12, 25e9, 12.5e9, 48e9),
+        Machine("A100", 312e12, 2.0e12, 300e9, 25e9, 80e9, float32=19.5e12),
+        Machine("H100", 989e12, 3.35e12, 450e9, 50e9, 80e9, float32=67e12),
+        Machine("H200", 989e12, 4.8e12, 450e9, 50e9, 141e9, float32=67e12),
+        Machine("B200", 2250e12, 7.7e12, 900e9, 50e9, 180e9, float32=80e12),
+        Machine("L40S", 362e12, 0.86e12, 25e9, 12.5e9, 48e9, float32=91.6e12),
     )
 }
-"""bfloat16 without sparsity and memory by the makers' data sheets; NVLink in one direction (PCIe 4 for L40S), and per GPU a
-network of 200 Gbit/s (A100), 100 Gbit/s (L40S) or 400 Gbit/s"""
+"""bfloat16 without sparsity, float32 and memory by the makers' data sheets; NVLink in one direction (PCIe 4 for L40S), and per
+GPU a network of 200 Gbit/s (A100), 100 Gbit/s (L40S) or 400 Gbit/s"""
 
 
 def measured_machine(

@@ -12,6 +12,7 @@ import torch
 from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.world import ControlWorld
+from surefoot.core.deterministic import prepare_gpu
 from surefoot.core.distributed import exchange, from_first, on_first, rank, together, world_size
 from surefoot.core.ranks import choose_gpu, join_ranks, note, restarts
 from surefoot.core.rollout import World
@@ -78,6 +79,7 @@ def start(
     join_ranks()
     with together():
         choose_gpu(recipe.device)
+    prepare_gpu(recipe.device)
     several = check_callbacks(callbacks)
     with together():
         check_trackers(recipe, run_dir)
@@ -144,6 +146,7 @@ def continue_run(
         recipe.check_ranks(world_size())
         with together():
             choose_gpu(recipe.device)
+            prepare_gpu(recipe.device)
             functions = functions_of(recipe)
         try:
             with together():

@@ -1,13 +1,11 @@
 """A run from its recipe to its end: the loop with evaluation, checkpoints and signals, published as events."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from surefoot.core.distributed import (
     broadcast_weights,
@@ -52,6 +50,7 @@ from surefoot.runs.factory import make_learner
 from surefoot.runs.folder import RunFolder, recipe_differences, scored_alike
 from surefoot.runs.metrics import MachineUse
 from surefoot.runs.profile import Profile
+from surefoot.runs.session.arithmetic import arithmetic
 from surefoot.runs.session.saving import Saver
 from surefoot.runs.session.signals import SignalHandler
 from surefoot.runs.traces import SampleFolder, TraceFolder
@@ -208,7 +207,7 @@ class Session:
             with together():
                 self.publish(RunStart(self.state, run_folder))
             self._publish_opening()
-            with self.signals, announced(self.message), multiplying(self.recipe.tf32):
+            with self.signals, announced(self.message), arithmetic(self.recipe):
                 self._publish_initial_samples()
                 self._begin_profile()
                 if not self._finish_pending():
@@ -496,17 +495,3 @@ class Session:
             self.message(folder.as_shown(line))
         if self.world.exports_model:
             folder.finish(self.state.steps)
-
-
-@contextmanager
-def multiplying(tf32: bool) -> Iterator[None]:
-    """Let NVIDIA GPUs multiply float32 matrices in TF32, if ``tf32``; otherwise PyTorch's setting stays as it is."""
-    if not tf32:
-        yield
-        return
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
