@@ -10,6 +10,7 @@ import steps as of
 import torch
 from steps import Numbers, Settings
 
+from surefoot.core.deterministic import deterministic
 from surefoot.core.rollout import LearnerState
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.factory import make_world
@@ -125,7 +126,7 @@ def waits(settings: Settings) -> Numbers:
         world.collector.collect(state)
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            with warnings.catch_warnings(record=True) as seen:
+            with warnings.catch_warnings(record=True) as seen, deterministic(True):
                 warnings.simplefilter("always")
                 world.collector.collect(state)
         finally:

@@ -17,6 +17,9 @@ from features import features_of
 from rates import rates_of
 from steps import Settings, run_steps, steps_of
 
+LIMIT = 30 * 60
+"""seconds after which no further step begins"""
+
 
 def arguments(description: str) -> argparse.Namespace:
     """The command line of both scripts."""
@@ -37,7 +40,7 @@ def main() -> None:
     steps = {**steps_of(settings), **features_of(settings), **rates_of(settings)}
     chosen = {name: step for name, step in steps.items() if given.only is None or name in given.only}
     title = "Surefoot on one GPU" if given.device == "cuda" else "Surefoot on a CPU"
-    report = run_steps(title, settings, chosen, given.out)
+    report = run_steps(title, settings, chosen, given.out, LIMIT)
     print(f"{given.out / 'report.md'}: {len(report.steps) - len(report.failed)} of {len(report.steps)} steps passed")
     sys.exit(1 if report.failed else 0)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/page.py
 
-The results are steps of reports of ``one.py`` and ``several.py``; ``alone`` marks those that had the machine to themselves,
-whose times count.
+The results are those steps of several reports of ``one.py`` and ``several.py`` that passed, put together by hand without the
+numbers that other steps on the same GPU disturb; ``alone`` marks those that had the machine to themselves, whose times count.
 """
 
 import json

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,20 @@ def on_rank(out: Path, settings: Settings, only: list[str] | None, share: bool) 
     import torch
 
     from surefoot.core.distributed import rank, together
-    from surefoot.core.ranks import choose_gpu, process_group
+    from surefoot.core.ranks import choose_gpu, join_ranks, leave_ranks, process_group
 
     if share:
         os.environ["LOCAL_RANK"] = "0"
-    with process_group("gloo" if share or settings.device == "cpu" else "cpu:gloo,cuda:nccl"):
+    else:
+        join_ranks()
+    with process_group("gloo") if share else nullcontext():
         with together():
             choose_gpu(settings.device)
         report = run_steps("Surefoot on several ranks", settings, steps_of(settings, only))
         if rank() == 0:
             report.machine["backend"] = torch.distributed.get_backend()
             report.write(out)
+    leave_ranks()
 
 
 def killed(settings: Settings, ranks: int) -> dict[str, Any]:
@@ -87,7 +91,7 @@ def main() -> None:
 
     ranks = given.ranks or torch.cuda.device_count()
     if ranks < 2:
-        sys.exit("several.py: needs two GPUs, or --ranks N with --device cpu; one GPU: benchmarks/gpu/one.py")
+        sys.exit("several.py: needs two GPUs, --share --ranks 2 with one, or --ranks N with --device cpu")
     began = time.monotonic()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     subprocess.run([*torchrun, __file__, *sys.argv[1:]], check=True)

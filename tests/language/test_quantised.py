@@ -20,10 +20,10 @@ from surefoot.language.models.adapter_files import add_adapter
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.models.language_model import load_base, load_language_model
 from surefoot.language.models.loading import load_model
-from surefoot.language.models.placement import shares_base
+from surefoot.language.models.placement import place, shares_base
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.critic import Critic, ValueHead
-from surefoot.language.models.quantised import is_quantised, move_with_weights, parameter_count, restored
+from surefoot.language.models.quantised import is_quantised, parameter_count, restored
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
@@ -342,16 +342,26 @@ def test_unsupported_layers_and_a_missing_package_are_rejected(
         SupervisedWorld(make_recipe(table("sft", files, model, **quantised("nf4"))))  # type: ignore[arg-type]
 
 
-def test_scales_of_int8_layers_follow_their_weights(model: Path) -> None:
-    """``module.to(device)`` moves the data of weights alone, as here; a pass moves their other name to the layer's state."""
+class Scales:
+    """Stands for scales that were left on another device."""
+
+    device = torch.device("meta")
+
+    def to(self, device: torch.device) -> "Scales":
+        self.device = device
+        return self
+
+
+@pytest.mark.parametrize("held", ["weight", "state"])
+def test_placing_an_int8_model_moves_the_scales_of_its_layers_with_the_weights(model: Path, held: str) -> None:
+    """``module.to(device)`` moves the data of weights alone. A pass keeps both in the layer's state."""
     _, base = base_of(model, "int8")
-    layers = [part for part in base.trunk.modules() if is_quantised(part)]
-    for held in ("weight", "state"):
-        before = [restored(layer) for layer in layers]
-        for layer in layers:
-            layer.weight.data = layer.weight.data.clone()
-        move_with_weights(base.trunk)
-        for layer in layers:
-            assert getattr(layer, held).CB.data_ptr() == layer.weight.data_ptr()
-        assert all(map(torch.equal, before, map(restored, layers)))
+    if held == "state":
         base.trunk(input_ids=torch.arange(6).view(1, 6))
+    for layer in layers(base.trunk):
+        layer.weight.data = layer.weight.data.clone()
+        getattr(layer, held).SCB = Scales()
+    place(base.trunk, make_recipe({"kind": "sft", "model": str(model), "data": {"train": "x"}, "steps": 1}))  # type: ignore[arg-type]
+    for layer in layers(base.trunk):
+        assert getattr(layer, held).CB.data_ptr() == layer.weight.data_ptr()
+        assert getattr(layer, held).SCB.device == layer.weight.device

@@ -14,6 +14,7 @@ from torch import Tensor
 import surefoot
 from surefoot import read_trace
 from surefoot.core.credit import assign_credit
+from surefoot.core.deterministic import deterministic
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
 from surefoot.functional import gae
@@ -762,3 +763,27 @@ def test_encode_reply_ends_the_turn_only_if_the_model_did_not(folder: Path) -> N
     before = tokens.encode_prompt(whole[:1]) + tokens.encode_completion("b")
     assert before + tokens.encode_reply(whole[2:], ended=True) == tokens.encode_prompt(whole)
     assert before[:-1] + tokens.encode_reply(whole[2:], ended=False) == tokens.encode_prompt(whole)
+
+
+def test_text_environments_and_rewards_may_use_operations_without_a_deterministic_algorithm(
+    files: dict[str, str], folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure of either would be tolerated, without a word, where few responses have one. ``longest`` is asked before."""
+    monkeypatch.setattr("surefoot.runs.session.arithmetic", lambda recipe: deterministic(True))
+    operation = "torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))"
+    (tmp_path / "chance.py").write_text(
+        "import torch\n"
+        "class Chance:\n"
+        f"    def reset(self, row):\n        {operation}\n        return row['prompt']\n"
+        f"    def step(self, response):\n        {operation}\n        return [], 1.0, True\n"
+        f"def score(responses):\n    {operation}\n    return [1.0] * len(responses)\n"
+    )
+    for name, changes in {
+        "environment": {"turns": {"environment": f"{tmp_path / 'chance.py'}:Chance", "max_turns": 2}},
+        "reward": {"turns": {}, "reward": {"terms": [{"function": f"{tmp_path / 'chance.py'}:score"}], "missing_eos": "none"}},
+    }.items():
+        table = fields(files, folders["llama"], **changes)
+        surefoot.train("language", run_dir=tmp_path / name, display=False, **table)
+        rows = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert [row["without_score"] for row in rows] == [0.0] * len(rows)
+        assert not torch.are_deterministic_algorithms_enabled()

@@ -213,7 +213,7 @@ RATES = {"tflops": ("flops", 1e12), "memory_bandwidth": ("bandwidth", 1e9), "lin
 @click.option("--measure", is_flag=True, help="Measure this machine's CPU instead, with one thread per rank and gloo.")
 @click.option("--ranks", type=COUNT, multiple=True, help="Number of ranks; repeatable. [default: 1 to 512]")
 @click.option("--ranks-per-machine", type=COUNT, default=8, show_default=True, help="GPUs of a machine.")
-@click.option("--tflops", type=POSITIVE, help="Matrix operations, 10¹² per second. [default: the GPU's]")
+@click.option("--tflops", type=POSITIVE, help="Matrix operations, 10¹² per second. [default: the GPU's in --precision]")
 @click.option("--memory-bandwidth", type=POSITIVE, help="GB per second. [default: the GPU's]")
 @click.option("--link", type=POSITIVE, help="GB per second from the GPUs of a machine. [default: the GPU's]")
 @click.option("--network", type=POSITIVE, help="GB per second and GPU from other machines. [default: as usual for the GPU]")

@@ -21,6 +21,7 @@ from surefoot.control.environments.observations import (
     score_and_life,
 )
 from surefoot.control.spaces import MASK, Array
+from surefoot.core.deterministic import any_algorithm
 from surefoot.core.distributed import exchange, rank, together, world_size
 from surefoot.core.seeding import stream
 from surefoot.errors import NotFiniteError, SurefootError
@@ -119,14 +120,14 @@ def _finished_episodes(
     running, length = np.zeros(width), np.zeros(width, np.int64)
     normalise, convert, policy = agent.normaliser(), agent.action_converter(), agent.policy
     generator = stream(seed, "evaluation")
-    observations = environments.reset()
+    observations, take_step = any_algorithm()(environments.reset)(), any_algorithm()(environments.step)
     lstm_state, starts = policy.initial_lstm_state(width), np.ones(width, bool)
     _check(environments.name, non_finite(observations), length)
     while (active := quota > 0).any():
         inputs = with_lstm_state(normalise(agent.tensors(observations)), lstm_state, starts)
         distribution, lstm_state = policy.step(inputs)
         actions = distribution.mode() if deterministic else distribution.sample(generator)
-        step = environments.step(convert(actions.cpu()), active)
+        step = take_step(convert(actions.cpu()), active)
         running += step.rewards if step.scores is None else step.scores
         length += active
         bad = non_finite(step.observations, step.final_observations, step.rewards, step.scores)

@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError
+
+NO_ALGORITHM = "does not have a deterministic implementation"
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""the words of PyTorch's two errors: about an operation, and about the workspace of cuBLAS"""
 
 
-def prepare_gpu(device: str) -> None:
-    """Before a run on a GPU: free what runs before it left, and set what cuBLAS reads at its first product."""
+def prepare_gpu(device: str, deterministic: bool = True) -> None:
+    """Before a run on a GPU: free what runs before it left, and give cuBLAS a workspace with which sums have one order."""
     if device.startswith("cuda"):
         gc.collect()  # a run's session refers to itself, so its models stay until then
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with this workspace a product has one order of sums
+        if deterministic:
+            os.environ.setdefault(WORKSPACE, ":4096:8")
 
 
 @contextmanager
@@ -33,15 +38,30 @@ def deterministic(on: bool) -> Iterator[None]:
     try:
         with _algorithms(True):
             yield
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        raise SurefootError(f"deterministic=true: PyTorch raised {cause_of(error)}; set deterministic = false") from error
+    except Exception as error:
+        for cause in _causes(error):  # a layer between may have given it other words
+            if isinstance(cause, RuntimeError) and any(words in str(cause) for words in (NO_ALGORITHM, WORKSPACE)):
+                raise SurefootError(_message(cause)) from error
+        raise
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _message(error: RuntimeError) -> str:
+    if NO_ALGORITHM in str(error):
+        what = str(error).partition(",")[0]
+        return f"deterministic=true: {what}; set deterministic = false (to resume a run, with --allow-changes)"
+    now = os.environ.get(WORKSPACE, "not set")
+    return f"deterministic=true: the environment variable {WORKSPACE} is {now}; set it to :4096:8, or deterministic = false"
 
 
 @contextmanager
 def any_algorithm() -> Iterator[None]:
-    """Use any algorithms in this block: for the code of others, and for operations that PyTorch only calls nondeterministic."""
+    """Use any algorithms in this block, which calls the code of others. Enter it in the thread that trains."""
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -160,7 +160,8 @@ class Recipe(Section):
     tf32: bool = False
     """let NVIDIA GPUs multiply float32 matrices in TF32, with 10 bits of mantissa: faster; no effect elsewhere"""
     deterministic: bool = True
-    """on NVIDIA GPUs, use algorithms that give the same bits each time, so that a resumed run is exact; no effect elsewhere"""
+    """on NVIDIA GPUs, use algorithms that give the same bits each time, so that a resumed run is exact; no effect elsewhere.
+    Actions are sampled in any case"""
     engine: Literal["eager", "compiled", "auto"] = "eager"
     """compiled: compile updates and acting, in up to a minute; they run faster then. Of language models the blocks of the
     trained model and its reference, in minutes. Needs a C++ compiler. auto: compiled if a run of control is long enough to win

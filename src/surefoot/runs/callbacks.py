@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from surefoot.core.deterministic import any_algorithm
 from surefoot.core.learner import RATE_SCALE, finite_or_none
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, World
 from surefoot.errors import SurefootError
@@ -108,6 +109,7 @@ class CallbackListener:
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
         self.run, self.callbacks = run, callbacks
 
+    @any_algorithm()
     def __call__(self, event: Event) -> bool | None:
         """Raises whatever a callback raises."""
         run, stops = self.run, []
@@ -149,6 +151,7 @@ def metrics_listener(callback: MetricsCallback) -> Listener:
     if not callable(callback):
         raise SurefootError(f"callback={callback!r}: is not a function; give one that takes the metrics of an iteration")
 
+    @any_algorithm()
     def listener(event: Event) -> bool | None:
         return callback(event.metrics) if isinstance(event, IterationEnd) else None
 

@@ -21,6 +21,7 @@ from surefoot.control.environments.slices import concatenate, join_states, slice
 from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.replay import RawRollout, Replayable
 from surefoot.control.spaces import Array, Observations
+from surefoot.core.deterministic import any_algorithm
 from surefoot.core.distributed import exchange, rank_generator, together, world_size
 from surefoot.core.rollout import LearnerState, Rollout, Timer
 from surefoot.errors import NotFiniteError, SurefootError
@@ -93,7 +94,8 @@ class ControlCollector:
         self._check_start()
         if isinstance(self.environments, Replayable):
             self.environments.mark()
-        act, take_step = timer.timed("acting", self.actor(generator)), timer.timed("environment", self.environments.step)
+        act = timer.timed("acting", self.actor(generator))
+        take_step = timer.timed("environment", any_algorithm()(self.environments.step))
         observed: list[Observations] = []
         taken: list[Tensor] = []
         outcomes: list[Step] = []
@@ -184,7 +186,8 @@ class ControlCollector:
 
     def _discard(self, bad: dict[int, str], at: Array) -> NoReturn:
         for index in bad:
-            self.observations, restarted = self.environments.restart(index)
+            with any_algorithm():
+                self.observations, restarted = self.environments.restart(index)
             self._restart_counters(restarted)
         index, what = next(iter(bad.items()))
         where = not_finite_message(self.environments.name, what, self.environments.first + index, at[index])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from surefoot.control.spaces import BARE
+from surefoot.core.deterministic import any_algorithm
 from surefoot.errors import SurefootError, cause_of
 
 
@@ -37,7 +38,8 @@ class Symmetry:
         bare = list(observed) == [BARE]
         copies = {path: x.clone() for path, x in observed.items()}  # the function may write into them
         try:
-            returned, images = self.function(copies[BARE] if bare else copies, actions.clone())
+            with any_algorithm():
+                returned, images = self.function(copies[BARE] if bare else copies, actions.clone())
         except Exception as error:
             raise self._error(
                 f"raised {cause_of(error)} for observations and actions of {len(actions)} steps; fix it"

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from surefoot.core.deterministic import any_algorithm
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
@@ -338,7 +339,8 @@ class Environments:
                 conversation.failure = str(error) if isinstance(error, InvalidReply) else f"raised {cause_of(error)}"
 
         fine = [conversation for conversation in conversations if conversation.failure is None]
-        self._timed(lambda: in_threads(one, fine, at_once or self.settings.at_once), f"{len(conversations)} conversations")
+        with any_algorithm():  # once for all threads
+            self._timed(lambda: in_threads(one, fine, at_once or self.settings.at_once), f"{len(conversations)} conversations")
 
     def _close_all(self, conversations: Sequence[Conversation]) -> None:
         """Close every environment; errors of those that have failed are ignored."""

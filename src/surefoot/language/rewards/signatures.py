@@ -20,7 +20,6 @@ from functools import cache
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from surefoot.core.deterministic import any_algorithm
 from surefoot.language.calls import Background
 from surefoot.language.rewards.scores import Columns, Prompt
 
@@ -77,7 +76,6 @@ class Signature:
         ]
         return {**lists, "prompt": plain, "completion": completions, "state": state}
 
-    @any_algorithm()
     def call(self, function: Callable[..., Any], lists: Mapping[str, list[Any]], constants: Mapping[str, Any]) -> Any:
         """What the function returns, a list or an array; awaitables are awaited, all rows of a function at once.
 

@@ -15,6 +15,7 @@ import pydantic
 import torch
 from torch import Tensor
 
+from surefoot.core.deterministic import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.files import parse_value
 from surefoot.language.calls import DeadlineExceeded, with_deadline
@@ -161,7 +162,8 @@ class FunctionReward:
         if not callable(estimate):
             return None
         try:
-            seconds = float(estimate(count, self.arguments, columns))
+            with any_algorithm():
+                seconds = float(estimate(count, self.arguments, columns))
         except SurefootError as error:  # one of our own, about a row
             raise self._error(str(error)) from None
         except Exception as error:  # usually because of invalid arguments
@@ -212,7 +214,8 @@ class FunctionReward:
             return _without_padding(returned, of_tokens)
 
         try:
-            returned = with_deadline(self.deadline, rows)
+            with any_algorithm():  # here, and not in the thread that may go on after the deadline
+                returned = with_deadline(self.deadline, rows)
         except DeadlineExceeded:
             in_command = self.field in ("--reward", "--function")  # without a recipe whose deadline could be raised
             limit, remedy = ("", "score fewer at a time") if in_command else ("reward.deadline=", "raise reward.deadline")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from surefoot.core.deterministic import any_algorithm
 from surefoot.core.distributed import exact_device, in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, SurefootError
@@ -338,8 +337,7 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 
     Sums in float64 and scales u by their total, so a token of probability 0 is never drawn.
     """
-    with any_algorithm():  # PyTorch has no other for sums of floats along a row, whose order is the same each time
-        cumulative = in_float64(log_probs.exp()).cumsum(-1)
+    cumulative = in_float64(log_probs.exp()).cumsum(-1)
     drawn = uniforms.unsqueeze(-1) * cumulative[:, -1:]
     passed = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).to(log_probs.device)
     return passed.clamp_(max=log_probs.shape[-1] - 1)  # NaN leads past the end; as_samples reports it

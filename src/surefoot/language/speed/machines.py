@@ -53,7 +53,7 @@ class Machine:
 
     def in_float32(self) -> "Machine":
         """The same machine for passes in float32."""
-        return self if self.float32 is None else replace(self, flops=self.float32)
+        return self if self.float32 is None else replace(self, flops=self.float32, float32=None)
 
     def link_of(self, ranks: int) -> float:
         """Bytes per second of an exchange among this many consecutive ranks.

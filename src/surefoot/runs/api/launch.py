@@ -79,7 +79,7 @@ def start(
     join_ranks()
     with together():
         choose_gpu(recipe.device)
-    prepare_gpu(recipe.device)
+    prepare_gpu(recipe.device, recipe.deterministic)
     several = check_callbacks(callbacks)
     with together():
         check_trackers(recipe, run_dir)
@@ -146,7 +146,7 @@ def continue_run(
         recipe.check_ranks(world_size())
         with together():
             choose_gpu(recipe.device)
-            prepare_gpu(recipe.device)
+            prepare_gpu(recipe.device, recipe.deterministic)
             functions = functions_of(recipe)
         try:
             with together():
