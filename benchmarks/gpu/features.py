@@ -10,8 +10,8 @@ import steps as of
 import torch
 from steps import Numbers, Settings
 
-from surefoot.core.deterministic import deterministic
 from surefoot.core.rollout import LearnerState
+from surefoot.core.seeding import deterministic
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.factory import make_world
 

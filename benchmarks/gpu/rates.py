@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from memory import built, online, rows_in
 
 from surefoot.core.credit import assign_credit
-from surefoot.core.deterministic import deterministic, prepare_gpu
 from surefoot.core.rollout import LearnerState
+from surefoot.core.seeding import deterministic, prepare_gpu
 from surefoot.language.memory import estimate
 from surefoot.language.memory.check import running_peak, workload_of
 from surefoot.language.speed.machines import GPUS

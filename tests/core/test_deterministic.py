@@ -15,7 +15,7 @@ from torch import Tensor
 
 import surefoot
 from surefoot.control.environments.classic import CartPole
-from surefoot.core.deterministic import any_algorithm, deterministic, prepare_gpu
+from surefoot.core.seeding import any_algorithm, deterministic, prepare_gpu
 from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.api import launch

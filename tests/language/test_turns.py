@@ -14,8 +14,8 @@ from torch import Tensor
 import surefoot
 from surefoot import read_trace
 from surefoot.core.credit import assign_credit
-from surefoot.core.deterministic import deterministic
 from surefoot.core.rollout import LearnerState, Rollout
+from surefoot.core.seeding import deterministic
 from surefoot.errors import SurefootError
 from surefoot.functional import gae
 from surefoot.language import tasks

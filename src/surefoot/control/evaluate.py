@@ -21,9 +21,8 @@ from surefoot.control.environments.observations import (
     score_and_life,
 )
 from surefoot.control.spaces import MASK, Array
-from surefoot.core.deterministic import any_algorithm
 from surefoot.core.distributed import exchange, rank, together, world_size
-from surefoot.core.seeding import stream
+from surefoot.core.seeding import any_algorithm, stream
 from surefoot.errors import NotFiniteError, SurefootError
 
 EVALUATION_ENVIRONMENTS = 10

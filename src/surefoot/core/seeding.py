@@ -1,10 +1,19 @@
-"""Random generators of a run, all derived from its one seed.
+"""What makes a run repeat itself: random generators, all derived from its one seed, and deterministic algorithms on GPUs.
 
-Streams differ by name, never by adding to the seed: seed 1's second stream must not be seed 2's first.
+Streams differ by name, never by adding to the seed: seed 1's second stream must not be seed 2's first. Without deterministic
+algorithms a GPU sums the gradient of attention, among others, in the order in which its threads finish.
+
+Importing this needs no torch: a worker process needs seeds and no torch, which takes seconds and 200 MB.
 """
 
+import gc
+import os
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,6 +21,9 @@ if TYPE_CHECKING:
 
 MAX_SEED = 2**53
 """the largest seed of a recipe: a float64, and so any JSON, holds integers up to it exactly"""
+NO_ALGORITHM = "does not have a deterministic implementation"
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""the words of PyTorch's two errors: about an operation, and about the workspace of cuBLAS"""
 
 
 def derived_seed(*words: int | str) -> int:
@@ -21,7 +33,7 @@ def derived_seed(*words: int | str) -> int:
 
 def stream(*words: int | str) -> "torch.Generator":
     """A CPU generator for the run's seed and the stream's name: ``stream(seed, "weights")``."""
-    import torch  # not above: a worker process needs seeds and no torch, which takes seconds and 200 MB
+    import torch
 
     return torch.Generator().manual_seed(int(_sequence(words).generate_state(1, "uint64")[0]) >> 1)
 
@@ -30,3 +42,75 @@ def _sequence(words: tuple[int | str, ...]) -> "np.random.SeedSequence":
     import numpy as np  # not above: a command line needs MAX_SEED and no numpy
 
     return np.random.SeedSequence([zlib.crc32(word.encode()) if isinstance(word, str) else word for word in words])
+
+
+# ---- deterministic algorithms -----------------------------------------------------------------------------------------
+
+
+def prepare_gpu(device: str, deterministic: bool = True) -> None:
+    """Before a run on a GPU: free what runs before it left, and give cuBLAS a workspace with which sums have one order."""
+    if device.startswith("cuda"):
+        gc.collect()  # a run's session refers to itself, so its models stay until then
+        if deterministic:
+            os.environ.setdefault(WORKSPACE, ":4096:8")
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Use PyTorch's deterministic algorithms; without ``on``, PyTorch's setting stays as it is.
+
+    Raises SurefootError if an operation has none.
+    """
+    if not on:
+        yield
+        return
+    try:
+        with _algorithms(True):
+            yield
+    except Exception as error:
+        for cause in _causes(error):  # a layer between may have given it other words
+            if isinstance(cause, RuntimeError) and any(words in str(cause) for words in (NO_ALGORITHM, WORKSPACE)):
+                raise SurefootError(_message(cause)) from error
+        raise
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _message(error: RuntimeError) -> str:
+    if NO_ALGORITHM in str(error):
+        what = str(error).partition(",")[0]
+        return f"deterministic=true: {what}; set deterministic = false (to resume a run, with --allow-changes)"
+    now = os.environ.get(WORKSPACE, "not set")
+    return f"deterministic=true: the environment variable {WORKSPACE} is {now}; set it to :4096:8, or deterministic = false"
+
+
+@contextmanager
+def any_algorithm() -> Iterator[None]:
+    """Use any algorithms in this block, which calls the code of others. Enter it in the thread that trains."""
+    import torch
+
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    with _algorithms(False):
+        yield
+
+
+@contextmanager
+def _algorithms(only_deterministic: bool) -> Iterator[None]:
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(only_deterministic)
+    memory.fill_uninitialized_memory = False  # it would write new tensors twice
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fills

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.deterministic import any_algorithm
 from surefoot.core.learner import RATE_SCALE, finite_or_none
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, World
+from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
 from surefoot.runs.events import CheckpointSaved, EvaluationEnd, Event, IterationEnd, Listener, RunEnd, RunStart

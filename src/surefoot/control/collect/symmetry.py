@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from surefoot.control.spaces import BARE
-from surefoot.core.deterministic import any_algorithm
+from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of
 
 

@@ -24,8 +24,7 @@ from surefoot.control.spaces import (
     choices,
     observation_parts,
 )
-from surefoot.core.deterministic import any_algorithm
-from surefoot.core.seeding import derived_seed
+from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of, place_of
 
 FINAL = ("final_obs", "final_observation")

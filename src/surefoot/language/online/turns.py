@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from surefoot.core.deterministic import any_algorithm
-from surefoot.core.seeding import derived_seed
+from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
 from surefoot.language.data.rows import fault_in

@@ -15,7 +15,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from surefoot.core.deterministic import any_algorithm
+from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.files import parse_value
 from surefoot.language.calls import DeadlineExceeded, with_deadline

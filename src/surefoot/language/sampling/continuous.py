@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from surefoot.core.deterministic import any_algorithm
-from surefoot.core.seeding import derived_seed
+from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers
 from surefoot.language.sampling import Samples, check_options, check_prompts, eval_mode

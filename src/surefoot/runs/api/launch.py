@@ -12,10 +12,10 @@ import torch
 from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.world import ControlWorld
-from surefoot.core.deterministic import prepare_gpu
 from surefoot.core.distributed import exchange, from_first, on_first, rank, together, world_size
 from surefoot.core.ranks import choose_gpu, join_ranks, note, restarts
 from surefoot.core.rollout import World
+from surefoot.core.seeding import prepare_gpu
 from surefoot.errors import SurefootError
 from surefoot.files import steps_named
 from surefoot.recipes.base import Recipe

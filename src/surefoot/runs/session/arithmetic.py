@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from surefoot.core.deterministic import deterministic
+from surefoot.core.seeding import deterministic
 from surefoot.recipes.base import Recipe
 
 
