@@ -35,6 +35,15 @@ def test_a_wrong_number_fails_its_step_and_the_next_one_runs(tmp_path: Path) -> 
     assert "| right | passed |" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_a_step_that_does_not_exist_is_one_line_and_not_a_pass(tmp_path: Path) -> None:
+    words = [sys.executable, str(FOLDER / "one.py"), "--device", "cpu", "--tiny", "--only", "stf", "--out", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("one.py: --only 'stf': is no step of this script; name some of: control, sft, ")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_all_steps_pass_in_one_process(tmp_path: Path) -> None:
     settings = steps.Settings(tmp_path, "cpu", tiny=True)

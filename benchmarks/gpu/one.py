@@ -15,7 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from features import features_of
 from rates import rates_of
-from steps import Settings, run_steps, steps_of
+from steps import Settings, chosen, run_steps, steps_of
+
+from surefoot.errors import SurefootError
 
 LIMIT = 30 * 60
 """seconds after which no further step begins"""
@@ -38,9 +40,13 @@ def main() -> None:
     given = arguments(__doc__ or "")
     settings = Settings((given.out / "runs").absolute(), given.device, given.tiny)
     steps = {**steps_of(settings), **features_of(settings), **rates_of(settings)}
-    chosen = {name: step for name, step in steps.items() if given.only is None or name in given.only}
+    try:
+        steps = chosen(steps, given.only)
+    except SurefootError as error:
+        print(f"one.py: {error}", file=sys.stderr)
+        sys.exit(2)
     title = "Surefoot on one GPU" if given.device == "cuda" else "Surefoot on a CPU"
-    report = run_steps(title, settings, chosen, given.out, LIMIT)
+    report = run_steps(title, settings, steps, given.out, LIMIT)
     print(f"{given.out / 'report.md'}: {len(report.steps) - len(report.failed)} of {len(report.steps)} steps passed")
     sys.exit(1 if report.failed else 0)
 

@@ -19,6 +19,7 @@ import torch
 
 import surefoot
 from surefoot.core.distributed import exchange, on_first, rank, together, world_size
+from surefoot.errors import SurefootError
 from surefoot.language.data.rows import write_rows
 from surefoot.language.memory import estimate
 from surefoot.language.memory.check import running_peak, workload_of
@@ -375,4 +376,12 @@ def steps_of(settings: Settings, only: Sequence[str] | None = None) -> dict[str,
             steps["sft hybrid"] = partial(sft, settings, "sft hybrid", sharding="hybrid")
     for run, kind, fields in (("sft", "sft", settings.sft()), ("ppo", "language", settings.ppo())):
         steps[f"memory of {run}"] = partial(planned, settings, run, run, kind, fields)
+    return chosen(steps, only)
+
+
+def chosen(steps: dict[str, Callable[[], Numbers]], only: Sequence[str] | None) -> dict[str, Callable[[], Numbers]]:
+    """The steps of these names, or all. Raises SurefootError for a name that is none: it would pass without running."""
+    for name in only or ():
+        if name not in steps:
+            raise SurefootError(f"--only {name!r}: is no step of this script; name some of: {', '.join(steps)}")
     return {name: step for name, step in steps.items() if only is None or name in only}
