@@ -17,8 +17,9 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.distributed import check_same_weights, sum_count
 from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import LearnerState, World
-from surefoot.core.sharding import Sharding, gathered, is_sharded, local_part, shard
+from surefoot.core.sharding import gathered, is_sharded, local_part
 from surefoot.errors import SurefootError
+from surefoot.language.models import placement
 from surefoot.language.models.placement import shard_role
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.terms import parts_of
@@ -404,12 +405,16 @@ def test_unsupported_sharding_settings_are_rejected(changes: dict[str, Any], mes
         recipe(folder, "language", **{"sharding": "full", **changes})
 
 
-def test_sharding_with_an_older_pytorch_is_rejected_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["sft", "language"])
+def test_sharding_with_an_older_pytorch_is_rejected_before_models_are_read(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """2.11 has no such method."""
+    settings = recipe(folder, kind, sharding="full")
     monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.set_reduce_scatter_unused_params")
-    layer = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(placement, "world_size", lambda: 2)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read the model"))
     with pytest.raises(
         SurefootError, match=r"^sharding='full': needs PyTorch 2.13, and this is 2[^\n]*; install torch==2.13.0, or"
     ):
-        shard(layer, [], Sharding("full"))
-    assert not is_sharded(layer)
+        make_world(settings)

@@ -30,6 +30,8 @@ class Sharding:
     bf16      gather and compute in bfloat16; shards and sums of gradients stay in float32
     reshard   drop a block's gathered parameters after its forward pass and gather them again for the backward pass
     offload   keep shards and moments in the memory of the CPU
+
+    Raises SurefootError if PyTorch is too old.
     """
 
     kind: Literal["full", "hybrid"]
@@ -37,6 +39,15 @@ class Sharding:
     bf16: bool = False
     reshard: bool = True
     offload: bool = False
+
+    def __post_init__(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise SurefootError(
+                f"sharding={self.kind!r}: needs PyTorch 2.13, and this is {torch.__version__}; install torch==2.13.0, or unset "
+                "sharding"
+            )
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -67,15 +78,10 @@ def shard(
 
     From now on the module is called as a whole (``module(...)``), or within ``gathered``.
 
-    Raises SurefootError, on every rank, if the weights differ, or PyTorch is too old.
+    Raises SurefootError, on every rank, if the weights differ.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise SurefootError(
-            f"sharding={settings.kind!r}: needs PyTorch 2.13, and this is {torch.__version__}; install torch==2.13.0, or unset "
-            "sharding"
-        )
     # Nothing is changed in place in what a policy returns, which may be views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     check_same_weights(module)  # a broadcast would need memory for all weights
