@@ -206,10 +206,10 @@ def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
     if done < planned:
         facts.append(f"the others need about {hours_left(experiment, results):,.1f} core-hours")
     text = "; ".join(facts) + "."
-    made = sorted({hardware(result["made_with"]) for result in results.values() if "made_with" in result})
+    made = hardware([result["made_with"] for result in results.values() if "made_with" in result])
     older = sum("made_with" not in result for result in results.values())
     if older:
-        made.append(f"{older} older cells have no record")
+        made.append("1 older cell has no record" if older == 1 else f"{older} older cells have no record")
     if made:
         text += f" Made with {'; '.join(made)}."
     engines = sorted({result["engine"] for result in results.values() if result.get("engine")})
@@ -229,10 +229,14 @@ def hours_left(experiment: Experiment, results: dict[str, Result]) -> float:
     return sum(hours.get(name.partition("-")[0], planned) for name in experiment.cells if name not in results)
 
 
-def hardware(made: dict[str, Any]) -> str:
-    """Code and hardware of a cell, in words."""
-    threads = "1 thread" if made["threads"] == 1 else f"{made['threads']} threads"
-    return f"Surefoot {made['version']} ({made['source']}), PyTorch {made['torch']}, {made['cpu']}, {threads}"
+def hardware(made: list[dict[str, Any]]) -> list[str]:
+    """Hardware and versions of cells in words, each with the hashes of the source that ran there."""
+    sources: dict[str, set[str]] = {}
+    for each in made:
+        threads = "1 thread" if each["threads"] == 1 else f"{each['threads']} threads"
+        where = f"PyTorch {each['torch']} on {each['cpu']}, {threads}, Surefoot {each['version']}"
+        sources.setdefault(where, set()).add(each["source"])
+    return [f"{where} (source {', '.join(sorted(sources[where]))})" for where in sorted(sources)]
 
 
 def write_page(path: Path = PAGE) -> None:

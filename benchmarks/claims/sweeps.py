@@ -99,7 +99,7 @@ E8 = Experiment(
             "Schulman et al. 2017 (arXiv 1707.06347), table 3, uses 10; folklore",
             "with ε = 0.2 the average return with 10 epochs is above that with 1 and with 30",
             partial(few_epochs, "CartPole"),
-            {"refuted": "On this small task more epochs per batch go on helping, or fewer do as well."},
+            {"refuted": "On this small task thirty epochs learn faster still; the clip keeps them safe (E8.4)."},
             within(*(grid_name("CartPole", 0.2, epochs) for epochs in (1, 10, 30))),
         ),
         Claim(
