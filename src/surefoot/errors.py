@@ -1,14 +1,20 @@
-"""The errors that users see. Each message is one line: what is wrong, why, and the remedy."""
+"""The errors that users see, and lines about work that takes long.
+
+The message of an error is one line: what is wrong, why, and the remedy.
+"""
 
 import difflib
 import shlex
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 LONGEST_CAUSE = 500
 """longest text of another library's exception, in characters"""
+_announce: ContextVar[Callable[[str], None]] = ContextVar("announce", default=lambda line: None)
 
 
 class SurefootError(ValueError):
@@ -35,6 +41,21 @@ class Interrupted(BaseException):
 
     Not an Exception, so that no handler on the way (in an environment, in a callback) catches it.
     """
+
+
+@contextmanager
+def announced(show: Callable[[str], None]) -> Iterator[None]:
+    """Call ``show`` with each line that is announced in this block."""
+    token = _announce.set(show)
+    try:
+        yield
+    finally:
+        _announce.reset(token)
+
+
+def announce(line: str) -> None:
+    """Show a line about work that takes long, such as a compilation; outside ``announced`` nothing shows it."""
+    _announce.get()(line)
 
 
 def cause_of(error: BaseException) -> str:

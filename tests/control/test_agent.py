@@ -18,6 +18,7 @@ from surefoot.control import evaluate
 from surefoot.control.environments.looped import episode_seed
 from surefoot.control.export import export_agent
 from surefoot.core.algorithms import algorithm_name
+from surefoot.errors import announced
 
 from .tiny import Clockwork, Endless, bare, small
 
@@ -456,6 +457,17 @@ def test_an_endless_episode_ends_the_evaluation_with_an_error(monkeypatch: pytes
         surefoot.evaluate(agent, Endless, episodes=2)
     limited = partial(gymnasium.wrappers.TimeLimit, Endless(), 50)
     assert surefoot.evaluate(agent, limited, episodes=1).lengths == [50]  # the last step that is waited for
+
+
+def test_a_long_episode_of_an_evaluation_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "LONG_EPISODE_STEPS", 50)
+    agent = surefoot.train(Endless, A2C, steps=1, **QUICK_ONCE)
+    lines: list[str] = []
+    for limit in (49, 50, 70):
+        with announced(lines.append):
+            surefoot.evaluate(agent, partial(gymnasium.wrappers.TimeLimit, Endless(), limit), episodes=12)
+    assert len(lines) == 1
+    assert re.match(r"evaluation: an episode of .* has run for 50 steps.*TimeLimit", lines[0])
 
 
 # ---- V in the task's units --------------------------------------------------------------------------------------------

@@ -33,9 +33,9 @@ from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import Credit, LearnerState, Metrics, map_tensors
 from surefoot.core.steps import programs as compiling
 from surefoot.core.steps.compiled import CompiledStepper
-from surefoot.core.steps.programs import _compile, _fingerprint, announced, loop, program_of, structure
+from surefoot.core.steps.programs import _compile, _fingerprint, loop, program_of, structure
 from surefoot.core.traces import Recorder
-from surefoot.errors import NotCompiledError, NotFiniteError, SurefootError
+from surefoot.errors import NotCompiledError, NotFiniteError, SurefootError, announced
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.events import Event, Message
 from surefoot.runs.factory import make_learner

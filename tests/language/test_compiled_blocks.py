@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 import surefoot  # noqa: E402
 from surefoot.core.rollout import map_tensors  # noqa: E402
-from surefoot.core.steps.programs import announced  # noqa: E402
+from surefoot.errors import announced  # noqa: E402
 from surefoot.language.data.tokens import right_padded  # noqa: E402
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402

@@ -1,5 +1,6 @@
 """Evaluate a run, record its agent, export it, and exchange runs with the Hugging Face hub."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from surefoot.cli.options import (
 )
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import MAX_COUNT
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, announced
 from surefoot.files import RUNS
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def evaluate(
     )
     from surefoot.runs import api
 
-    played = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
+    with announced(partial(echo, err=True)):
+        played = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
     if as_json:
         echo_json({**played.to_json(), "checkpoint": str(checkpoint)})
         return

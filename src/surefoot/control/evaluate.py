@@ -23,12 +23,15 @@ from surefoot.control.environments.observations import (
 from surefoot.control.spaces import MASK, Array
 from surefoot.core.distributed import exchange, rank, together, world_size
 from surefoot.core.seeding import any_algorithm, stream
-from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.errors import NotFiniteError, SurefootError, announce
 
 EVALUATION_ENVIRONMENTS = 10
 """environments that step together, at most"""
 MAX_EPISODE_STEPS = 1_000_000
 """steps after which an episode counts as endless"""
+LIMIT = "limit it (gymnasium.wrappers.TimeLimit, or max_episode_steps), or set evaluation.episodes = 0"
+LONG_EPISODE_STEPS = 50_000
+"""steps after which a line is announced about it"""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ def _finished_episodes(
     observations, take_step = any_algorithm()(environments.reset)(), any_algorithm()(environments.step)
     lstm_state, starts = policy.initial_lstm_state(width), np.ones(width, bool)
     _check(environments.name, non_finite(observations), length)
+    warned = False
     while (active := quota > 0).any():
         inputs = with_lstm_state(normalise(agent.tensors(observations)), lstm_state, starts)
         distribution, lstm_state = policy.step(inputs)
@@ -136,10 +140,16 @@ def _finished_episodes(
             ended[index].append((float(running[index]), int(length[index]), step.final_infos[int(index)]))
             running[index], length[index] = 0.0, 0
             quota[index] -= 1
-        if length.max() >= MAX_EPISODE_STEPS:
+        longest = length.max()
+        if longest >= MAX_EPISODE_STEPS:
             raise SurefootError(
-                f"task={environments.name!r}: an episode did not end within {MAX_EPISODE_STEPS:,} steps of evaluation; limit "
-                "it (gymnasium.wrappers.TimeLimit, or max_episode_steps), or set evaluation.episodes = 0"
+                f"task={environments.name!r}: an episode did not end within {MAX_EPISODE_STEPS:,} steps of evaluation; {LIMIT}"
+            )
+        if longest == LONG_EPISODE_STEPS and not warned:
+            warned = True
+            announce(
+                f"evaluation: an episode of {environments.name} has run for {LONG_EPISODE_STEPS:,} steps, and the evaluation "
+                f"waits for its end (at most {MAX_EPISODE_STEPS:,} steps); {LIMIT}"
             )
         observations = step.observations
     return ended

@@ -13,9 +13,8 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,33 +25,16 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 
-from surefoot.errors import NotCompiledError, cause_of
+from surefoot.errors import NotCompiledError, announce, cause_of
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 """takes a list of tensors, which it empties, and returns new tensors"""
-_announce: ContextVar[Callable[[str], None]] = ContextVar("announce", default=lambda line: None)
-"""is called with a line before and after a compilation"""
 VIEWS = {torch.ops.aten.split_copy.Tensor: torch.ops.aten.split.Tensor}
 """the copies that ``functionalize`` makes instead of views, and that are slow in a loop"""
 LONGEST_WAIT = 300.0
 """seconds to wait for another process that compiles the same program, before this one compiles it too"""
 TRACED_CODE = ("core", "functional", "control")
 """the parts of the package that are traced"""
-
-
-@contextmanager
-def announced(announce: Callable[[str], None]) -> Iterator[None]:
-    """Call ``announce`` with a line before and after each compilation in this block."""
-    token = _announce.set(announce)
-    try:
-        yield
-    finally:
-        _announce.reset(token)
-
-
-def announce(line: str) -> None:
-    """Show a line before or after a compilation."""
-    _announce.get()(line)
 
 
 def program_of(
@@ -64,7 +46,7 @@ def program_of(
 ) -> Program:
     """Compile a function for tensors of these shapes, or load its library from the cache.
 
-    name         what the function does, for ``announced``
+    name         what the function does, for the lines that are announced
     decided_by   all that decides the function's graph, besides the package's code and the shapes of the arguments: objects
                  with a ``repr`` of their values, and tensors. None: unknown, so the function is traced each time
     replaced     functions of this package to compute in place of operations, by the operation

@@ -20,11 +20,10 @@ from surefoot.core.distributed import (
 from surefoot.core.loop import run_loop
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, World
 from surefoot.core.sharding import is_sharded
-from surefoot.core.steps.programs import announced
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
-from surefoot.errors import Interrupted, NotCompiledError, SurefootError
+from surefoot.errors import Interrupted, NotCompiledError, SurefootError, announced
 from surefoot.files import made_from, steps_named
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
