@@ -165,7 +165,14 @@ def why_text(claim: Claim, verdict: Verdict) -> str:
         return claim.out_of_reach
     if verdict.done < verdict.planned:
         return ""
-    return claim.why.get(verdict.word, "" if verdict.word != UNDECIDED else "An interval contains its bound.")
+    if verdict.word in claim.why or verdict.word != UNDECIDED:
+        return claim.why.get(verdict.word, "")
+    open_ones = [bound.what for bound in verdict.bounds if not bound.holds]
+    if len(verdict.bounds) == 1 or not open_ones:
+        return "The interval contains its bound." if open_ones else ""
+    if len(open_ones) == len(verdict.bounds):
+        return "Every interval contains its bound."
+    return f"The interval contains the bound: {'; '.join(open_ones)}."
 
 
 def page() -> str:
@@ -201,8 +208,10 @@ def anchor(claim: Claim) -> str:
 def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
     """How many cells are finished, what they cost and where they ran."""
     planned, done = len(experiment.cells), len(results)
-    spent = sum(result.get("cpu_seconds") or result.get("seconds") or 0 for result in results.values()) / 3600
-    facts = [f"{done} of {planned} cells are finished ({spent:,.2f} core-hours)"]
+    spent = sum(cost(result) or 0 for result in results.values()) / 3600
+    by_clock = sum(not result.get("cpu_seconds") and cost(result) is not None for result in results.values())
+    clock = f", {by_clock} cells by the clock" if by_clock else ""
+    facts = [f"{done} of {planned} cells are finished ({spent:,.2f} core-hours{clock})"]
     if done < planned:
         facts.append(f"the others need about {hours_left(experiment, results):,.1f} core-hours")
     text = "; ".join(facts) + "."
@@ -219,14 +228,27 @@ def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
 
 
 def hours_left(experiment: Experiment, results: dict[str, Result]) -> float:
-    """An estimate for the missing cells: each as long as finished ones whose names begin alike, or as planned."""
+    """An estimate for the missing cells: each as long as finished ones of its kind, or as planned."""
     seconds: dict[str, list[float]] = {}
     for name, result in results.items():
-        if "seed" in result and (spent := result.get("cpu_seconds")):  # only cells that train
-            seconds.setdefault(name.partition("-")[0], []).append(spent)
-    planned = experiment.core_hours / len(experiment.cells)
+        if "seed" in result and (spent := cost(result)):  # only cells that train
+            for kind in kinds(name):
+                seconds.setdefault(kind, []).append(spent)
     hours = {kind: sum(each) / len(each) / 3600 for kind, each in seconds.items()}
-    return sum(hours.get(name.partition("-")[0], planned) for name in experiment.cells if name not in results)
+    hours[""] = experiment.core_hours / len(experiment.cells)
+    missing = (name for name in experiment.cells if name not in results)
+    return sum(hours[next(kind for kind in kinds(name) if kind in hours)] for name in missing)
+
+
+def kinds(name: str) -> tuple[str, ...]:
+    """Cells that take about as long: those that differ in the seed, then those that begin alike, then all, ""."""
+    return name.rpartition("-")[0], name.partition("-")[0], ""
+
+
+def cost(result: Result) -> float | None:
+    """CPU seconds of a cell; those of the clock where it has no others."""
+    spent: float | None = result.get("cpu_seconds") or result.get("seconds")
+    return spent
 
 
 def hardware(made: list[dict[str, Any]]) -> list[str]:

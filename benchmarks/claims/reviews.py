@@ -10,7 +10,7 @@ from typing import Any
 import filelock
 import numpy as np
 
-from claims import LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, single
+from claims import LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, bounds_text, single, verdict_of
 from claims.training import within
 from claims.tuning import Tried, cells_of, tuned
 from claims.verifier import BESIDE_GRPO, BESIDE_GRPO_CELLS
@@ -253,7 +253,7 @@ E3 = Experiment(
             "at β = 0 the proxy ends above and gold below that of the SFT model",
             hacked,
             {
-                "confirmed": "The policy leaves the text that the reward model was trained on, where its scores mean nothing.",
+                "confirmed": "The policy leaves the text that the reward model was trained on: scores rise and gold falls.",
                 "refuted": "On this task the reward model stays right on the answers that the policy moves to.",
             },
             within("demo"),
@@ -379,7 +379,15 @@ def kl_tables(results: Results) -> list[str]:
         for estimator in PLACES[1:]
         for at in compared(results, estimator)
     ]
-    return [markdown_table(header, rows)] if rows else []
+    if not rows:
+        return []
+    planned = [
+        single(f"{estimator} minus reward", [at.planned for at in compared(results, estimator)], -MARGIN)
+        for estimator in PLACES[1:]
+        if compared(results, estimator)
+    ]
+    verdicts = "; ".join(f"{bounds_text([bound])} ({verdict_of([bound])})" for bound in planned)
+    return [markdown_table(header, rows), f"By the planned rule, at {PLANNED_KL} nats: {verdicts}."]
 
 
 WHY_LESS = {
@@ -395,7 +403,8 @@ def kl_claim(key: str, estimator: str) -> Claim:
         f"KL in the loss ({estimator}) gives as much true reward at equal KL as KL in the reward.",
         "Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.1, moves it to the loss with k3; Ouyang et "
         "al. 2022 (arXiv 2203.02155) has it in the reward",
-        f"gold at equal KL, interpolated over three coefficients, is at most {MARGIN} lower than with KL in the reward",
+        f"gold at equal KL, interpolated over three coefficients, is at most {MARGIN} lower than with KL in the reward; where "
+        "the KL is equal was chosen after seed 1 (see the protocol)",
         partial(at_equal_kl, estimator=estimator),
         why={"refuted": WHY_LESS[estimator]},
         needs=within(*(f"{place}_{coefficient:g}" for place in ("reward", estimator) for coefficient in COEFFICIENTS)),
@@ -455,7 +464,7 @@ E5_CELLS = [
 ]
 
 
-DPO_MATCHES = {"confirmed": "Both maximise the same reward with the same KL penalty, and learn from the same pairs."}
+DPO_MATCHES = {"confirmed": "Both learn from the same pairs; DPO has as much gold, at almost twice the KL."}
 
 
 def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -> Claim:

@@ -28,7 +28,7 @@ show(
     "the horizontal axis is the root of the KL to the SFT model. Every dot is a run.",
   ], makeFrontier(data.frontier)),
   section("What each fix adds: the ladder", [
-    "Six algorithms, each one switch above the one before; everything else is equal. Return in training over environment steps: mean and range over seeds.",
+    "Six algorithms, each one switch above the one before; the first two learn from whole episodes, which they need. Return in training over environment steps: mean and range over seeds.",
   ], makeLadder(data.ladder)),
   h("p", { class: "hint" }, "Each claim here has a row in ", h("a", { href: "ledger.html" }, "the ledger"), "; the formulas are in ",
     h("a", { href: "math.html" }, "the math"), ", and the clip has ", h("a", { href: "reference/clip-table.html" }, "a table of its own"), "."),
