@@ -300,7 +300,7 @@ def no_step_taken(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         f"only {worst.values.mean():.0%} of the natural steps are taken; for the others, no step length improves the surrogate",
         "the gradient is mostly noise, or the quadratic approximation of the KL fails for such long steps",
         (worst.evidence(),),
-        ("larger batches", "more trust_region.damping, or more tries", "normalise observations"),
+        ("larger batches", "more objective.trust_region.damping, or more tries", "normalise observations"),
     )
 
 

@@ -71,7 +71,8 @@ class OptimizerSettings(Section):
     epsilon: float = Field(1e-5, gt=0)
     """Adam's or RMSprop's epsilon"""
     weight_decay: float = Field(0.0, ge=0, lt=1)
-    """decoupled weight decay of matrices (AdamW, eager engine only), not of norms and biases. Under TRPO the critic's"""
+    """decoupled weight decay of matrices (AdamW; in control with the eager engine only), not of norms and biases. Under TRPO
+    the critic's"""
     max_grad_norm: float | None = Field(0.5, gt=0)
     """clip gradients to this norm; none: no clipping. TRPO's policy step is bounded by its KL instead"""
     critic_learning_rate: float | None = Field(None, gt=0)
@@ -88,7 +89,7 @@ class EvaluationSettings(Section):
     """Periodic evaluation; the best checkpoint is kept in best/."""
 
     every: Steps | None = None
-    """steps between evaluations; none: a tenth of the budget"""
+    """steps between evaluations; none: a tenth of the budget, or the end of a control run of less than ten iterations"""
     seed: int = Field(1_000_000, ge=0, le=MAX_SEED)
     """seed of the evaluation's episodes or samples"""
     patience: Count | None = None

@@ -39,7 +39,7 @@ class DataSettings(RowSettings):
     """Training rows: a file, a folder, or a data set on the hub."""
 
     train: str
-    """training rows: a file (.jsonl, .json, .csv, .parquet, also .gz and .zst), a folder, or hf://org/name:split"""
+    """training rows: a file (.jsonl, .json, .csv, .tsv, .parquet, also .gz and .zst), a folder, or hf://org/name:split"""
     held_out: str | None = None
     """rows for evaluation, never trained on; none: no evaluation"""
     max_length: int = Field(1024, ge=2, le=MAX_LENGTH)
@@ -52,7 +52,7 @@ class PromptSettings(RowSettings):
     """Prompts: a file, a folder, or a data set on the hub. The reward gets the other columns of a row."""
 
     train: str
-    """training prompts: a file (.jsonl, .json, .csv, .parquet, also .gz and .zst), a folder, or hf://org/name:split"""
+    """training prompts: a file (.jsonl, .json, .csv, .tsv, .parquet, also .gz and .zst), a folder, or hf://org/name:split"""
     held_out: str | None = None
     """prompts for evaluation, never trained on; none: no evaluation"""
     max_length: Size = 1024

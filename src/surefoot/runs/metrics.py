@@ -186,7 +186,7 @@ METRICS: dict[str, Metric] = {
         why_high="the clip silences much of the batch: lower the learning rate or epochs",
     ),
     "weight_clipped": Metric(
-        "share of samples whose weight is bounded at trust_region.max_weight; CISPO only",
+        "share of samples whose weight is bounded at objective.trust_region.max_weight; CISPO only",
         high=0.4,
         why_high="the bound shortens much of the batch: lower the learning rate or epochs",
     ),
