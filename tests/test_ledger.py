@@ -1,6 +1,7 @@
 """The ledger: verdicts follow from intervals alone, cells resume, and the page matches the results."""
 
 import json
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -422,6 +423,28 @@ def test_missing_cells_are_expected_to_take_as_long_as_finished_ones_of_their_ta
     assert ledger.hours_left(planned, results) == pytest.approx(0.01 + 1.0 + 2.0)
 
 
+def test_cells_with_equal_hardware_are_named_once_with_all_their_sources(ledger: Any) -> None:
+    made = {"version": "0.1.0", "torch": "2.13.0", "threads": 1, "cpu": "EPYC"}
+    rows = [{**made, "source": source} for source in ("b", "a", "b")] + [{**made, "threads": 2, "source": "c"}]
+    assert ledger.hardware(rows) == [
+        "PyTorch 2.13.0 on EPYC, 1 thread, Surefoot 0.1.0 (source a, b)",
+        "PyTorch 2.13.0 on EPYC, 2 threads, Surefoot 0.1.0 (source c)",
+    ]
+
+
+def test_an_undecided_claim_names_the_bounds_that_are_open(ledger: Any) -> None:
+    from claims import Bound, Claim, Verdict
+
+    claim = Claim("E0.1", "", "", "", lambda results: [])
+    holds, open_one = (Bound(what, 1.0, low, 2.0, runs=3) for what, low in (("first", 0.5), ("second", -0.5)))
+    for bounds, text in (
+        ((open_one,), "The interval contains its bound."),
+        ((open_one, open_one), "Every interval contains its bound."),
+        ((holds, open_one), "The interval contains the bound: second."),
+    ):
+        assert ledger.why_text(claim, Verdict("undecided", 1, 1, bounds)) == text
+
+
 def test_a_return_that_only_rises_never_falls() -> None:
     from claims.algorithms import largest_fall
 
@@ -442,9 +465,11 @@ def test_the_paper_s_own_scores_rank_as_in_the_paper_and_reversed_ones_do_not() 
 
     assert paper_order(results(1.0))[0].value == pytest.approx(1.0)
     assert paper_order(results(-1.0))[0].fails
-    (table,) = beside_paper(results(1.0))
+    table, chance = beside_paper(results(1.0))
     assert [line.split()[-2] for line in table.splitlines()[2:4]] == ["1", "2"]
-    assert beside_paper({}) == []
+    assert chance.endswith("Without `none` the correlation is 1.00.")
+    assert re.search(r"above 0\.5[0-4] once in twenty times", chance)  # one-sided 5 % for eleven ranks: 0.52 to 0.54
+    assert beside_paper(dict(list(results(1.0).items())[:-1])) == []
 
 
 def test_equal_values_share_the_mean_of_their_ranks() -> None:
