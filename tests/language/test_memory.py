@@ -333,6 +333,13 @@ def test_extrapolating_rows_equals_counting_all_rows(monkeypatch: pytest.MonkeyP
     assert results[1] == results[0]
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-weights"])
+def test_logits_are_counted_in_the_chunks_of_the_run(precision: str, here: Path) -> None:
+    recipe = make_recipe(online(here, precision=precision))
+    setup = workload_of(recipe, prompt=PROMPT, response=TOKENS)
+    assert setup.pass_options().chunk == surefoot.runs.factory.make_world(recipe).policy.chunk
+
+
 @pytest.mark.slow
 def test_the_quick_upper_bound_exceeds_the_estimate() -> None:
     for family, shapes_of_rows in (("llama", ((1, 4, 1), (512, 10, 100))), ("gemma", ((64, 100, 20),))):

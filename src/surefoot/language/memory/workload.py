@@ -7,7 +7,7 @@ from surefoot.core.algorithms import Objective
 from surefoot.language.memory.layout import SINGLE, Layout, ModelSize
 from surefoot.language.memory.parameters import ParameterCounts, count_parameters, layer_count, linear_sizes
 from surefoot.language.memory.passes import BatchShape, PassOptions
-from surefoot.language.models.policy import CHUNK
+from surefoot.language.models.policy import positions_at_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -148,13 +148,12 @@ class Workload:
         apart = self.value == "own" and value and self.adapter is None
         own = (self.critic or self.policy) if apart else None
         role = self.value == "own" and value and self.adapter is not None
-        chunk = max(1, CHUNK // vocabulary)
         return PassOptions(
             own,
             self.value == "head" and value,
             self.bf16,
             self.checkpointing and value,
-            chunk,
+            positions_at_once(vocabulary),
             self.temperature,
             self.adapter if value else None,
             role,

@@ -36,6 +36,11 @@ CHUNK = 2**26
 blocks of up to 32 MiB and fragments them, so smaller chunks can take more memory"""
 
 
+def positions_at_once(vocabulary: int, size: int = 4) -> int:
+    """The positions of a chunk, whose logits take ``size`` bytes each; float32 at least."""
+    return max(1, CHUNK // (max(4, size) * vocabulary))
+
+
 class LanguagePolicy(Policy):
     """A language model and an optional critic.
 
@@ -77,8 +82,7 @@ class LanguagePolicy(Policy):
         if critic == "head":
             self.value_head = ValueHead(self.readout.width, next(model.parameters()))
         self.pad_id, self.temperature, self.bf16, self.exact = pad_id, temperature, bf16, not bf16
-        width = max(4, next(model.parameters()).element_size())  # of logits, which are float32 at least
-        self.chunk = chunk or max(1, CHUNK // (width * self.readout.vocabulary))
+        self.chunk = chunk or positions_at_once(self.readout.vocabulary, next(model.parameters()).element_size())
         self.checkpointing, self.idle_critic = checkpointing, idle_critic
         self.padding_reason = self._reason_for_padding() if padding_free else None
         self.padding_free = padding_free and self.padding_reason is None
