@@ -227,23 +227,26 @@ class Alive(TorchDispatchMode):
         weakref.finalize(storage, gone)
 
 
-def most_alive(rows: int, vocabulary: int, chunk: int, width: int = 4, linear: bool = False) -> int:
-    """The most bytes alive at once, forward and backward, of what is made of the hidden states."""
+def most_alive(rows: int, vocabulary: int, chunk: int, width: int = 4, linear: bool = False, used: slice = slice(None)) -> int:
+    """The most bytes alive at once, forward and backward of the outputs in ``used``, of what is made of the hidden states."""
     hidden, head = torch.randn(rows, width, requires_grad=True), torch.nn.Linear(width, vocabulary, bias=False)
     tokens = torch.arange(rows)
     with Alive() as alive:
-        log_probs, entropy = F.chunked_likelihood(hidden, tokens, head if linear else lambda x: head(x), 1.0, chunk)
-        (log_probs.sum() + entropy.sum()).backward()
+        both = F.chunked_likelihood(hidden, tokens, head if linear else lambda x: head(x), 1.0, chunk)
+        sum(x.sum() for x in both[used]).backward()  # type: ignore[union-attr]
     return alive.peak
 
 
-def test_no_more_than_a_chunk_of_logits_is_alive_in_forward_and_backward() -> None:
+@pytest.mark.parametrize("used", [slice(None), slice(1), slice(1, 2)], ids=["both", "log_probs", "entropy"])
+@pytest.mark.parametrize("linear", [False, True])
+def test_no_more_than_a_chunk_of_logits_is_alive_in_forward_and_backward(linear: bool, used: slice) -> None:
+    """Whether both outputs get gradient or one, as the log-probabilities of SFT."""
     rows, vocabulary = 64, 5_000
     logits = rows * vocabulary * 4
-    whole, parts = most_alive(rows, vocabulary, rows), most_alive(rows, vocabulary, 4)
+    whole, parts = (most_alive(rows, vocabulary, chunk, linear=linear, used=used) for chunk in (rows, 4))
     assert whole > 3 * logits, "what it costs otherwise"
     assert parts < whole / 8
-    assert most_alive(4 * rows, vocabulary, 4) < 1.1 * parts, "and it does not grow with the rows"
+    assert most_alive(4 * rows, vocabulary, 4, linear=linear, used=used) < 1.1 * parts, "and it does not grow with the rows"
 
 
 def test_a_linear_head_needs_no_gradient_of_all_its_weights_for_each_chunk() -> None:

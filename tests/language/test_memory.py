@@ -259,6 +259,21 @@ def test_supervised_estimates_are_within_15_percent(kind: str, rows: str, adapte
     assert estimated.at("learning") == pytest.approx(measured_peaks(table)["learning"], rel=0.15)
 
 
+@pytest.mark.parametrize("family", ["llama", "granite"])  # granite scales its logits, so its head is no plain matrix
+def test_estimates_with_many_chunks_of_logits_are_within_15_percent(
+    family: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.language.models.policy.CHUNK", 2**18)  # 8 of 128 positions
+    MEASURING.built(tmp_path / family, family, width=32, layers=2, vocabulary=8192, context=64)
+    table = {**supervised(here, "sft", "demonstrations"), "model": str(tmp_path / family)}
+    setup = workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS)
+    estimated = estimate(setup)
+    assert setup.pass_options().chunk == 8
+    assert estimated.at("learning") == pytest.approx(measured_peaks(table)["learning"], rel=0.15)
+    logits = 4 * 8 * TOKENS * 8192  # of all positions, which take three times as much at once
+    assert estimated.at("learning") < permanent_bytes(setup) + 2 * logits
+
+
 def deep_model(name: str) -> Any:
     """Configuration of a model with more layers than the planner counts."""
     from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3MoeConfig

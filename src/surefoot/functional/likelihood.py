@@ -49,12 +49,17 @@ def chunked_likelihood(
         inputs = hidden, head.weight, head.bias, tokens, temperature, chunk
         both: tuple[Tensor, Tensor] = LinearLikelihood.apply(*inputs)  # type: ignore[no-untyped-call]
         return both
+
+    def stacked(hidden: Tensor, tokens: Tensor) -> Tensor:
+        # One tensor, so that the backward pass uses and frees all that is computed again, even if one of both has no gradient.
+        return torch.stack(of(hidden, tokens))
+
     parts = [
-        checkpoint(of, *part, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(stacked, *part, use_reentrant=False, preserve_rng_state=False)
         for part in zip(torch.split(hidden, chunk), torch.split(tokens, chunk), strict=True)
     ]
-    log_probs, entropy = zip(*parts, strict=True)
-    return torch.cat(log_probs), torch.cat(entropy)
+    log_probs, entropy = torch.cat(parts, 1)
+    return log_probs, entropy
 
 
 class LinearLikelihood(torch.autograd.Function):

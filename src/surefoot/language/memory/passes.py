@@ -91,6 +91,8 @@ class PassOptions:
     """whether the weights themselves are in bfloat16"""
     rounded: bool = False
     """whether their gradients are added to float32 ones, and dropped, as soon as they are complete"""
+    sharded: bool = False
+    """whether weights are in parts, so that the head's is no plain matrix"""
 
 
 @dataclass(frozen=True)
@@ -268,8 +270,9 @@ def _policy_pass(
             with computing(held, s.checkpointing, s.bf16):
                 hidden, states = readout.states(Reading(ids, real=ids), rows, columns)  # which are real is not read
                 kept["policy"] = tracker.live - live
+                head = readout.head if s.sharded else readout.linear or readout.head
                 likelihood = chunked_likelihood(
-                    states, batch.actions.flatten()[:count], readout.head, s.temperature, s.chunk or max(1, count)
+                    states, batch.actions.flatten()[:count], head, s.temperature, s.chunk or max(1, count)
                 )
                 tracker.mark()
                 logits = tracker.live

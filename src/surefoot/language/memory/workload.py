@@ -159,6 +159,7 @@ class Workload:
             role,
             self.low,
             self.rounded,
+            self.layout.sharded,
         )
 
 
