@@ -275,6 +275,8 @@ def _policy_pass(
                     states, batch.actions.flatten()[:count], head, s.temperature, s.chunk or max(1, count)
                 )
                 tracker.mark()
+                if states.requires_grad:
+                    states.register_hook(tracker.mark)  # type: ignore[no-untyped-call]
                 logits = tracker.live
                 values = None if value_head is None else value_head(hidden)
                 if critic is not None:
