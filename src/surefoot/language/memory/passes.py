@@ -270,10 +270,8 @@ def _policy_pass(
             with computing(held, s.checkpointing, s.bf16):
                 hidden, states = readout.states(Reading(ids, real=ids), rows, columns)  # which are real is not read
                 kept["policy"] = tracker.live - live
-                head = readout.head if s.sharded else readout.linear or readout.head
-                likelihood = chunked_likelihood(
-                    states, batch.actions.flatten()[:count], head, s.temperature, s.chunk or max(1, count)
-                )
+                head, chosen = readout.head if s.sharded else readout.linear or readout.head, batch.actions.flatten()[:count]
+                likelihood = chunked_likelihood(states, chosen, head, s.temperature, s.chunk or max(1, count))
                 tracker.mark()
                 if states.requires_grad:
                     states.register_hook(tracker.mark)  # type: ignore[no-untyped-call]
