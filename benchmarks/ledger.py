@@ -210,7 +210,7 @@ def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
     planned, done = len(experiment.cells), len(results)
     spent = sum(cost(result) or 0 for result in results.values()) / 3600
     by_clock = sum(not result.get("cpu_seconds") and cost(result) is not None for result in results.values())
-    clock = f", {by_clock} cells by the clock" if by_clock else ""
+    clock = f", {by_clock} {'cell' if by_clock == 1 else 'cells'} by the clock" if by_clock else ""
     facts = [f"{done} of {planned} cells are finished ({spent:,.2f} core-hours{clock})"]
     if done < planned:
         facts.append(f"the others need about {hours_left(experiment, results):,.1f} core-hours")
@@ -235,13 +235,13 @@ def hours_left(experiment: Experiment, results: dict[str, Result]) -> float:
             for kind in kinds(name):
                 seconds.setdefault(kind, []).append(spent)
     hours = {kind: sum(each) / len(each) / 3600 for kind, each in seconds.items()}
-    hours[""] = experiment.core_hours / len(experiment.cells)
+    hours[""] = experiment.core_hours / len(experiment.cells)  # nothing alike is finished
     missing = (name for name in experiment.cells if name not in results)
     return sum(hours[next(kind for kind in kinds(name) if kind in hours)] for name in missing)
 
 
 def kinds(name: str) -> tuple[str, ...]:
-    """Cells that take about as long: those that differ in the seed, then those that begin alike, then all, ""."""
+    """Names of cells that take about as long: those that differ in the seed, then those that begin alike, then "", all."""
     return name.rpartition("-")[0], name.partition("-")[0], ""
 
 

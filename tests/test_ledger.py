@@ -421,6 +421,9 @@ def test_missing_cells_are_expected_to_take_as_long_as_finished_ones_of_their_ta
     results["new-random"] = {"cpu_seconds": 0.1}
     planned = replace(experiment, cells=cells, core_hours=10.0)
     assert ledger.hours_left(planned, results) == pytest.approx(0.01 + 1.0 + 2.0)
+    results["short-1"] = {"seed": 1, "seconds": 72.0}  # a peer's cell has the time of the clock alone
+    assert ledger.hours_left(planned, results) == pytest.approx(0.02 + 1.0 + 2.0)
+    assert "1 cell by the clock" in ledger.made_text(planned, results)
 
 
 def test_cells_with_equal_hardware_are_named_once_with_all_their_sources(ledger: Any) -> None:

@@ -180,7 +180,7 @@ E11 = Experiment(
             "Spearman's rank correlation of the eleven IQMs with the paper's scores is above 0",
             paper_order,
             {
-                "confirmed": "No trust region is last in both; how much that and chance contribute is below the table.",
+                "confirmed": "`none` is last in both; how much that and chance contribute is below the table.",
                 "undecided": "Three seeds on each task leave the order open.",
             },
         ),
