@@ -89,7 +89,7 @@ class EvaluationSettings(Section):
     """Periodic evaluation; the best checkpoint is kept in best/."""
 
     every: Steps | None = None
-    """steps between evaluations; none: a tenth of the budget, or the end of a control run of less than ten iterations"""
+    """steps between evaluations; none: a tenth of the budget"""
     seed: int = Field(1_000_000, ge=0, le=MAX_SEED)
     """seed of the evaluation's episodes or samples"""
     patience: Count | None = None
