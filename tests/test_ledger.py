@@ -503,6 +503,17 @@ def test_runs_that_two_experiments_share_have_the_settings_of_both() -> None:
     assert sweeps.grid_cell("HalfCheetah", 0.2, 10, 1).file == peers.mujoco_file("surefoot", "HalfCheetah-v5", "PPO_CLIP", 1)
 
 
+def test_equal_regions_decide_nothing_without_noise_and_chance_refutes_more_than_it_confirms() -> None:
+    import numpy as np
+    from equal_regions import decided_by_chance
+
+    equal = np.ones((10, 7, 3))
+    assert decided_by_chance(equal, 5) == (0, 0)
+    noisy = equal + np.random.default_rng(0).normal(0, 0.1, equal.shape)
+    confirmed, refuted = decided_by_chance(noisy, 40)
+    assert confirmed < refuted < 0.6, "one of nine others is above by chance more often than all nine are below"
+
+
 def test_a_claim_that_is_out_of_reach_stays_so_when_other_cells_are_finished(ledger: Any, one: Any) -> None:
     from claims import OUT_OF_REACH, Claim, decided
 

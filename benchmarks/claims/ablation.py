@@ -139,10 +139,10 @@ E11 = Experiment(
         "`mujoco` preset. Scores are the mean return of the last 100 training episodes, normalised per task: random 0, best "
         "1. The paper does not define the best; here it is the largest of the eleven means, and stays the same in the "
         "bootstrap, so only the order can be compared with the paper's. Intervals are not corrected for ten comparisons: if "
-        "all regions but `none` were equal, about one in four such experiments would refute E11.1. The table of means and the "
-        "chance level are younger than the rules. Runs with the preset's own trust regions (clip 0.2, target "
-        "0.01, penalty 1) are those of E10 and E14, and clip 0.1 and 0.3 on HalfCheetah are E8's; some are older than "
-        "these rules (see there)."
+        "all regions but `none` were equal, about one in four such experiments would refute E11.1 "
+        "(`python benchmarks/equal_regions.py`). The table of means and the chance level are younger than the rules. Runs with "
+        "the preset's own trust regions (clip 0.2, target 0.01, penalty 1) are those of E10 and E14, and clip 0.1 and 0.3 on "
+        "HalfCheetah are E8's; some are older than these rules (see there)."
     ),
     cells={
         cell.name: cell
