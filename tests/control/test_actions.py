@@ -1,13 +1,10 @@
 """Box actions: finite bounds map to −1 … 1 for the policy, and bounds of ±1 change no bit."""
 
-import shutil
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tomli_w
 import torch
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
@@ -20,10 +17,8 @@ from surefoot.control.agent import CompiledActor
 from surefoot.control.evaluate import greedy_episode
 from surefoot.control.export import export_agent
 from surefoot.control.normalise import ActionBounds
-from surefoot.recipes.presets import find_recipe, presets
-from surefoot.recipes.reading import control_recipe, make_recipe, to_table, without_tuned_for
-from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
-from surefoot.runs.folder import checkpoint_to_load
+from surefoot.recipes.presets import presets
+from surefoot.recipes.reading import control_recipe, without_tuned_for
 
 from .tiny import Endless, fresh_state, world_of
 
@@ -168,39 +163,6 @@ def test_bounds_of_one_change_nothing() -> None:
         assert torch.equal(ours, weights[1][name]), name
 
 
-# ---- what was kept before ---------------------------------------------------------------------------------------------
-
-
-def without_the_field(table: dict[str, Any]) -> dict[str, Any]:
-    return {**table, "normalise": {key: value for key, value in table["normalise"].items() if key != "actions"}}
-
-
-def test_saved_recipes_without_the_field_have_no_scaling_and_new_ones_have() -> None:
-    kept = to_table(find_recipe("CartPole-v1"))
-    assert kept["normalise"]["actions"] is True
-    assert control_recipe(without_the_field(kept)).normalise.actions is False
-    assert control_recipe({"task": "CartPole-v1", "seed": 1, "normalise": {"clip": 5.0}}).normalise.actions is True
-
-
 @pytest.mark.parametrize("name", ["pendulum", "mujoco"])  # whose tasks have bounds of ±2 and ±3, too
 def test_a_preset_keeps_the_actions_that_its_results_were_measured_with(name: str) -> None:
     assert control_recipe(without_tuned_for(presets()[name])).normalise.actions is False
-
-
-def test_agents_and_runs_saved_without_the_field_keep_their_actions(tmp_path: Path) -> None:
-    run, later = tmp_path / "run", {"normalise": {"actions": False}}
-    surefoot.train(Far, PPO_CLIP, steps=16, run_dir=run, **FEW, **later)
-    whole = surefoot.train(Far, PPO_CLIP, steps=32, **FEW, **later)
-    config = run / "config.toml"
-    config.write_text(tomli_w.dumps(without_the_field(tomllib.loads(config.read_text("utf-8")))), "utf-8")
-    checkpoint = checkpoint_to_load(run)
-    parts = load_checkpoint(checkpoint)  # its tensors may lie in the files themselves
-    save_checkpoint(tmp_path / "older", {**parts, "recipe": without_the_field(parts["recipe"])})
-    shutil.rmtree(checkpoint)
-    shutil.move(tmp_path / "older", checkpoint)
-    old = surefoot.load(run)
-    assert old.predict(np.zeros(2), deterministic=True)[0][0] == 100
-    resumed = surefoot.resume(run, steps=32, task=Far)
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(weight, resumed.state_dict()[name]), name
-    assert make_recipe(tomllib.loads(config.read_text("utf-8"))).normalise.actions is False  # type: ignore[union-attr]

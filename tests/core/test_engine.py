@@ -36,7 +36,7 @@ from surefoot.core.steps.compiled import CompiledStepper
 from surefoot.core.steps.programs import _compile, _fingerprint, loop, program_of, structure
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotCompiledError, NotFiniteError, SurefootError, announced
-from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.recipes.reading import make_recipe
 from surefoot.runs.events import Event, Message
 from surefoot.runs.factory import make_learner
 
@@ -625,12 +625,6 @@ def test_a_run_that_was_asked_to_be_compiled_and_a_resumed_one_never_change_the_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     with pytest.raises(SurefootError, match=r"engine='compiled': needs a C\+\+ compiler"):
         surefoot.resume(tmp_path / "run")
-
-
-def test_a_run_without_a_recorded_engine_is_eager() -> None:
-    table = to_table(make_recipe({"task": "Pendulum-v1", "steps": 10_000_000}))
-    del table["engine"]
-    assert make_recipe(table).engine == "eager"
 
 
 def test_other_kinds_have_one_engine() -> None:

@@ -20,8 +20,8 @@ from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.routers import Routers
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.recipes.models import AdapterSettings, saved_adapter
-from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.recipes.models import AdapterSettings
+from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world
 
 from .tiny import VOCABULARY, tokenizer
@@ -230,22 +230,6 @@ def test_adapter_targets_select_dense_layers_and_experts_of_a_mixture(targets: A
     assert (after - before).abs().max() > 1e-2
     merge(base.trunk)
     torch.testing.assert_close(logits(model), after, rtol=1e-4, atol=1e-4)
-
-
-def test_recipes_saved_without_convert_targets_keep_their_converted_targets(mixed: Path) -> None:
-    table = to_table(make_recipe({"kind": "sft", "model": str(mixed), "data": {"train": "x"}, "adapter": {"rank": 2}}))
-    assert make_recipe(table).adapter.convert_targets is False
-    del table["adapter"]["convert_targets"]
-    settings = make_recipe(table).adapter
-    assert settings.convert_targets is True
-    assert saved_adapter(table["adapter"])["convert_targets"] is True
-    model, _ = load_model(mixed)
-    base = SharedBase(model)
-    base.add(POLICY, settings)
-    assert base.summary().startswith(
-        "adapter: rank 2 on k_proj, o_proj, q_proj, v_proj (2 layers each); rank 2 for each of 4 experts on experts.down_proj "
-        "(1 layer); rank 4 for each of 4 experts on experts.gate_up_proj (1 layer); "
-    )
 
 
 def test_reward_adapter_of_dense_layers_and_experts_loads_onto_the_base(

@@ -9,7 +9,7 @@ import torch
 import surefoot
 from surefoot.language.memory.check import workload_of
 from surefoot.recipes.language import LanguageRecipe
-from surefoot.recipes.reading import make_recipe, to_table
+from surefoot.recipes.reading import make_recipe
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .test_online import collected, fields, files, world  # noqa: F401
@@ -86,13 +86,3 @@ def test_measuring_the_reference_changes_no_weight_and_no_other_metric(
         assert {"kl_reference", "kl_reference_response"} <= measured.keys()
         for name in ("reward", "policy_loss", "gradient_norm_policy", "held_out_reward", "updates"):
             assert without.get(name) == measured.get(name), name
-
-
-def test_old_recipe_without_reference_measure_keeps_its_reference(
-    files: dict[str, str],  # noqa: F811
-    folders: dict[str, Path],
-) -> None:
-    table = to_table(recipe_of(files, folders["llama"], reference={"beta": 0.0}))
-    assert not make_recipe(table).has_reference  # type: ignore[attr-defined]
-    del table["reference"]["measure"]
-    assert make_recipe(table).has_reference  # type: ignore[attr-defined]

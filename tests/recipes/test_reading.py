@@ -1,7 +1,7 @@
 """Tables become recipes: names, ranges, and what errors suggest."""
 
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 
@@ -10,7 +10,7 @@ from surefoot.recipes import fields as descriptions
 from surefoot.recipes.base import nearest_divisor
 from surefoot.recipes.fields import KINDS, recipe_fields
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import OTHER_LIBRARIES, make_recipe, merge_tables, to_table
+from surefoot.recipes.reading import OTHER_LIBRARIES, flatten, make_recipe, merge_tables, to_table
 from surefoot.runs import api
 
 
@@ -120,12 +120,25 @@ def test_a_package_installed_without_sources_has_the_same_fields_without_texts(m
     assert not any(field.meaning for _, field in fields)
 
 
-def test_a_recipe_saved_before_control_tokens_were_split_keeps_them():
-    recipe = make_recipe({"kind": "sft", "model": "pocket", "data": {"train": "x"}})
-    assert recipe.data.control_tokens == "split"
-    table = to_table(recipe)
-    del table["data"]["control_tokens"]
-    assert make_recipe(table).data.control_tokens == "keep"
+@pytest.mark.parametrize("algorithm", [None, "GRPO", "DPO", "custom"])
+def test_a_recipe_that_is_written_out_has_the_defaults_of_a_short_one(algorithm):
+    """Deleting any one line of it gives the recipe that has never had the line."""
+    for kind in KINDS:
+        needed = {"task": "Pendulum-v1"} if kind == "control" else {"kind": kind, "model": "pocket", "data": {"train": "x"}}
+        with suppress(SurefootError):  # some kinds have one algorithm
+            short = make_recipe(needed | ({} if algorithm is None else {"algorithm": algorithm}))
+            written = to_table(short)
+            for name, _ in flatten(written):
+                if name not in ("kind", "task", "model", "data.train", "algorithm"):
+                    assert make_recipe(without(written, name)) == short, (kind, name)
+
+
+def without(table, name):
+    """Nested tables without the value named ``a.b.c``."""
+    first, _, rest = name.partition(".")
+    return {
+        key: without(value, rest) if rest and key == first else value for key, value in table.items() if rest or key != first
+    }
 
 
 def test_minibatches_of_one_step_can_t_be_normalised() -> None:

@@ -119,7 +119,7 @@ def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-@pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "of an older version"])
+@pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "without"])
 def test_later_iterations_and_an_unfinished_line_are_dropped_without_a_message(has_checksum, tmp_path):
     before = text_of(line(1), line(2), line(3))
     text = before + text_of(line(4)) + line(5)[:7]
@@ -127,7 +127,7 @@ def test_later_iterations_and_an_unfinished_line_are_dropped_without_a_message(h
     assert not (tmp_path / "metrics.damaged.jsonl").exists()
 
 
-@pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "of an older version"])
+@pytest.mark.parametrize("has_checksum", [True, False], ids=["with a checksum", "without"])
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
 def test_a_damaged_line_is_set_aside_and_reported_and_no_other_is_lost(nonsense, has_checksum, tmp_path):
     before = text_of(line(1), line(2), line(3), line(4))
@@ -271,18 +271,6 @@ def test_one_bad_byte_costs_one_row_which_is_kept_and_every_command_reports_it(s
     assert "of which line 2 can't be read; what can't be read is kept in metrics.damaged.jsonl" in flat(output)
     assert iterations(read_metrics(file)) == [1, 3, 4, 5, 6, 7, 8, 9]
     assert (run / "metrics.damaged.jsonl").read_bytes() == lines[1] + b"\n"
-
-
-def test_a_run_of_an_older_version_whose_checkpoints_know_nothing_of_metrics_resumes(surefoot, run):
-    for manifest in run.glob("checkpoints/*/manifest.json"):
-        table = json.loads(manifest.read_text())
-        del table["metrics"]
-        manifest.write_text(json.dumps(table))
-    assert "metrics.jsonl" not in surefoot("check", run)[1]
-    code, output = surefoot("resume", run, "--steps", 576)
-    assert code == 0
-    assert "metrics.jsonl" not in output
-    assert len(read_metrics(run / "metrics.jsonl")) == 9
 
 
 def test_missing_metrics_are_reported(surefoot, run):

@@ -278,9 +278,6 @@ class Agent(nn.Module):
 
     def load(self, weights: dict[str, Tensor], where: Path) -> None:
         """Load the weights and normalisers of a checkpoint; SurefootError if they don't fit."""
-        unit, var = "reward_normaliser.unit", weights.get("reward_normaliser.var")
-        if self.reward_normaliser is not None and var is not None and unit not in weights:  # absent in older checkpoints
-            weights = {**weights, unit: (var + 1e-8).sqrt()}
         load_weights(self, weights, where)
 
     def start_from(self, other: "Agent", name: str) -> None:
@@ -315,7 +312,7 @@ class Agent(nn.Module):
         with made_from(where):
             observation, action = (space_from_json(parts["spaces"][name]) for name in ("observation", "action"))
             agent = cls.for_spaces(recipe, observation, action, recipe.task, functions)
-            agent.masked = parts["spaces"].get("masked")  # absent in older checkpoints
+            agent.masked = parts["spaces"]["masked"]
             agent.load(parts["agent"], where)
             agent._flatten_parameters()
         return agent

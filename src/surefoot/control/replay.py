@@ -23,7 +23,7 @@ from surefoot.errors import SurefootError
 MAX_ACTIONS_BEFORE = 20_000
 """largest number of actions before the first traced step that a trace keeps"""
 
-NOT_REPLAYABLE = "it can't be replayed: it is from a vector environment, too long after a reset, or from an older version"
+NOT_REPLAYABLE = "it can't be replayed: it is from a vector environment, or too long after a reset"
 
 
 class ReplayMismatchError(SurefootError):

@@ -253,7 +253,7 @@ class Traces:
 
 
 def first_t(row: TracedRow) -> int:
-    """The time step of a row's first step in its episode, from 0; of older traces, in the rollout; 0 for text."""
+    """The time step of a row's first step in its episode, from 0, or in the rollout if no episodes are counted; 0 for text."""
     known = row.about.get("step")
     return known if isinstance(known, int) else 0 if row.about.get("tokens") is not None else row.start
 

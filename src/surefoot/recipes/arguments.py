@@ -272,7 +272,6 @@ class AdapterSettingsTable(TypedDict, total=False):
     dropout: float
     targets: Literal["all-linear"] | Sequence[str]
     quantize: Literal["int8", "nf4"] | None
-    convert_targets: bool
     merge: bool
 
 

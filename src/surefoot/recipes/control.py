@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.metadata import entry_points, packages_distributions, requires
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -148,10 +148,6 @@ class ControlEvaluation(EvaluationSettings):
     """episodes per evaluation; 0: no evaluation"""
 
 
-SAVED_FIELDS = {"seed", "device", "threads", "rollout", "network", "normalise", "optimizer", "evaluation", "checkpoint"}
-"""fields that the recipes of runs and agents have, whatever version wrote them; a recipe written by hand leaves some out"""
-
-
 class ControlRecipe(Recipe):
     """An agent in Gymnasium environments."""
 
@@ -174,14 +170,6 @@ class ControlRecipe(Recipe):
     network: Network = Network()
     normalise: NormaliseSettings = NormaliseSettings()
     evaluation: ControlEvaluation = ControlEvaluation()
-
-    @classmethod
-    def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Recipes saved before ``normalise.actions`` or ``engine`` existed get false and eager, as they were trained."""
-        normalise = table.get("normalise")
-        if not (table.keys() >= SAVED_FIELDS and isinstance(normalise, Mapping)):
-            return table
-        return {"engine": "eager", **table, "normalise": {"actions": False, **normalise}}
 
     @property
     def batch_size(self) -> int:

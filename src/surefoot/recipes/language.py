@@ -10,7 +10,7 @@ from surefoot.core.algorithms import MAX_LENGTH, Objective
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Count, Recipe, Seconds, Section, Size, check_iteration_size, check_shares, nearest_divisor
 from surefoot.recipes.callables import GOLD, term_field
-from surefoot.recipes.models import SAVED_FIELDS, LanguageEvaluation, ModelRecipe
+from surefoot.recipes.models import LanguageEvaluation, ModelRecipe
 from surefoot.recipes.rewards import RewardSettings, term_error, token_error
 from surefoot.recipes.rows import PromptSettings
 
@@ -192,10 +192,6 @@ class LanguageRecipe(ModelRecipe):
         or not at all; nor does "pair", since the KL is in DPO's weights. Aggregation "constant" gets the longest response.
         Named algorithms get their ``ALGORITHM_SECTIONS``.
         """
-        if table.keys() >= SAVED_FIELDS and isinstance(table.get("reference"), Mapping):
-            # Recipes saved before ``measure`` existed measured the KL always.
-            table = {**table, "reference": {"measure": True, **table["reference"]}}
-        table = super().with_defaults(table)
         objective = table["objective"]
         defaults: dict[str, Any] = dict(ALGORITHM_SECTIONS.get(table["algorithm"], {}))
         if (baseline := objective.get("baseline")) in GROUP_SIZES:

@@ -1,7 +1,6 @@
 """The fields that every kind of language-model recipe has: the model, its adapter, optimizer and evaluation."""
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import pydantic
@@ -11,7 +10,6 @@ from surefoot.core.algorithms import MAX_LENGTH
 from surefoot.errors import SurefootError
 from surefoot.files import BOOLEAN_WORDS
 from surefoot.recipes.base import EvaluationSettings, OptimizerSettings, Recipe, Section, Width, names_in
-from surefoot.recipes.rows import saved_data
 
 
 class LanguageEvaluation(EvaluationSettings):
@@ -51,20 +49,10 @@ class AdapterSettings(Section):
     quantize: Literal["int8", "nf4"] | None = None
     """hold the frozen weights of the trunk's linear layers in 8 or 4 bits (QLoRA), by bitsandbytes; needs the extra
     ``quantized``. int8: activations are rounded to 8 bits too; none: in the precision of the run"""
-    convert_targets: bool = False
-    """let ``peft`` convert targets from ``transformers`` 4, as runs of older versions did: in some mixtures of experts
-    gate_proj, up_proj and down_proj then mean the fused experts, and dense layers of these names get no adapter"""
     merge: bool = True
     """also save the merged model in model/; false: save adapter/ only"""
 
 
-def saved_adapter(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapter of a saved recipe; those saved before ``convert_targets`` existed get true, as they were trained."""
-    return {"convert_targets": True, **table}
-
-
-SAVED_FIELDS = {"seed", "device", "threads", "precision", "gradient_checkpointing", "optimizer", "evaluation", "checkpoint"}
-"""fields that the recipes of runs have, whatever version wrote them; a recipe written by hand leaves some out"""
 SMALLEST_UNTRAINED_RATE = 5e-5
 """the learning rate below which random weights learn slowly; presets for pretrained models have 1e-6 to 1e-5"""
 
@@ -149,15 +137,6 @@ class ModelRecipe(Recipe):
     def idle_roles(self) -> tuple[Role, ...]:
         """The roles that are in the memory of the CPU while they are not used."""
         return () if isinstance(self.offload, bool) else self.offload
-
-    @classmethod
-    def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Recipes saved before a field existed get the value that they were trained with."""
-        if not table.keys() >= SAVED_FIELDS:
-            return table
-        saved = {"adapter": saved_adapter, "data": saved_data}
-        known = {name: older(table[name]) for name, older in saved.items() if isinstance(table.get(name), Mapping)}
-        return {**table, **known}
 
     def _check_compiled(self) -> None:
         """Raise SurefootError if the blocks of these models can't be compiled."""

@@ -11,11 +11,6 @@ from surefoot.errors import SurefootError
 from surefoot.recipes.base import Count, Section, Size
 
 
-def saved_data(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a saved recipe; those saved before ``control_tokens`` existed keep them, as they were trained."""
-    return {"control_tokens": "keep", **table}
-
-
 class RowSettings(Section):
     """How rows are read."""
 

@@ -184,7 +184,6 @@ class DpoRecipe(SupervisedRecipe):
     @classmethod
     def with_defaults(cls, table: dict[str, Any]) -> dict[str, Any]:
         """SimPO's β has another scale than a KL penalty."""
-        table = super().with_defaults(table)
         if table.get("preference", {}).get("loss") == "simpo":
             table["reference"] = {"beta": SIMPO_BETA, **table.get("reference", {})}
         return table

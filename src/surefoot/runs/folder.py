@@ -403,13 +403,8 @@ def table_differences(before: dict[str, Any], after: dict[str, Any]) -> list[str
 
 
 def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
-    """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number.
-
-    A field that the checkpoint is too old for counts as a resumed run reads it.
-    """
+    """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number."""
     free = tuple(f"{name}: " for name in ("steps", *FREE))
-    with contextlib.suppress(SurefootError):
-        before = to_table(make_recipe(before))  # of an older version: a field that it did not know has its default
     return [line for line in table_differences(before, to_table(recipe)) if not line.startswith(free)]
 
 

@@ -78,6 +78,6 @@ class EpisodeLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        rows = ((float(r), int(n), dict(*numbers)) for r, n, *numbers in state["finished"])  # older checkpoints: no numbers
+        rows = ((float(r), int(n), dict(numbers)) for r, n, numbers in state["finished"])
         self.finished = deque(rows, maxlen=RECENT_EPISODES)
         self.finished_count = state["finished_count"]

@@ -22,6 +22,7 @@ from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.quantised import quantise
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
 from surefoot.recipes.models import ModelRecipe
+from surefoot.recipes.reading import text_to_none
 from surefoot.runs.checkpoint import check_fits, check_shapes, non_finite_numbers
 
 if TYPE_CHECKING:
@@ -159,13 +160,9 @@ def is_of_steps(recipe: Mapping[str, Any]) -> bool:
 
 
 def _settings(recipe: Mapping[str, Any]) -> Any:
-    from surefoot.recipes.models import AdapterSettings, saved_adapter
+    from surefoot.recipes.models import AdapterSettings
 
-    saved = saved_adapter(recipe["adapter"])
-    quantize = saved.get("quantize")
-    return AdapterSettings.model_validate(
-        {**saved, "dropout": 0.0, "quantize": None if quantize in (None, "none") else quantize}
-    )
+    return AdapterSettings.model_validate({**text_to_none(recipe["adapter"]), "dropout": 0.0})
 
 
 # ---- folders ------------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class SharedBase:
     def inject(self, role: str, settings: "AdapterSettings") -> None:
         """Add A and B of a role to the layers, uninitialised."""
         config = lora_config(settings, *resolve_targets(settings.targets, self.linear, self.matrices))
-        self._inject(role, config, settings.convert_targets)
+        self._inject(role, config)
 
     def load(self, role: str, config: Any, tensors: Mapping[str, Tensor]) -> None:
         """Add a frozen adapter for a role from saved tensors, named as in ``tensors``.
@@ -210,15 +210,15 @@ class SharedBase:
                     "name the same experts in adapter.targets for all roles of a base, or none"
                 )
 
-    def _inject(self, role: str, config: Any, convert: bool = False) -> None:
-        """Add A and B of a role. ``convert`` lets ``peft`` replace names of layers by experts."""
+    def _inject(self, role: str, config: Any) -> None:
+        """Add A and B of a role."""
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._check_same_experts(role, config)
         trained = {p for p in self.trunk.parameters() if p.requires_grad}
         # peft replaces names only in a module with a model's config, so a container without one prevents it.
-        rename = convert or not renamed_by_peft(config, self.trunk)
+        rename = not renamed_by_peft(config, self.trunk)
         model = self.trunk if rename else nn.ModuleDict({"trunk": self.trunk})
         # peft draws initial weights, which are then overwritten; tensors without data draw none and have no generator state
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]) if self.hash else modules_stay():

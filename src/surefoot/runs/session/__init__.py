@@ -56,9 +56,6 @@ from surefoot.runs.traces import SampleFolder, TraceFolder
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
 
-PENDING_BEFORE = "untold"
-"""what older versions called "pending" in a checkpoint"""
-
 
 class Session:
     """One run in progress.
@@ -129,7 +126,7 @@ class Session:
         """
         checkpoint = from_first(checkpoint.absolute())  # ranks read their shards from the folder of the first
         parts = on_first(lambda: self._read(checkpoint, allow_changes))
-        self.pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
+        self.pending = parts.get("pending") or None
         with made_from(checkpoint):
             with together() if self.sharded else nullcontext():
                 lines = self.world.load(parts, checkpoint)
@@ -164,7 +161,7 @@ class Session:
                 f"{checkpoint}: has the state after other steps than those in its name; use an older checkpoint"
             )
         exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
-        pending = parts.get("pending", parts.get(PENDING_BEFORE)) or None
+        pending = parts.get("pending") or None
         if done >= self.recipe.steps and exported and pending is None:
             raise SurefootError(f"{run_folder}: finished, {done} steps are done; extend it with --steps above {done}")
 
