@@ -88,7 +88,10 @@ def agree(**changes: Any) -> None:
         assert compiled[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
-@pytest.mark.parametrize("changes", [{}, LSTM], ids=["feed-forward", "lstm"])
+WARM: dict[str, Any] = {"optimizer": {"learning_rate": 1e-2, "warmup": 0.01}}
+
+
+@pytest.mark.parametrize("changes", [WARM, LSTM], ids=["feed-forward with a warm-up", "lstm"])
 def test_compiled_updates_move_the_parameters_as_eager_ones_do(changes: dict[str, Any], programs: None) -> None:
     agree(**changes)
 

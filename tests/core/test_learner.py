@@ -247,6 +247,29 @@ def test_a_constant_learning_rate_does_not_change() -> None:
     assert rates_of_a_run("constant", 0.01, 3) == ([0.01] * 3, [0.01] * 3)
 
 
+@pytest.mark.parametrize(("steps", "minibatches"), [(10, 4), (20, 8), (40, 16)])
+def test_a_warm_up_rises_at_every_step_however_many_a_rollout_has(
+    steps: int, minibatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first step on, which moves θ; after the warm-up, linear begins where constant would be."""
+    used: list[float] = []
+    take = FlatOptimizer.step
+    monkeypatch.setattr(FlatOptimizer, "step", lambda self, norm, scale: (used.append(scale), take(self, norm, scale))[1])
+    policy = TinyPolicy()
+    objective = replace(PPO_CLIP, reuse=Reuse(1, minibatches))
+    learner = Learner(policy, objective, AdamSettings(0.01), schedule="linear", warmup=0.5)
+    logged: list[Any] = []
+    run_loop(Repeated(policy, steps), learner, state(80), lambda _, metrics: logged.append(metrics["learning_rate"]) or False)
+    assert used[:16] == pytest.approx([(index + 1) / 16 for index in range(16)])
+    assert used[16:] == pytest.approx([1 - steps * (index // minibatches) / 40 for index in range(16)])
+    assert logged == pytest.approx([0.01 * scale for scale in used[minibatches - 1 :: minibatches]]), "the last step's"
+
+
+def test_a_warm_up_of_an_adaptive_learning_rate_is_rejected() -> None:
+    with pytest.raises(SurefootError, match=r"^optimizer\.warmup=0\.1: schedule = 'adaptive' sets"):
+        Learner(TinyPolicy(), PPO_CLIP, ADAM, schedule="adaptive", warmup=0.1)
+
+
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 def test_linear_clip_falls_to_zero_with_the_budget_on_both_sides(dual_clip: float | None) -> None:
     """A quarter of the way through, the gradient is that of three quarters of both bounds; dual clip is no such bound."""

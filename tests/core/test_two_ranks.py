@@ -122,8 +122,8 @@ class Again:
 
 
 def looped(rollout: Rollout, total: int) -> tuple[list[int], list[float | None], Tensor]:
-    """Steps and learning rate at every iteration of a run with a linear schedule, and the parameters at its end."""
-    learner = Learner(policy(), A2C, AdamSettings(0.01), schedule="linear")
+    """Steps and learning rate at every iteration of a run with a warm-up, then a linear schedule; the parameters at its end."""
+    learner = Learner(policy(), A2C, AdamSettings(0.01), schedule="linear", warmup=0.5)
     steps, rates = [], []
 
     def note(state: LearnerState, metrics: Metrics) -> bool:

@@ -296,7 +296,7 @@ def _check_count(recipe: ControlRecipe, task: str, count: int) -> None:
 
 def batch_arithmetic(recipe: ControlRecipe) -> list[str]:
     """The batch arithmetic of a recipe, line by line: steps, minibatches, updates."""
-    rollout, reuse, constraint = recipe.rollout, recipe.objective.reuse, recipe.objective.constraint
+    rollout, constraint = recipe.rollout, recipe.objective.constraint
     if recipe.objective.needs_whole_episodes and rollout.at_least is not None:
         return [
             f"batch: whole episodes in {rollout.environments} environments until there are "
@@ -305,7 +305,7 @@ def batch_arithmetic(recipe: ControlRecipe) -> list[str]:
     if recipe.objective.needs_whole_episodes:
         episodes = rollout.environments * rollout.episodes
         return [f"batch: {rollout.environments} environments x {rollout.episodes} whole episodes each = {episodes} episodes"]
-    epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
+    epochs, minibatches = recipe.objective.passes
     iterations = -(-recipe.steps // recipe.batch_size)
     updates, of_the_critic = epochs * minibatches + (constraint is not None), " of the critic" if constraint else ""
     images = "" if rollout.symmetry is None else f", and their mirror images: {recipe.learned_steps:,}"

@@ -288,6 +288,11 @@ class Objective:
         return self.baseline != "critic"
 
     @property
+    def passes(self) -> tuple[int, int]:
+        """Epochs, and minibatches of each: the steps of an optimizer on a batch, unless the KL stops them."""
+        return (self.reuse.epochs, self.reuse.minibatches) if self.reuse else (1, 1)
+
+    @property
     def largest_kl(self) -> float | None:
         """The KL from which on no step on a batch is taken; None without a target."""
         return None if self.target_kl is None else 1.5 * self.target_kl
@@ -335,7 +340,7 @@ class Objective:
     @property
     def reads_old_log_probs(self) -> bool:
         """Whether an update needs log π_old apart from the log π of its first pass, in which θ is θ_old."""
-        one_update = self.reuse is None or (self.reuse.epochs, self.reuse.minibatches) == (1, 1)
+        one_update = self.passes == (1, 1)
         corrected = self.importance_cap is not None
         of_terms = self.penalty is not None or self.constraint is not None or self.baseline == "pair"
         return not one_update or corrected or of_terms

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surefoot.core.algorithms import Objective
 from surefoot.core.credit import preference_metrics
-from surefoot.core.distributed import all_max, all_sum, merge_across_ranks, world_size
+from surefoot.core.distributed import all_max, all_sum, merge_across_ranks, sum_count, world_size
 from surefoot.core.minibatches import global_count, rows_of, with_penalised
 from surefoot.core.objective import Batch, mean_old_kl
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters, parameter_groups
@@ -61,7 +61,7 @@ class Learner:
                         a function
     micro_batch         rows per backward pass, to bound memory; the gradient does not depend on it
     compiled_rows       compile the steps on batches of exactly this many rows (single steps, sequences) of all ranks
-    warmup              fraction of the budget over which the learning rate rises linearly from zero
+    warmup              fraction of the budget over which the learning rate rises linearly from zero, from step to step
     micro_batch_tokens  tokens per backward pass, padding included: rows of similar length together, as many as fit
     clip_schedule       of the clip's bounds, instead of the name in the objective; may be a function
     kl_target           the KL that schedule = "adaptive" aims at
@@ -87,11 +87,8 @@ class Learner:
         self.policy, self.objective = policy, objective
         self.schedule, self.warmup, self.clip_schedule, self.kl_target = schedule, warmup, clip_schedule, kl_target
         constraint = objective.constraint
-        if schedule == "adaptive" and (objective.reuse is None or constraint is not None):
-            raise SurefootError(
-                "optimizer.schedule='adaptive': follows the KL of reused batches, which this objective does not have; set "
-                "constant, linear or cosine"
-            )
+        if schedule == "adaptive":
+            check_adaptive(objective, warmup)
         groups = parameter_groups(policy, objective, critic_adam is not None)
         if not groups.get("critic", True):
             field = "optimizer.critic_learning_rate" if constraint is None else "objective.trust_region='constraint'"
@@ -178,14 +175,14 @@ class Learner:
             self._passes(natural, batch, (1, 1), context, steps, rollout)
         if self.steppable:
             stepper = self.eager if self.compiled is None or not self._fits(batch) else self.compiled
-            passes = (objective.reuse.epochs, objective.reuse.minibatches) if objective.reuse else (1, 1)
+            context, passes = replace(context, first=state.updates), objective.passes
             epochs, stopped = self._passes(stepper, batch, passes, context, steps, rollout)
         if objective.penalty is not None:
             steps.outcome = self._adapt_penalty(replace(batch, penalised=None), context)
         metrics: Metrics = steps.summary() | {"epochs": float(epochs), "stopped_early": float(stopped)}
         if self.steppable:
             first = next(iter(self.steppable.values()))  # the policy's if it has one
-            metrics["learning_rate"] = first.settings.learning_rate * context.rate_scale
+            metrics["learning_rate"] = first.settings.learning_rate * context.rate_scale(-1)
             if self.schedule == "adaptive":
                 metrics["learning_rate"] = first.learning_rate
         if objective.baseline == "pair":
@@ -204,17 +201,24 @@ class Learner:
         recording = None
         if self.recorder is not None:
             recording = self.recorder.begin(rollout, credit, self.objective, state, clip_scale, beta)
-        rate_scale = self._rate_scale(state) * state.coefficients.get(RATE_SCALE, 1.0)
-        return UpdateContext(state, rate_scale, clip_scale, beta, recording, self.auxiliary_loss)
+        rates = self._rates(rollout, state)
+        return UpdateContext(state, rates, clip_scale, beta, recording, self.auxiliary_loss, state.updates)
 
-    def _rate_scale(self, state: LearnerState) -> float:
-        """The factor of the learning rate; 0 on the first batch of a warm-up."""
-        remaining = state.remaining
+    def _rates(self, rollout: Rollout, state: LearnerState) -> Callable[[int], float]:
+        """The factor of the learning rate at each step on a rollout: of the schedule, the same for all, and of the warm-up.
+
+        The warm-up rises with the share of the budget that is used after the step, the rollout's shared out among its steps.
+        """
+        remaining, own = state.remaining, state.coefficients.get(RATE_SCALE, 1.0)
         if self.schedule == "adaptive":
-            return state.coefficients.get(ADAPTED, 1.0)
-        if (done := 1 - remaining) < self.warmup:
-            return done / self.warmup
-        return scheduled("optimizer.schedule", self.schedule, remaining / (1 - self.warmup))
+            own *= state.coefficients.get(ADAPTED, 1.0)
+        else:
+            own *= scheduled("optimizer.schedule", self.schedule, min(1.0, remaining / (1 - self.warmup)))
+        done = 1 - remaining
+        if done >= self.warmup:
+            return lambda step: own
+        share = sum_count(rollout.steps, rollout.rewards) / state.total_steps / math.prod(self.objective.passes)
+        return lambda step: own * min(1.0, (done + (step + 1) * share) / self.warmup)
 
     def _clip_scale(self, remaining: float) -> float:
         """The factor of the clip's bounds; 1 without a clip."""
@@ -308,6 +312,19 @@ class Learner:
         """Continue from a saved state."""
         for name, optimizer in self.steppable.items():
             optimizer.load_state_dict(state[name])
+
+
+def check_adaptive(objective: Objective, warmup: float) -> None:
+    """Raise SurefootError if the learning rate can't follow the KL."""
+    if objective.reuse is None or objective.constraint is not None:
+        raise SurefootError(
+            "optimizer.schedule='adaptive': follows the KL of reused batches, which this objective does not have; set "
+            "constant, linear or cosine"
+        )
+    if warmup:
+        raise SurefootError(
+            f"optimizer.warmup={warmup:g}: schedule = 'adaptive' sets the learning rate of every step; set warmup = 0"
+        )
 
 
 def scheduled(field: str, schedule: Schedule, left: float) -> float:

@@ -5,7 +5,7 @@ The learner gets one ``PendingStep`` per minibatch from a ``Stepper``, checks it
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,14 +37,20 @@ class UpdateContext:
     """What stays the same for all steps on one rollout."""
 
     state: LearnerState
-    rate_scale: float
-    """multiplies the learning rate"""
+    rates: Callable[[int], float]
+    """the factor of the learning rate at a step, which are counted from 0; at −1: before the first"""
     clip_scale: float
     """multiplies the bounds of the clip"""
     beta: float
     """weight of the KL penalty; 0 without one"""
     recording: Recording | None
     auxiliary_loss: AuxiliaryLoss | None
+    first: int
+    """``state.updates`` before the first of the steps"""
+
+    def rate_scale(self, ahead: int = 0) -> float:
+        """The factor of the learning rate at the next step, at one that many steps ahead, or (−1) at the last one taken."""
+        return self.rates(self.state.updates - self.first + ahead)
 
     def normalised(self, batch: Batch, moments: Moments | None = None) -> Batch:
         """The batch with advantages of mean 0 and variance 1; a trace records the moments, which are computed if not given."""
@@ -251,5 +257,5 @@ class EagerStepper:
             ratios=sums.ratios,
             norms=norms,
             optimizers=self.optimizers,
-            rate_scale=context.rate_scale,
+            rate_scale=context.rate_scale(),
         )

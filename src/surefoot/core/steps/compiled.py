@@ -105,8 +105,8 @@ class CompiledStepper:
         order = random_order(self.rows, context.state.generators["shuffle"]).view(count, -1)
         columns: list[list[float]] = [[context.clip_scale] * count, [context.beta] * count]
         for optimizer in self.optimizers.values():
-            rate, start = optimizer.settings.learning_rate * context.rate_scale, float(optimizer.moments()[0]) + 1
-            columns.append([rate / (1 - BETAS[0] ** (start + index)) for index in range(count)])
+            rate, start = optimizer.settings.learning_rate, float(optimizer.moments()[0]) + 1
+            columns.append([rate * context.rate_scale(i) / (1 - BETAS[0] ** (start + i)) for i in range(count)])
             columns.append([math.sqrt(1 - BETAS[1] ** (start + index)) for index in range(count)])
         whole = CompiledPass(batch, tensors_in(replace(batch, flat_index=None)), order, torch.tensor(columns).T.contiguous())
         return [CompiledMinibatch(whole, index) for index in range(count)]

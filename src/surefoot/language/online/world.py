@@ -245,8 +245,8 @@ class LanguageWorld:
 
     def _mixed_tokens(self, rows: Rows) -> tuple[int, int]:
         """Tokens of the longest demonstration that is certainly mixed in, and the mean number of trained tokens."""
-        recipe, reuse = self.recipe, self.recipe.objective.reuse
-        updates = -(-recipe.steps // recipe.responses) * (reuse.epochs * reuse.minibatches if reuse else 1)
+        recipe = self.recipe
+        updates = -(-recipe.steps // recipe.responses) * math.prod(recipe.objective.passes)
         return guaranteed_length(rows.lengths, updates * recipe.mixed_batch), sum(rows.trained) // rows.count
 
     def _sft_loss(self) -> SftLoss | None:
@@ -319,13 +319,13 @@ class LanguageWorld:
 
     def arithmetic(self) -> list[str]:
         """Parameter counts, batch sizes and updates."""
-        recipe, reuse = self.recipe, self.recipe.objective.reuse
+        recipe = self.recipe
         count = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         critic = sum(p.numel() for p in self.policy.critic_parameters())
         frozen = "no reference" if self.reference is None else f"{count - critic:,} frozen in the reference"
         if self.base is not None:
             frozen = f"{parameter_count(self.policy) - count:,} frozen, which all roles share"
-        epochs, minibatches = (reuse.epochs, reuse.minibatches) if reuse else (1, 1)
+        epochs, minibatches = recipe.objective.passes
         iterations = -(-recipe.steps // recipe.responses)
         environment, most = recipe.turns.environment, recipe.turns.max_turns
         turns = [] if environment is None else [f"turns: at most {most} per conversation, with {environment}"]
