@@ -54,6 +54,10 @@ def test_choices_are_encoded_one_hot(space: Any, seen: Any, encoded: Any) -> Non
     assert not list(layer.state_dict())
 
 
+def pixels(shape: tuple[int, ...]) -> spaces.Box:
+    return spaces.Box(0, 255, shape, np.uint8)
+
+
 def test_numbers_of_any_shape_are_flattened_and_concatenated() -> None:
     for shape in ((), (3,), (2, 3)):
         x = torch.rand(4, 5, *shape)
@@ -63,7 +67,7 @@ def test_numbers_of_any_shape_are_flattened_and_concatenated() -> None:
 
 @pytest.mark.parametrize("shape", [(36, 40), (36, 40, 3), (3, 36, 40), (2, 36, 40, 3), (2, 3, 36, 40)])
 def test_the_image_network_is_that_of_the_nature_paper(shape: tuple[int, ...]) -> None:
-    network = NatureCNN(shape, stream(1))
+    network = NatureCNN(pixels(shape), stream(1))
     seen = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, *shape), np.uint8))
     x = seen.reshape(6, *shape).double()
     if shape[-1] == 3:
@@ -77,8 +81,50 @@ def test_the_image_network_is_that_of_the_nature_paper(shape: tuple[int, ...]) -
     torch.testing.assert_close(network(seen), x.reshape(2, 3, 512).float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(36, 40), (36, 40, 2), (2, 36, 40)])
+def test_the_bounds_of_an_image_become_0_and_1(shape: tuple[int, ...]) -> None:
+    """A map of 0 and 1 is the picture of 0 and 255, channel by channel; an entry that can only be one number is 0."""
+    reference, drawn = NatureCNN(pixels(shape), stream(1)), np.random.default_rng(0).integers(0, 2, (3, *shape), np.uint8)
+    low, high = np.zeros(shape, np.uint8), np.full(shape, 1, np.uint8)
+    channel = (..., 1) if shape[-1] == 2 else (1,)
+    for lows, highs in ((0, 1), (0, 50), (7, 9), (7, 7)):
+        low[channel], high[channel] = lows, highs
+        network = NatureCNN(spaces.Box(low, high, dtype=np.uint8), stream(1))
+        expected = 255 * drawn
+        expected[(slice(None), *channel) if channel != (..., 1) else channel] *= highs > lows
+        torch.testing.assert_close(network(torch.from_numpy(low + drawn * (high - low))), reference(torch.from_numpy(expected)))
+
+
+class Map(gymnasium.Env[Any, Any]):
+    """A column of a map is as high as its bound; which half it is in is the right action."""
+
+    def __init__(self, high: int = 1) -> None:
+        self.observation_space, self.action_space, self.high = spaces.Box(0, high, (36, 36), np.uint8), spaces.Discrete(2), high
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.seen(), {}
+
+    def seen(self) -> Any:
+        self.column, picture = self.np_random.integers(36), np.zeros((36, 36), np.uint8)
+        picture[:, self.column] = self.high
+        return picture
+
+    def step(self, action: Any) -> Any:
+        reward = float(action == (self.column >= 18))
+        return self.seen(), reward, False, bool(self.column == 0), {}
+
+
+def test_a_map_of_0_and_1_trains_the_same_weights_as_one_of_0_and_255() -> None:
+    one, other = (
+        surefoot.train(Map, steps=32, seed=1, environment={"high": high}, network={"hidden": []}, **TINY) for high in (1, 255)
+    )
+    pairs = zip(one.policy.parameters(), other.policy.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_images_in_pieces_give_the_same_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, seen = NatureCNN((36, 36), stream(1)), torch.randint(256, (7, 36, 36), dtype=torch.uint8)
+    network, seen = NatureCNN(pixels((36, 36)), stream(1)), torch.randint(256, (7, 36, 36), dtype=torch.uint8)
     whole = network(seen)
     monkeypatch.setattr(networks, "PASS_AT_ONCE", 3)
     with torch.no_grad():
@@ -88,8 +134,8 @@ def test_images_in_pieces_give_the_same_features(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("shape", [(36, 40, 1), (3, 36, 40, 1)])
 def test_one_channel_is_read_alike_first_or_last_and_lies_in_memory_alike(shape: tuple[int, ...]) -> None:
     """A compiler takes other strides for channels that are last, and then its own program for wrong."""
-    network = NatureCNN(shape, stream(1))
-    first = NatureCNN((math.prod(shape[:-3]), 36, 40), stream(1))
+    network = NatureCNN(pixels(shape), stream(1))
+    first = NatureCNN(pixels((math.prod(shape[:-3]), 36, 40)), stream(1))
     seen, strides = torch.randint(256, (5, *shape), dtype=torch.uint8, generator=stream(2)), []
     for each in (network, first):
         each.convolutions[0].register_forward_pre_hook(lambda layer, inputs: strides.append(inputs[0].stride()))
@@ -106,7 +152,7 @@ def test_features_of_leaves_are_concatenated_in_order() -> None:
 
 def test_weights_are_orthogonal_and_come_from_the_runs_stream_alone() -> None:
     before = torch.get_rng_state()
-    one, same, other = (NatureCNN((36, 36), stream(seed)) for seed in (1, 1, 2))
+    one, same, other = (NatureCNN(pixels((36, 36)), stream(seed)) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     for name, weight in one.named_parameters():
         assert torch.equal(weight, dict(same.named_parameters())[name])

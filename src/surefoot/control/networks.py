@@ -102,7 +102,7 @@ class Trunk(nn.Module):
 
 def _encoder(part: ObservationPart, generator: torch.Generator) -> "Vector | OneHot | NatureCNN":
     if isinstance(part.space, spaces.Box):
-        return NatureCNN(part.shape, generator) if is_image(part.space) else Vector(part.shape)
+        return NatureCNN(part.space, generator) if is_image(part.space) else Vector(part.shape)
     return Vector(part.shape) if isinstance(part.space, spaces.MultiBinary) else OneHot(part.space)
 
 
@@ -146,12 +146,22 @@ class OneHot(nn.Module):
 
 
 class NatureCNN(nn.Module):
-    """The convolutions of Mnih et al. 2015 ("Human-level control", Nature 518) on bytes.   [..., *shape] -> [..., 512]"""
+    """The convolutions of Mnih et al. 2015 ("Human-level control", Nature 518) on bytes.   [..., *shape] -> [..., 512]
 
-    def __init__(self, shape: tuple[int, ...], generator: torch.Generator) -> None:
+    The space's bounds, which are saved with the weights, become 0 and 1.
+    """
+
+    low: Tensor
+    range: Tensor
+
+    def __init__(self, space: spaces.Box, generator: torch.Generator) -> None:
         super().__init__()
+        shape = space.shape
         self.axes, self.last = len(shape), channels_last(shape)
         channels, height, width = image_shape(shape)
+        low, high = (self._arranged(torch.from_numpy(bound.astype(np.float32)))[0] for bound in (space.low, space.high))
+        for name, x in (("low", low), ("range", (high - low).clamp(min=1))):
+            self.register_buffer(name, (x.flatten()[0] if bool((x == x.flatten()[0]).all()) else x).clone())
         self.convolutions = nn.Sequential(
             _convolution(channels, 32, 8, 4, generator),
             nn.ReLU(),
@@ -168,12 +178,18 @@ class NatureCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Converts bytes to numbers from 0 to 1, so that a rollout can store bytes."""
         lead = x.shape[: x.dim() - self.axes]
+        x = self._arranged(x)
+        pieces = [x] if torch.is_grad_enabled() else torch.split(x, PASS_AT_ONCE)
+        scaled = ((piece.float() - self.low) / self.range for piece in pieces)
+        features = [self.layer(self.convolutions(piece).flatten(1)).relu() for piece in scaled]
+        return (features[0] if len(features) == 1 else torch.cat(features)).reshape(*lead, self.width)
+
+    def _arranged(self, x: Tensor) -> Tensor:
+        """[..., *shape] -> [N, channels, height, width]"""
+        lead = x.dim() - self.axes
         if self.last:  # movedim would leave strides of one channel that the compiler takes for those of channels last
             x = x.squeeze(-1).unsqueeze(-3) if x.shape[-1] == 1 else x.movedim(-1, -3)
-        x = x.reshape(-1, math.prod(x.shape[len(lead) : -2]), *x.shape[-2:])
-        pieces = [x] if torch.is_grad_enabled() else torch.split(x, PASS_AT_ONCE)
-        features = [self.layer(self.convolutions(piece.float() / 255).flatten(1)).relu() for piece in pieces]
-        return (features[0] if len(features) == 1 else torch.cat(features)).reshape(*lead, self.width)
+        return x.reshape(-1, math.prod(x.shape[lead:-2]), *x.shape[-2:])
 
 
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
@@ -292,7 +308,7 @@ def _random_batch(part: ObservationPart) -> Tensor:
     rng, shape = np.random.default_rng(0), (2, *part.shape)
     if part.vector:
         return torch.from_numpy(rng.random(shape, np.float32))
-    low, high = (0, 255) if part.bounds is None else part.bounds
+    low, high = (part.space.low, part.space.high) if part.bounds is None else part.bounds
     return torch.from_numpy(rng.integers(low, high, shape, endpoint=True).astype(part.dtype))
 
 
