@@ -282,7 +282,7 @@ def test_reward_model_learns_from_labels_and_is_standardised_on_good_answers(fol
     world = SupervisedWorld(recipe(folders["llama"], data, "reward"))
     texts = [torch.tensor([ids]) for ids in world.standardised_on]
     with torch.no_grad():
-        scores = torch.cat([model(ids, torch.ones_like(ids, dtype=torch.bool), standardised=True) for ids in texts])
+        scores = torch.cat([model(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in texts])
     assert len(scores) == 16
     assert float(scores.mean()) == pytest.approx(0, abs=1e-4)
     assert float(scores.std(correction=0)) == pytest.approx(1, abs=1e-4)

@@ -95,9 +95,11 @@ def test_transformers_computes_the_scores_of_a_saved_reward_model(folder: Path, 
     if side == "left" and folder.name == "gpt2":
         pytest.skip("GPT-2 counts positions from the padding")
     with torch.no_grad():
-        torch.testing.assert_close(theirs(tmp_path / "reward", texts, side), ours(ids, mask), atol=1e-5, rtol=1e-5)
+        logits = ours.logits(ids, mask)
+        torch.testing.assert_close(theirs(tmp_path / "reward", texts, side), logits, atol=1e-5, rtol=1e-5)
         rewards = ModelReward(tmp_path / "reward")(PROMPTS, RESPONSES, {}).total
-        torch.testing.assert_close(rewards, ours(ids, mask) - ours.offset, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(rewards, logits - ours.offset, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(surefoot.load(tmp_path / "reward")(ids, mask), rewards, atol=1e-6, rtol=1e-6)
     assert not list((tmp_path / "reward").glob("head*")), "vLLM loads every weight file in the folder"
     config = json.loads((tmp_path / "reward" / "config.json").read_text())
     assert (config["problem_type"], config["pad_token_id"], len(config["id2label"])) == ("regression", 0, 1)
@@ -120,7 +122,7 @@ def test_eos_stays_the_scored_token_if_it_is_also_the_pad_token(
     text = "".join(map(chr, range(310, 316))) if not has_other else "hello"
     ids = torch.tensor([[*tokenizer(text)["input_ids"], 1]])
     with torch.no_grad():
-        wanted = scorer(ids, torch.ones_like(ids, dtype=torch.bool))
+        wanted = scorer.logits(ids, torch.ones_like(ids, dtype=torch.bool))
     torch.testing.assert_close(theirs(tmp_path / "reward", [text]), wanted, atol=1e-5, rtol=1e-5)
     if has_other:
         both = theirs(tmp_path / "reward", [text, "a longer text"])
@@ -142,7 +144,7 @@ def test_mixture_of_experts_is_saved_with_the_weight_names_of_transformers(tmp_p
     ours = written(tmp_path / "reward", source)
     ids = torch.tensor([[*ours.tokenizer("hello")["input_ids"], 1]])  # type: ignore[misc]
     with torch.no_grad():
-        wanted = ours(ids, torch.ones_like(ids, dtype=torch.bool))
+        wanted = ours.logits(ids, torch.ones_like(ids, dtype=torch.bool))
     torch.testing.assert_close(theirs(tmp_path / "reward", ["hello"]), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -163,11 +165,11 @@ def test_reloaded_reward_model_is_bit_for_bit_identical(folders: dict[str, Path]
     again = RewardModel.load(tmp_path / "reward")
     for name, tensor in ours.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    assert torch.equal(again(ids, mask, standardised=True), ours(ids, mask, standardised=True))
     assert torch.equal(again(ids, mask), ours(ids, mask))
+    assert torch.equal(again.logits(ids, mask), ours.logits(ids, mask))
     changed_config(tmp_path / "reward", lambda scale: scale.pop("head"))
     older = RewardModel.load(tmp_path / "reward")
-    torch.testing.assert_close(older(ids, mask, standardised=True), ours(ids, mask, standardised=True), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(older(ids, mask), ours(ids, mask), atol=1e-5, rtol=1e-5)
 
 
 def test_head_trained_by_another_program_is_loaded_as_saved(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_trl_trainers_compute_the_same_scores(trainer: str, chat: bool, tmp_path
     for call, mean in zip(theirs["calls"], theirs["means"], strict=True):
         ids, mask, scores = (torch.tensor(call[name]) for name in ("ids", "mask", "scores"))
         with torch.no_grad():
-            torch.testing.assert_close(ours(ids, mask.bool()), scores, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(ours.logits(ids, mask.bool()), scores, atol=1e-5, rtol=1e-5)
         assert mean == pytest.approx(float(scores.mean()), abs=1e-4)
         last = ids.gather(1, mask.sum(-1, keepdim=True) - 1)
         assert bool((last == 1).all()) == chat, "the template ends messages with EOS; plain text has none"
@@ -75,7 +75,7 @@ def test_vllm_computes_the_same_scores(standardised: bool, tmp_path: Path) -> No
     ours = written(tmp_path / "reward", hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
     texts = [[*ours.tokenizer(text)["input_ids"], 1] for text in PROMPTS]  # type: ignore[misc]
     with torch.no_grad():
-        scores = ours(*right_padded(texts, 0), standardised=standardised)
+        scores = (ours if standardised else ours.logits)(*right_padded(texts, 0))
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     words = (str(tmp_path / "reward"), json.dumps(texts), str(ours.offset if standardised else 0.0))

@@ -114,7 +114,7 @@ def test_reward_model_learns_and_has_mean_0_and_std_1_on_demonstrations(folders:
     rows = data.demonstrations(read_rows(shown), world.tokens, 64)
     ids = [torch.tensor([row]) for row in rows.ids]
     with torch.no_grad():
-        scores = torch.cat([model(row, torch.ones_like(row, dtype=torch.bool), standardised=True) for row in ids])
+        scores = torch.cat([model(row, torch.ones_like(row, dtype=torch.bool)) for row in ids])
     assert float(scores.mean()) == pytest.approx(0, abs=1e-4)
     assert float(scores.std(correction=0)) == pytest.approx(1, abs=1e-4)
 

@@ -90,15 +90,15 @@ class RewardModel(nn.Module):
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("std", torch.ones(()))
 
-    def forward(self, ids: Tensor, mask: Tensor, standardised: bool = False) -> Tensor:
-        """Scores of whole texts, padded left or right: the logits of the model as ``transformers`` loads it.
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The rewards of runs for whole texts, padded left or right: (raw − mean) / std.   [B, L], [B, L] -> [B]"""
+        return (self.raw(ids, mask) - self.mean) / self.std
 
-        standardised  minus their mean on the demonstrations: (raw − mean) / std, the rewards of runs
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The logits of the model as ``transformers`` loads it: the rewards of runs plus ``offset``; of steps, ``raw``.
 
         ids [B, L], mask [B, L] -> [B]
         """
-        if standardised:
-            return (self.raw(ids, mask) - self.mean) / self.std
         if self.of_steps:
             return self.raw(ids, mask)
         weight = self.scaled_weight
@@ -122,7 +122,7 @@ class RewardModel(nn.Module):
 
     @property
     def offset(self) -> float:
-        """The mean score on the demonstrations, which standardised scores subtract."""
+        """The mean score on the demonstrations, which rewards subtract."""
         return float((self.mean - self.head.bias.detach()) / self.std)
 
     def prefix_scores(self, ids: Tensor, mask: Tensor) -> Tensor:

@@ -161,9 +161,8 @@ class ModelReward:
         return [], self.tokens.render(whole)
 
     def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
-        standardised = {"standardised": True} if isinstance(self.model, RewardModel) else {}
         with computing(self.model, False, self.bf16):
-            scores: Tensor = self.model(ids, mask, **standardised)
+            scores: Tensor = self.model(ids, mask)
         return scores
 
     def _error(self, what: str) -> SurefootError:
