@@ -6,13 +6,14 @@ This module imports no torch.
 import json
 import os
 import re
+import shutil
 import stat
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from surefoot.errors import SurefootError, cause_of
 
@@ -26,24 +27,56 @@ CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """of a container: microseconds of CPU time per period, or ``max`` (cgroup v2)"""
 
 
-def read_text(path: Path) -> str:
-    """The text of a plain file, or of a link to one. Pipes and devices, which could block, are not opened.
+def open_file(path: Path) -> BinaryIO:
+    """A plain file, or a link to one, open for reading as bytes. Every read of what a run or a person left begins here.
 
-    Raises SurefootError when there is none, or it is not UTF-8.
+    Raises SurefootError for a folder, a pipe, a socket or a device, which could block; OSError as ``open`` does.
     """
+    check_plain(path)
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    file = os.fdopen(os.open(path, flags), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # replaced in the meantime
+        file.close()
+        raise SurefootError(f"{path}: is not a regular file")
+    return file
+
+
+def check_plain(path: Path) -> None:
+    """Raise SurefootError for what is not a regular file, FileNotFoundError if there is nothing."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        raise SurefootError(f"{path}: is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a regular file; move it away")
+
+
+def check_plain_folder(folder: Path) -> None:
+    """Raise SurefootError if a folder that another library reads has anything but files and folders."""
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not path.is_dir():
+            check_plain(path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file. Raises SurefootError if it can't be read."""
     try:
-        check_plain(path)
-        return path.read_text("utf-8")
+        with open_file(path) as file:
+            return file.read()
     except OSError as error:
         raise SurefootError(f"{path}: can't be read ({error.strerror}); check the path") from None
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a file. Raises SurefootError if it can't be read, or with ``strict`` is not UTF-8."""
+    try:
+        return read_bytes(path).decode("utf-8", errors).replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise SurefootError(f"{path}: can't be read ({error})") from None
 
 
-def check_plain(path: Path) -> None:
-    """Raise SurefootError for a folder, a pipe or a device, FileNotFoundError if there is nothing."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise SurefootError(f"{path}: is not a regular file")
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the content of a file. Raises SurefootError if it is not plain, OSError if it can't be read or written."""
+    with open_file(source) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
 
 
 def parsed(text: str, parse: Callable[[str], Any] = json.loads) -> Any:

@@ -16,8 +16,9 @@ import surefoot
 from surefoot import Callback, SurefootError
 from surefoot.core.sharding.files import tensor_bytes, write_tensors
 from surefoot.runs import session as sessions
-from surefoot.runs.checkpoint import checkpoints_in, fault_of, load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
+from surefoot.runs.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
 from surefoot.runs.session import saving
+from surefoot.store.manifest import fault_of
 
 FIELDS = {
     "steps": 512,

@@ -21,7 +21,8 @@ from surefoot.cli import main as cli
 from surefoot.control import evaluate
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.checkpoint import fault_of, latest_checkpoint, load_checkpoint, save_checkpoint
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from surefoot.store.manifest import fault_of
 
 SECONDS = {}
 """how long each task's run takes without a kill"""

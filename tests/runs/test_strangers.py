@@ -17,7 +17,8 @@ from surefoot.control.agent import Agent
 from surefoot.files import parse_value, read_json, read_table, read_toml, steps_named
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.checkpoint import MANIFEST, fault_of, load_checkpoint, save_checkpoint
+from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.store.manifest import MANIFEST, fault_of
 
 DEEP, LONG = "[" * 100_000, "9" * 400
 TABLE_DEEP = '{"a":' * 500 + "1" + "}" * 500
@@ -122,7 +123,7 @@ def test_a_manifest_of_any_shape_is_rejected_in_one_line(command, run, text):
 
 
 @pytest.mark.parametrize(
-    "name", ["../agent.json", "/etc/passwd", "..", ".", "a/b", "a\\b", "", "a\nb", "manifest.json", "\x1b[2J"]
+    "name", ["../agent.json", "/etc/passwd", "..", ".", "a//b", "a\\b", "", "a\nb", "manifest.json", "\x1b[2J"]
 )
 def test_a_manifest_lists_names_of_files_beside_it_and_nothing_else(tmp_path, name):
     save_checkpoint(tmp_path / "one", {"tree": {"n": 1}})

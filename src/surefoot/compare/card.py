@@ -6,7 +6,6 @@ Every removal is reported. Logs of trackers, traces and the state of the optimiz
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from surefoot.compare.runs import Run, read_run
 from surefoot.compare.statistics import markdown_table, number
 from surefoot.control.agent import Agent
 from surefoot.errors import SurefootError, to_install
-from surefoot.files import read_toml, write_text
+from surefoot.files import copy_file, read_text, read_toml, write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
@@ -97,10 +96,10 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
         notes += result.save(folder) or ()
     write_text(folder / "config.toml", to_toml(recipe))
     write_text(folder / "environment.json", json.dumps(_environment(run), indent=1))
-    shutil.copyfile(path / FILE, folder / FILE)
+    copy_file(path / FILE, folder / FILE)
     for samples in samples_in(path / "samples")[-1:] if options.samples else ():
         (folder / "samples").mkdir()
-        shutil.copyfile(samples, folder / "samples" / samples.name)
+        copy_file(samples, folder / "samples" / samples.name)
     if matplotlib_installed():
         write_figures([run], folder / CURVES, "png")
     else:
@@ -122,7 +121,7 @@ def _copy_video(path: Path, checkpoint: Path, agent: Agent, folder: Path, option
     pattern = output_file(path, checkpoint, agent.recipe.task, "videos", "-seed*.mp4")
     videos = sorted(pattern.parent.glob(pattern.name), key=lambda video: video.stat().st_mtime)
     if videos:
-        shutil.copyfile(videos[-1], folder / VIDEO)
+        copy_file(videos[-1], folder / VIDEO)
         return []
     if not options.film:
         return ["no video: add --film to record one"]
@@ -193,7 +192,7 @@ def check_no_places(folder: Path, run: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".safetensors", ".png", ".mp4", ".model") or path.name in (FILE, "tokenizer.json") or path.is_dir():
             continue
-        text = path.read_text("utf-8", errors="replace")
+        text = read_text(path, errors="replace")
         text = f"{text}\n{ESCAPED.sub(' ', text)}"
         name, remedy = path.relative_to(folder), "leave the samples out (--no-samples), or change the recipe"
         if named_place := next((place for place, pattern in sorted(named.items()) if re.search(pattern, text)), None):

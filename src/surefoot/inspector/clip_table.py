@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError
+from surefoot.files import read_text
 
 IMPORT = re.compile(r'^import \{ ([\w, ]+) \} from "\./([\w/]+)\.js";$', re.M)
 EXPORT = re.compile(r"^export (function|async function|const) (\w+)", re.M)
@@ -22,7 +23,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 def static(name: str, own: Path | None = None) -> str:
     """The content of a file of a page: from its own folder if it is there, else of the front end."""
     if own is not None and (own / name).is_file():
-        return (own / name).read_text("utf-8")
+        return read_text(own / name)
     return (resources.files("surefoot.inspector") / "static" / name).read_text("utf-8")
 
 

@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from surefoot.errors import SurefootError
+from surefoot.files import open_file
 from surefoot.runs.reading import BOM, Row, check_counts, in_order, row_of, rows_together, unreadable
 
 Column = NDArray[np.float64]
@@ -31,6 +33,8 @@ class NewLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset, self.inode, self.lines = 0, -1, 0
+        self.fault: str | None = None
+        """why the file can't be read, in words that follow its name"""
 
     def read(self, until: float) -> tuple[bool, list["Block"]]:
         """Whether the file was truncated, replaced or removed, so that it is read again from its start; and the new lines as
@@ -38,7 +42,7 @@ class NewLines:
         """
         again, blocks = False, []
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 state = self.path.stat()
                 if state.st_ino != self.inode or state.st_size < self.offset:
                     again, self.offset, self.inode, self.lines = True, 0, state.st_ino, 0
@@ -50,9 +54,11 @@ class NewLines:
                     self.lines += count
                     if time.monotonic() > until:
                         break
-        except OSError:
+        except (OSError, SurefootError) as error:
             self.offset, self.inode, self.lines = 0, -1, 0
+            self.fault = str(error).removeprefix(f"{self.path}: ") if isinstance(error, SurefootError) else None
             return True, []
+        self.fault = None
         return again, blocks
 
     @property
@@ -129,6 +135,7 @@ class Columns:
                 again, blocks = self.source.read(until)
                 if again:
                     self._forget()
+                    self.fault = self.source.fault
                 self._append(blocks)
             finally:
                 self.lock.release()

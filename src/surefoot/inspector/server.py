@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from surefoot.errors import SurefootError
-from surefoot.files import made_from, parsed
+from surefoot.files import made_from, parsed, read_bytes
 from surefoot.inspector.access import IDLE, INVITATION, Connection, Guard, LoginTokens
 from surefoot.inspector.catalog import Catalog, is_run
 from surefoot.inspector.folders import RunFolders, metric_descriptions
@@ -225,7 +225,7 @@ def static_route(file: Path) -> Callable[[Request], Any]:
     """An endpoint that returns a file of the front end."""
 
     async def endpoint(request: Request) -> Response:
-        return Response(file.read_bytes(), media_type=MEDIA_TYPES[file.suffix])
+        return Response(read_bytes(file), media_type=MEDIA_TYPES[file.suffix])
 
     return endpoint
 

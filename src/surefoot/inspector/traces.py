@@ -17,6 +17,7 @@ from torch import Tensor
 
 from surefoot.core.traces import BRANCHES, Trace, TracedRow
 from surefoot.errors import SurefootError
+from surefoot.files import open_file
 from surefoot.inspector.curves import numbers
 from surefoot.inspector.folders import LONGEST_TEXT, RunFolders, shortened
 from surefoot.runs.reading import replay_failure, trace_video, traces_in
@@ -221,9 +222,9 @@ class Traces:
         if path is None or (note := replay_failure(path)).is_symlink():
             return None
         try:
-            with note.open(encoding="utf-8", errors="replace") as file:
-                return file.read(400).strip()
-        except OSError:  # usually the file does not exist
+            with open_file(note) as file:
+                return file.read(400).decode("utf-8", errors="replace").strip()
+        except (OSError, SurefootError):  # usually the file does not exist
             return None
 
     def clip_samples(self, run: int, steps: int, number: int) -> dict[str, Any]:

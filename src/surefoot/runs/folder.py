@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,21 +32,14 @@ from typing import Any
 import filelock
 
 from surefoot.errors import SurefootError
-from surefoot.files import check_shown, is_temporary, read_table, read_toml, write_text, writing
+from surefoot.files import check_shown, copy_file, is_temporary, read_table, read_toml, write_text, writing
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
 from surefoot.recipes.rows import with_row_fields
-from surefoot.runs.checkpoint import (
-    MANIFEST,
-    check_numbered,
-    checkpoints_in,
-    clear,
-    clear_checkpoints,
-    flush,
-    latest_checkpoint,
-)
+from surefoot.runs.checkpoint import check_numbered, checkpoints_in, clear_checkpoints, latest_checkpoint
 from surefoot.runs.hub import LISTING, is_hub_name, local_folder
 from surefoot.runs.reading import FINISHED, LOCK, acquire, check_is_run
+from surefoot.store.manifest import MANIFEST, clear, flush
 
 FREE = (
     "check_memory",
@@ -148,7 +140,7 @@ class RunFolder:
         self._rows.append(kept)
         temporary = kept.with_name(f".{kept.name}.tmp")
         try:
-            shutil.copyfile(file, temporary)
+            copy_file(file, temporary)
             flush(temporary)
             os.replace(temporary, kept)
         finally:

@@ -9,7 +9,6 @@ import importlib
 import json
 import logging
 import re
-import shutil
 import sys
 import tempfile
 import warnings
@@ -22,7 +21,8 @@ from typing import Any
 
 from surefoot import __version__
 from surefoot.errors import SurefootError, cause_of, missing_extra
-from surefoot.files import write_text
+from surefoot.files import copy_file, read_table, write_text
+from surefoot.store.manifest import FORMAT, LISTING, atomic_folder, fault_of_file, fingerprint, listed_files
 
 # What reads and writes checkpoints is imported where it is used: it loads torch, and names of rows on the hub need none.
 
@@ -30,8 +30,7 @@ PREFIX = re.compile(r"hf:/{1,2}")  # a pathlib.Path has one slash
 NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(/(?P<config>[^/@:]+))?(@(?P<revision>[^:]+))?(:(?P<split>.+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FORM = "write hf://org/name, or hf://org/name@revision"
-LISTING, CARD = "surefoot.json", "README.md"
-FORMAT = 1
+CARD = "README.md"
 FILE = re.compile(r"[\w+=-][\w.+=-]*(/[\w+=-][\w.+=-]*)*")
 """names of files: relative, without hidden folders and characters of patterns"""
 SUFFIXES = {".json", ".jsonl", ".toml", ".safetensors", ".txt", ".jinja", ".model", ".png", ".mp4"}
@@ -110,8 +109,6 @@ def write_listing(folder: Path, kind: str, steps: int) -> None:
 
     Raises SurefootError for a file that no repository may hold.
     """
-    from surefoot.runs.checkpoint import fingerprint
-
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name not in (LISTING, CARD)]
     for name in names:
@@ -127,9 +124,7 @@ def listed(listing: Path, where: str) -> dict[str, dict[str, Any]]:
 
     Raises SurefootError for another format, and for a file that no repository may hold.
     """
-    from surefoot.runs.checkpoint import listed_files
-
-    files = listed_files(listing, FORMAT, f"{where}: {LISTING}")
+    files = listed_files(listing, f"{where}: {LISTING}")
     for name in files:
         _check_name(name, where)
     return files
@@ -137,8 +132,6 @@ def listed(listing: Path, where: str) -> dict[str, dict[str, Any]]:
 
 def check_files(folder: Path, where: str) -> None:
     """Raise SurefootError if a listed file is missing, differs, or is a pickle."""
-    from surefoot.runs.checkpoint import fault_of_file
-
     for name, expected in listed(folder / LISTING, where).items():
         if problem := fault_of_file(folder / name, expected):
             raise SurefootError(f"{where}: {name} {problem}; choose another revision, or ask who pushed it")
@@ -210,8 +203,6 @@ def pull(name: HubName, folder: Path) -> str:
 
     Raises SurefootError if the folder holds anything, and as ``fetch`` does.
     """
-    from surefoot.runs.checkpoint import atomic_folder
-
     folder = folder.expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SurefootError(f"{folder}: exists already; choose another folder: surefoot pull {name.name} FOLDER")
@@ -220,7 +211,7 @@ def pull(name: HubName, folder: Path) -> str:
         for file in (*listed(source / LISTING, str(name)), LISTING, CARD):
             if (source / file).is_file():
                 (temporary / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source / file, temporary / file)
+                copy_file(source / file, temporary / file)
         check_files(temporary, str(name))
     return source.name
 
@@ -234,8 +225,6 @@ def new_folder(place: Path | None) -> Iterator[Path]:
 
     Raises SurefootError if ``place`` holds anything but an older repository as it was written.
     """
-    from surefoot.runs.checkpoint import atomic_folder
-
     if place is None:
         with tempfile.TemporaryDirectory(prefix="surefoot-hub-") as made:
             yield Path(made)
@@ -250,12 +239,10 @@ def new_folder(place: Path | None) -> Iterator[Path]:
 
 def _not_as_written(folder: Path) -> str | None:
     """The first file of a repository that is not as its listing has it; None if all are."""
-    from surefoot.runs.checkpoint import fingerprint
-
     try:
-        table = json.loads((folder / LISTING).read_text("utf-8"))
+        table = read_table(folder / LISTING)
         written = {CARD: table.get("card"), **table["files"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return LISTING
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -263,7 +250,7 @@ def _not_as_written(folder: Path) -> str | None:
             continue
         try:
             same = path.is_file() and fingerprint(path) == written.get(name)
-        except OSError:
+        except (OSError, SurefootError):
             same = False
         if not same:
             return name

@@ -19,7 +19,7 @@ import filelock
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 from surefoot.errors import SurefootError
-from surefoot.files import RUNS, parsed, read_table, steps_named
+from surefoot.files import RUNS, parsed, read_table, read_text, steps_named
 
 if TYPE_CHECKING:
     from surefoot.core.traces import TracedRow
@@ -86,7 +86,7 @@ def samples_in(folder: Path) -> list[Path]:
 def read_samples(file: Path) -> list[dict[str, Any]]:
     """The responses in a file of samples; numbers that are not finite are None, and lines that are no object are left out."""
     samples = []
-    for line in file.read_text("utf-8", errors="replace").split("\n"):  # "\n" alone: a model may write other line ends
+    for line in read_text(file, errors="replace").split("\n"):  # "\n" alone: a model may write other line ends
         with suppress(ValueError):
             samples.append(parsed(line, partial(json.loads, parse_constant=lambda _: None)))
     return [sample for sample in samples if isinstance(sample, dict)]

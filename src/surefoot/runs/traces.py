@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from surefoot.core.sharding.files import host_copies, tensor_bytes
 from surefoot.core.traces import WITH_GRADIENT, Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import FULL, check_plain, parsed, write_bytes, write_text, writing
-from surefoot.runs.checkpoint import clear, pack, unpack
+from surefoot.files import FULL, parsed, write_bytes, write_text, writing
+from surefoot.runs.checkpoint import pack, unpack
 from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, Sample, UpdateEnd
 from surefoot.runs.reading import SAMPLES, TRACE, samples_in, traces_in
+from surefoot.store.manifest import clear
+from surefoot.store.tensors import open_tensors
 
 FORMAT = 1
 HEADER = "surefoot"
@@ -127,8 +128,7 @@ def read_trace(path: str | Path) -> Trace:
     """
     path = Path(path)
     try:
-        check_plain(path)
-        with safe_open(path, "pt") as file:
+        with open_tensors(path) as file:
             header = parsed(file.metadata()[HEADER])
             if header["format"] != FORMAT:
                 raise SurefootError(f"{path}: has format {header['format']}, not {FORMAT}; use the version that wrote it")
@@ -140,7 +140,7 @@ def read_trace(path: str | Path) -> Trace:
         raise
     except FileNotFoundError:
         raise SurefootError(f"{path}: no such file; a run's traces are in its folder traces/, unless traces.rows = 0") from None
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise SurefootError(f"{path}: is not a readable trace ({cause_of(error)})") from None
 
 
@@ -151,14 +151,15 @@ def clipped_samples(path: Path) -> list[tuple[int, int]]:
     """
     counts: list[tuple[int, int]] = []
     try:
-        check_plain(path)
-        with safe_open(path, "pt") as file:
+        with open_tensors(path) as file:
             names = set(file.keys())
             while (name := f"rows.{len(counts)}.visits.branch") in names:
                 visited = file.get_tensor(name.replace("branch", "updates")) >= 0
                 flows = torch.tensor(WITH_GRADIENT)[file.get_tensor(name).long()]
                 counts.append((int((visited & ~flows).sum()), int(visited.sum())))
-    except (SafetensorError, OSError, ValueError, IndexError, RuntimeError) as error:
+    except SurefootError:
+        raise
+    except (OSError, ValueError, IndexError, RuntimeError) as error:
         raise SurefootError(f"{path}: is not a readable trace ({cause_of(error)})") from None
     return counts
 

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
@@ -20,7 +20,8 @@ import filelock
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.files import write_text
+from surefoot.files import check_plain, read_table, write_text
+from surefoot.store.manifest import fingerprint
 
 T = TypeVar("T")
 
@@ -157,7 +158,7 @@ class Facts:
 def _read_fact(path: Path) -> str | None:
     """The JSON text of an undamaged fact."""
     try:
-        stored = json.loads(path.read_text("utf-8"))
+        stored = read_table(path)
         text: str = stored["value"]
         return text if sha256(text.encode()).hexdigest() == stored["sha256"] else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -229,14 +230,13 @@ def _write(folder: Path, kinds: Mapping[str, str], build: Callable[[Fields], dic
 
 
 def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+    return str(fingerprint(path)["sha256"])
 
 
 def _read(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]] | None:
     """The fields of a complete, undamaged folder."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+        manifest = read_table(folder / MANIFEST)
         if any(_hash(folder / name) != digest for name, digest in manifest["files"].items()):
             return None
         return _opened(folder, kinds)
@@ -245,12 +245,13 @@ def _read(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[An
 
 
 def _opened(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
-    summary: dict[str, Any] = json.loads((folder / MANIFEST).read_text("utf-8"))["summary"]
+    summary: dict[str, Any] = read_table(folder / MANIFEST)["summary"]
     return {name: Ragged(kind, *_arrays(folder, name, kind)) for name, kind in kinds.items()}, summary
 
 
 def _arrays(folder: Path, name: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
     def mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+        check_plain(path)
         return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
     return mapped(folder / f"{name}.values", TYPES[kind]), mapped(folder / f"{name}.ends", np.dtype(np.int64))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from surefoot.core.sharding import fill, is_sharded, local_part, shard_of
@@ -24,6 +24,7 @@ from surefoot.language.models.reward_model import RewardModel, new_head, read_he
 from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.reading import text_to_none
 from surefoot.runs.checkpoint import check_fits, check_shapes, non_finite_numbers
+from surefoot.store.tensors import read_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -216,7 +217,7 @@ def reward_role(base: SharedBase, name: str, role: str | None = None) -> RewardM
         from peft import LoraConfig
 
         prefix = "base_model.model."
-        tensors = {key.removeprefix(prefix): x for key, x in load_file(folder / WEIGHTS).items()}
+        tensors = {key.removeprefix(prefix): x for key, x in read_tensors(folder / WEIGHTS).items()}
         config = LoraConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise SurefootError(f"model={name!r}: its adapter can't be read ({cause_of(error)}); copy the whole folder") from None

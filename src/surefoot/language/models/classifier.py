@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, did_you_mean
@@ -31,6 +30,7 @@ from surefoot.language.models.loading import (
     read_tokenizer,
     read_weights,
 )
+from surefoot.store.tensors import open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -350,7 +350,7 @@ def saved_head(folder: Path) -> Tensor:
     index = folder / "model.safetensors.index.json"
     names = set(read_table(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     for name in sorted(names):
-        with safe_open(folder / name, "pt") as tensors:
+        with open_tensors(folder / name) as tensors:
             for key in tensors.keys():  # noqa: SIM118 (it is no dict)
                 if key.count(".") == 1 and key.endswith(".weight") and tensors.get_slice(key).get_shape()[0] in (1, 2):
                     weight: Tensor = tensors.get_tensor(key)

@@ -20,7 +20,8 @@ from surefoot.language import quiet_transformers, require_transformers
 from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.pocket import pocket, pocket_config
 from surefoot.language.models.quantised import has_quantised
-from surefoot.runs.checkpoint import atomic_folder, non_finite_numbers
+from surefoot.runs.checkpoint import non_finite_numbers
+from surefoot.store.manifest import atomic_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -52,6 +52,7 @@ from surefoot.language.models.loading import (
 from surefoot.language.models.padding_free import Reading, end_to_end, padded
 from surefoot.recipes.models import ModelRecipe
 from surefoot.runs.checkpoint import non_finite_numbers
+from surefoot.store.tensors import read_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -295,7 +296,7 @@ def copy_standardisation(model: RewardModel, saved: Path) -> None:
     """Copy mean and std from a saved model or adapter, if it has the same head: a run computes them at its end."""
     if (saved / HEAD).is_file():
         with made_from(saved / HEAD):
-            tensors = load_file(saved / HEAD)
+            tensors = read_tensors(saved / HEAD)
             same, mean, std = torch.equal(tensors["weight"], model.head.weight.detach()), tensors["mean"], tensors["std"]
     elif (saved / "config.json").is_file():
         with made_from(saved):
@@ -321,7 +322,7 @@ def write_head(model: RewardModel, folder: Path) -> None:
 def read_head(model: RewardModel, folder: Path) -> None:
     """Read them. Raises SurefootError if the file is damaged or of another width."""
     try:
-        tensors = load_file(folder / HEAD)
+        tensors = read_tensors(folder / HEAD)
         model.head.load_state_dict({key: tensors.pop(key) for key in ("weight", "bias")})
         model.mean.copy_(tensors.pop("mean"))
         model.std.copy_(tensors.pop("std"))

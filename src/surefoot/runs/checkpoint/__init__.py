@@ -6,14 +6,9 @@ written under a temporary name, flushed to the disk, and renamed; a folder whose
 not a checkpoint, so a kill at any moment leaves either the old ones or the old ones and the new.
 """
 
-import contextlib
-import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -22,20 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from surefoot.core.sharding import Shard
 from surefoot.core.sharding.files import RankShards, StoredTensor, host_copies, stored_tensors, write_tensors
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_json, read_table, steps_named
+from surefoot.store.manifest import MANIFEST, REMEDY, atomic_folder, clear, fault_of, listed_files, remove_folder
+from surefoot.store.tensors import read_tensors
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-REMEDY = "; "
-"""begins the remedy in a message"""
-AT_ONCE = 16
-"""threads for file operations"""
 CheckpointParts = Mapping[str, Any]
 
 
@@ -81,16 +71,15 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
 
     Raises SurefootError if writing fails; the older checkpoint then stays.
     """
-    with atomic_folder(folder, MANIFEST, "a checkpoint", "earlier ones are intact; free space and resume") as temporary:
+    extra = {} if snapshot.metrics is None else {"metrics": snapshot.metrics}
+    remedy = "earlier ones are intact; free space and resume"
+    with atomic_folder(folder, MANIFEST, "a checkpoint", remedy, extra) as temporary:
         for name, skeleton in snapshot.skeletons.items():
             (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
             if snapshot.tensors[name]:
                 write_tensors(snapshot.tensors[name], temporary / f"{name}.safetensors")
         for file in snapshot.shards:
             os.rename(shards_folder(folder) / file, temporary / file)
-        files = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
-        manifest = {"format": FORMAT, "files": files} | ({} if snapshot.metrics is None else {"metrics": snapshot.metrics})
-        (temporary / MANIFEST).write_bytes(json.dumps(manifest, indent=1).encode())
 
 
 def save_checkpoint(folder: Path, parts: CheckpointParts) -> None:
@@ -116,14 +105,14 @@ def load_checkpoint(folder: Path, in_files: Sequence[str] = ()) -> dict[str, Any
     problem = fault_of(folder)
     if problem:
         raise SurefootError(f"{folder}: {problem}")
-    names = _listed(folder / MANIFEST)
+    names = listed_files(folder / MANIFEST)
     parts = {}
     for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
         try:
             tensors: dict[str, Any] = {}
             if f"{name}.safetensors" in names:
                 file = folder / f"{name}.safetensors"
-                tensors = stored_tensors(file) if name in in_files else dict(load_file(file))
+                tensors = stored_tensors(file) if name in in_files else read_tensors(file)
             path = folder / f"{name}.json"
             parts[name] = unpack(read_json(path), tensors, path, whole=name not in in_files)
         except SurefootError:
@@ -131,68 +120,6 @@ def load_checkpoint(folder: Path, in_files: Sequence[str] = ()) -> dict[str, Any
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise SurefootError(f"{folder}: {name} can't be read ({cause_of(error)})") from None
     return parts
-
-
-def fault_of(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, and the remedy if it has one of its own; None for a sound folder."""
-    manifest = folder / MANIFEST
-    try:
-        if not manifest.exists():
-            return f"no {MANIFEST}: not a checkpoint, or one that was never finished"
-        files = _listed(manifest)
-        for path in sorted(folder.iterdir()):
-            if path.name != MANIFEST and path.name not in files:
-                kind = "a pickle" if path.is_file() and _is_pickle(path) else "a file"
-                return (
-                    f"contains {kind} that its manifest does not list ({path.name}), which is never read{REMEDY}remove {path}"
-                )
-        for name, expected in files.items():
-            problem = fault_of_file(folder / name, expected)
-            if problem:
-                return f"{name} {problem}"
-    except SurefootError as error:
-        return f"{MANIFEST} {str(error).removeprefix(f'{manifest}: ')}"
-    except OSError as error:
-        return f"can't be read ({cause_of(error)})"
-    return None
-
-
-def fault_of_file(path: Path, expected: dict[str, Any]) -> str | None:
-    """What is wrong with a file, compared with its size and SHA-256; None for a sound one. Pickles are never sound."""
-    if not path.is_file():  # a pipe or a device is not plain either
-        return "is not a regular file" if path.exists() else "is missing"
-    if _is_pickle(path):
-        return "is a pickle, which is never read"
-    if (size := path.stat().st_size) != expected.get("size"):
-        return f"has {size} bytes instead of {str(expected.get('size'))[:20]} (truncated?)"
-    return None if fingerprint(path) == expected else "does not match its SHA-256 (changed or damaged)"
-
-
-def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
-    """The files of a manifest, all in its folder, with size and SHA-256.
-
-    Raises SurefootError for anything but a manifest of this format.
-    """
-    files = listed_files(manifest, FORMAT, str(manifest))
-    for name in files:
-        if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or not name.isprintable():
-            raise SurefootError(f"{manifest}: lists {name[:80]!r}, which is not the name of a file beside it")
-    return files
-
-
-def listed_files(listing: Path, form: int, where: str) -> dict[str, dict[str, Any]]:
-    """The files that a JSON file of a format lists, with size and SHA-256; their names are not checked.
-
-    Raises SurefootError, beginning with ``where``, for another format.
-    """
-    table = read_table(listing)
-    version, files = table.get("format"), table.get("files")
-    if version != form:
-        how = f"is not {form}, the one this version reads{REMEDY}use the version that wrote it"
-        raise SurefootError(f"{where}: format {str(version)[:20]} {how}")
-    if not isinstance(files, dict) or not all(isinstance(expected, dict) for expected in files.values()):
-        raise SurefootError(f"{where}: can't be read (its files are not a table of tables)")
-    return files
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -233,9 +160,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def written_before(checkpoint: Path) -> dict[str, Any] | None:
     """Size and SHA-256 of the metrics that a run had written before a checkpoint; None if the manifest lacks them."""
     try:
-        metrics = json.loads((checkpoint / MANIFEST).read_text())["metrics"]
+        metrics = read_table(checkpoint / MANIFEST)["metrics"]
         return {"size": int(metrics["size"]), "sha256": str(metrics["sha256"])}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
@@ -243,7 +170,7 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the last ``keep`` checkpoints, and what a kill left."""
     checkpoints = checkpoints_in(folder)
     for path in checkpoints[: max(0, len(checkpoints) - keep)]:
-        _remove(path)
+        remove_folder(path)
     clear_checkpoints(folder)
 
 
@@ -253,14 +180,8 @@ def keep_only_this(checkpoint: Path) -> None:
     """
     for path in checkpoints_in(checkpoint.parent):
         if path != checkpoint:
-            _remove(path)
+            remove_folder(path)
     clear_checkpoints(checkpoint.parent)
-
-
-def clear(folder: Path) -> None:
-    """Remove what a kill left half-written or half-removed."""
-    for path in folder.glob(".*.tmp"):
-        _erase(path)
 
 
 def clear_checkpoints(folder: Path) -> None:
@@ -268,7 +189,7 @@ def clear_checkpoints(folder: Path) -> None:
     clear(folder)
     for path in folder.glob("[0-9]*"):
         if path.name.isdigit() and path.is_dir() and not (path / MANIFEST).exists():
-            _remove(path)
+            remove_folder(path)
 
 
 def require(parts: CheckpointParts, names: tuple[str, ...], where: Path) -> None:
@@ -276,31 +197,6 @@ def require(parts: CheckpointParts, names: tuple[str, ...], where: Path) -> None
     missing = [name for name in names if not isinstance(parts.get(name), Mapping)]
     if missing:
         raise SurefootError(f"{where}: has no {', '.join(missing)}; it is not a checkpoint of that kind")
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder. It is renamed first, so that a kill on the way leaves no partial checkpoint."""
-    gone = folder.with_name(f".{folder.name}.{os.getpid()}.gone.tmp")
-    _erase(gone)
-    with contextlib.suppress(OSError):
-        os.rename(folder, gone)
-        _erase(gone)
-
-
-def _erase(path: Path) -> None:
-    """Remove a file or a folder, as far as possible; do nothing if there is none."""
-    if not os.path.lexists(path):
-        return
-    with contextlib.suppress(OSError):
-        _at_once(os.unlink, path.iterdir() if path.is_dir() and not path.is_symlink() else [path])
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _at_once(work: Callable[[Path], None], paths: Iterable[Path]) -> None:
-    """Run a file operation on many paths at once, so that all together take about as long as one."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for _ in pool.map(work, paths):
-            pass
 
 
 def pack(tree: Any, path: str, tensors: dict[str, Tensor], pieces: Mapping[str, list[Any]] = MappingProxyType({})) -> Any:
@@ -333,7 +229,7 @@ def unpack(tree: Any, tensors: Mapping[str, Any], path: Path, whole: bool = True
     """
     if isinstance(tree, dict):
         if "$shards" in tree:
-            stored = StoredTensor.of(tree["$shards"], path, _listed(path.parent / MANIFEST))
+            stored = StoredTensor.of(tree["$shards"], path, listed_files(path.parent / MANIFEST))
             return stored.whole() if whole else stored
         if "$tensor" in tree:
             name = tree["$tensor"]
@@ -342,71 +238,6 @@ def unpack(tree: Any, tensors: Mapping[str, Any], path: Path, whole: bool = True
             return tensors[name]
         return {key: unpack(value, tensors, path, whole) for key, value in tree.items()}
     return [unpack(value, tensors, path, whole) for value in tree] if isinstance(tree, list) else tree
-
-
-@contextmanager
-def atomic_folder(folder: Path, marker: str, kind: str, remedy: str = "choose another folder") -> Iterator[Path]:
-    """A temporary folder that replaces ``folder`` at the end, flushed to the disk; after an error, nothing has changed.
-
-    marker  a file that marks an older folder of this kind, which may be replaced
-
-    Raises SurefootError if the folder contains something else, or if writing fails.
-    """
-    folder = folder.expanduser().absolute()
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / marker).exists())):
-        raise SurefootError(f"{folder}: contains something that is not {kind}; choose an empty folder")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _at_once(flush, [*temporary.rglob("*"), temporary])
-        replace_folder(temporary, folder)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise SurefootError(f"{folder}: {kind} is not saved ({reason}); {remedy}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def replace_folder(temporary: Path, folder: Path) -> None:
-    """Rename a finished folder to its place; on an error the older one is there again."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
-    if folder.exists():
-        _erase(old)
-        os.rename(folder, old)
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        if old.exists():
-            os.rename(old, folder)
-        raise
-    flush(folder.parent)
-    _erase(old)
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _is_pickle(path: Path) -> bool:
-    """Whether a file is a pickle or a zip of one, by its first bytes."""
-    with path.open("rb") as file:
-        head = file.read(9)
-    if head[8:] == b"{":  # a safetensors file: the length of its header may begin with any byte, its header with this
-        return False
-    return (head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or head[:2] == b"PK"
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.core.rollout import Metrics
-from surefoot.errors import SurefootError
-from surefoot.files import FULL, write_bytes, writing
-from surefoot.runs.checkpoint import checkpoints_in, flush, written_before
+from surefoot.files import FULL, read_bytes, write_bytes, writing
+from surefoot.runs.checkpoint import checkpoints_in, written_before
 from surefoot.runs.events import Event, IterationEnd, RunEnd
 from surefoot.runs.reading import History, Row
+from surefoot.store.manifest import flush
 
 FILE = "metrics.jsonl"
 DAMAGED = "metrics.damaged.jsonl"
@@ -39,12 +39,7 @@ def read_metrics(path: Path) -> list[Row]:
 def _text_of(path: Path) -> bytes:
     if not path.exists():
         return b""
-    if not path.is_file():
-        raise SurefootError(f"{path}: is not a file; move it away")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SurefootError(f"{path}: can't be read ({error.strerror}); make it readable") from None
+    return read_bytes(path)
 
 
 class MetricsFile:
@@ -110,7 +105,7 @@ def _set_aside(path: Path, lines: list[bytes]) -> str:
     """Keep lines that are taken out, each once; a clause that says so."""
     if not lines:
         return ""
-    there = set(path.read_bytes().split(b"\n")) if path.exists() else set()
+    there = set(read_bytes(path).split(b"\n")) if path.exists() else set()
     with path.open("ab") as file:
         file.writelines(line + b"\n" for line in lines if line not in there)
     flush(path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.diagnostics import Finding
+from surefoot.files import open_file
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import to_toml
 from surefoot.runs.events import Sample
@@ -77,7 +78,7 @@ def _last_step(folder: Path, most: int) -> int:
 
 def _records(path: Path) -> Iterator[bytes]:
     """The records of an event file: a length of 8 bytes, a checksum of 4, the record, its checksum."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while len(head := file.read(12)) == 12:
             (length,) = struct.unpack("<Q", head[:8])
             record = file.read(length)

@@ -10,6 +10,7 @@ from typing import Any
 
 from surefoot.diagnostics import Finding
 from surefoot.errors import SurefootError, cause_of
+from surefoot.files import read_bytes
 from surefoot.recipes.base import Recipe
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
@@ -123,7 +124,7 @@ def offline_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """The rows in a .wandb file: steps, and values as JSON. A row that a kill cut off is left out."""
     from wandb.proto import wandb_internal_pb2
 
-    for content in _records(path.read_bytes()):
+    for content in _records(read_bytes(path)):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(content)
         if record.WhichOneof("record_type") == "history":

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.files import open_file
 from surefoot.language.data.rows import Row, check_values, json_type
 from surefoot.language.data.sources.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of, without_schema_nulls
 from surefoot.language.data.sources.hub import hub_rows, hub_size, pinned
@@ -235,6 +236,6 @@ def _hash(files: list[Path]) -> str:
     """SHA-256 of the files' names and contents."""
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as content:
+        with open_file(file) as content:
             digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.files import open_file, read_table
 from surefoot.language import require_package
 from surefoot.language.data.rows import RENDERED, Row, json_type
 
@@ -48,7 +49,7 @@ def rows_of(path: Path) -> Iterator[Row]:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """The content of a file, decompressed."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         if path.suffix == ".gz":
             with gzip.open(file) as content:
                 yield cast(BinaryIO, content)
@@ -210,7 +211,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
     def batches() -> Iterator[Columns]:
         try:
-            with parquet.ParquetFile(path) as file:
+            with open_file(path) as plain, parquet.ParquetFile(plain) as file:
                 for batch in file.iter_batches(BATCH):
                     yield from batch.to_pylist()
         except (ArrowException, OSError, ValueError) as error:
@@ -226,9 +227,9 @@ def saved_rows(folder: Path) -> Iterator[Row]:
 
     def batches() -> Iterator[Columns]:
         try:
-            state = json.loads((folder / "state.json").read_text("utf-8"))
+            state = read_table(folder / "state.json")
             for file in state["_data_files"]:
-                with ipc.open_stream(folder / file["filename"]) as stream:
+                with open_file(folder / file["filename"]) as plain, ipc.open_stream(plain) as stream:
                     for batch in stream:
                         yield from batch.to_pylist()
         except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:

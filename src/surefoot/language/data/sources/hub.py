@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.files import write_text
+from surefoot.files import read_text, write_text
 from surefoot.language import require_package
 from surefoot.language.data.cache import cache_folder
 from surefoot.language.data.rows import Row
@@ -138,7 +138,7 @@ def _commit(name: HubName) -> str:
         reason = error
     theirs = Path(HF_HUB_CACHE) / f"datasets--{name.name.replace('/', '--')}" / "refs" / revision
     for ref in (own, theirs):
-        if ref.is_file() and COMMIT.fullmatch(commit := ref.read_text("utf-8").strip()):
+        if ref.is_file() and COMMIT.fullmatch(commit := read_text(ref).strip()):
             return commit
     raise SurefootError(f"{name}: {why_unreachable(reason)}")
 
