@@ -363,18 +363,53 @@ def test_control_tokens_in_environment_replies_cannot_end_a_turn() -> None:
     )
 
 
-def test_prefix_space_is_not_added_after_a_control_token() -> None:
+def adds_spaces(scheme: str) -> Tokens:
+    """A tokenizer that puts a space before every text and removes it from decoded ones, as that of Llama 2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {name: i for i, name in enumerate(["</s>", "<unk>", "▁", *"abcdus<>/\n"])}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    letters = [*"abcdusx<>/.0123456789=:(){}☺\n"]
+    vocabulary = {name: i for i, name in enumerate(["</s>", "<unk>", "▁", *letters, "▁a", "ab", "\n\n", ".."])}
+    merges = [("▁", "a"), ("a", "b"), ("\n", "\n"), (".", ".")]
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
     core.decoder = decoders.Metaspace()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
+    if scheme == "bytes":
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+        core.model = models.BPE(
+            vocab={x: i for i, x in enumerate(["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}, merges=[]
+        )
+        core.decoder = decoders.ByteLevel()
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="</s>", **({} if scheme == "bytes" else {"unk_token": "<unk>"})
+    )
     made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    ids = Tokens(made).render([{"role": "user", "content": "ab</s>cd"}])
-    assert made.convert_ids_to_tokens(ids) == ["▁", "a", "b", "<", "/", "s", ">", "c", "d"]
+    return Tokens(made)
+
+
+def test_prefix_space_is_not_added_after_a_control_token() -> None:
+    tokens = adds_spaces("always")
+    ids = tokens.render([{"role": "user", "content": "ab</s>cd"}])
+    assert tokens.tokenizer.convert_ids_to_tokens(ids) == ["▁a", "b", "<", "/", "s", ">", "c", "d"]
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never", "bytes"])
+def test_no_space_is_added_between_a_prompt_and_what_follows(scheme: str) -> None:
+    tokens = adds_spaces(scheme)
+    for after in ("42", " 42", "\nab", "\n\n", ".", "..", "a", "ab", "0", ")", "</s", ""):
+        ids, trained = tokens.demonstration({"prompt": "a:", "completion": after})
+        start = trained.index(True)
+        assert tokens.decode(ids) == ("" if scheme == "never" else " ") + "a:" + after
+        assert tokens.decode(ids[start:]) == after
+        assert tokens.encode_reply(after, ended=True) == ids[start:-1]
+        if after.strip():
+            reply = tokens.encode_reply([{"role": "user", "content": after}], ended=True)
+            assert tokens.decode(reply) == after
+            assert (
+                tokens.decode(tokens.encode_reply([{"role": "user", "content": after + "</s>b"}], ended=True))
+                == after + "</s>b"
+            )
 
 
 def test_messages_without_an_assistant_are_rejected() -> None:

@@ -29,7 +29,7 @@ from surefoot.language.data.sources import Source
 from surefoot.language.data.tokens import Tokens, options_of
 from surefoot.language.rewards.scores import split_steps, step_tokens
 
-VERSION = 2
+VERSION = 3
 """of what rows become; caches of another version are not read"""
 LARGE = 32 * 10**6
 """bytes of rows from which on their ids are on disk instead of in memory"""

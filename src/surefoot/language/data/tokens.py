@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.calls import DeadlineExceeded, with_deadline
-from surefoot.language.data.rendering import ENDS, ControlTokens, changed_span, tokens_within
+from surefoot.language.data.rendering import ENDS, Continuation, ControlTokens, changed_span, tokens_within
 from surefoot.language.data.rows import SETTINGS, TOOLS, WEIGHT
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", split: bool = True) -> None:
         self.tokenizer, self.split = tokenizer, split
         self._control: dict[str, ControlTokens] = {}
+        self._text_after = Continuation(tokenizer)
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
         """The ids of a conversation, rendered by the chat template.
@@ -87,9 +88,6 @@ class ChatTemplate:
     def control_tokens(self, value: Any) -> str | None:
         """The first control token in the text of a message or value; None if there is none."""
         return self._controls({}).first_in(value)
-
-    def _encoded(self, text: str) -> list[int]:
-        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _controls(self, options: Mapping[str, Any]) -> ControlTokens:
         template = self._template(options) if self.tokenizer.chat_template else ""
@@ -196,8 +194,8 @@ class Tokens(ChatTemplate):
         return ids or [self._beginning()]
 
     def encode_completion(self, completion: str) -> list[int]:
-        """The ids of a response, with EOS appended if the text does not end with one."""
-        ids = list(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        """The ids of a response, with EOS appended if the text does not end with one. No space is added before the text."""
+        ids = self._text_after.encode(completion)[0]
         return ids if ids and ids[-1] in self.eos_ids else [*ids, self.eos_id]
 
     def encode_reply(self, reply: str | Messages, ended: bool) -> list[int]:
@@ -211,7 +209,7 @@ class Tokens(ChatTemplate):
         Raises SurefootError if there is no template, or if it rejects the messages or omits the assistant's text.
         """
         if isinstance(reply, str):
-            return self._encoded(reply)
+            return self._text_after.encode(reply)[0]
         mark = _mark(self._template(), repr(reply))
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
         written, control = self._text([*before, *reply], add_generation_prompt=True)
@@ -222,17 +220,19 @@ class Tokens(ChatTemplate):
             raise SurefootError(
                 "the chat template repeats the assistant's message, so no reply can follow it; use another model"
             )
-        ids = control.encode(behind[0])[0] if control else self._encoded(behind[0])
+        ids = (control.encode(behind[0], follows=True) if control else self._text_after.encode(behind[0]))[0]
         end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
         if ended and end is not None and not self.decode(ids[:end]).strip():
             return ids[end + 1 :]
         return ids
 
     def decode(self, ids: "Sequence[int] | Tensor") -> str:
-        """The text, without special tokens."""
-        text = self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        """The text that the ids add to a prompt, without special tokens."""
+
+        def alone(ids: list[int]) -> str:
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+        return self._text_after.decode([int(i) for i in ids], alone)
 
     def demonstration(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         """The ids of a row, and which of them are trained: the assistant's text and its EOS.
