@@ -1,6 +1,8 @@
 """Findings: none on healthy runs, the right ones on stored bad runs, and each reported once."""
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,51 @@ def test_forgetting_shows_in_the_likelihood_of_demonstrations() -> None:
     held_out = {"held_out_log_likelihood": lambda i: -0.4 - i / 50 if i % 10 == 0 else None}
     assert names(rows_of(50, reward=lambda i: i / 10, **held_out)) == ["reward_hacked"]
     assert names(rows_of(50, reward=lambda i: i / 10, held_out_log_likelihood=-0.4)) == []
+    early = {"held_out_log_likelihood": lambda i: -0.4 - i / 25 if i > 20 and i % 10 == 0 else None}
+    assert names(rows_of(50, reward=lambda i: min(1.0, i / 10), **early)) == [], "the reward rose before"
+
+
+def noisy(seed: int) -> Callable[[int], float]:
+    """Up to 1 in the first tenth, and down to 0.6 in the last third."""
+    draw = random.Random(seed)
+    return lambda i: (0.0 if i < 5 else 1.0 if i < 29 else 0.6) + draw.gauss(0, 0.05)
+
+
+@pytest.mark.parametrize("gold", ["gold", "held_out_gold"])
+def test_a_gold_score_that_falls_with_the_reward_is_no_hacking(gold: str) -> None:
+    """Both curves are compared between the same steps: from the highest gold to now."""
+    both = {"reward": noisy(0), gold: noisy(0), **({"held_out_reward": noisy(0)} if gold == "held_out_gold" else {})}
+    assert names(rows_of(40, **both)) == []
+    held_out = both | {"held_out_reward": lambda i: min(1.0, i / 10)}
+    assert names(rows_of(40, **held_out)) == ([] if gold == "gold" else ["reward_hacked"])
+    assert names(rows_of(40, **{**both, "reward": lambda i: min(1.0, i / 10)})) == (["reward_hacked"] if gold == "gold" else [])
+
+
+def test_answers_that_are_alike_are_no_hacking_where_success_rises() -> None:
+    """Calls of a tool: the right ones are equal, and scores are 0 or 1; truncated responses may earn a penalty."""
+    alike = {"repeated": lambda i: min(0.9, i / 50), "entropy": lambda i: max(0.01, 1 - i / 40)}
+
+    def success(penalty: float, cut: float = 0.2) -> dict[str, Any]:
+        right = {i: (1 - cut) * min(0.95, i / 60) for i in range(1, 101)}
+        mean = {i: p + cut * penalty for i, p in right.items()}
+        std = {i: (p + cut * penalty**2 - mean[i] ** 2) ** 0.5 for i, p in right.items()}
+        return {"reward": mean.__getitem__, "score_std": std.__getitem__, "eos_rate": 1 - cut}
+
+    assert names(rows_of(100, **alike, **success(-1.0))) == []
+    assert names(rows_of(100, **alike, **success(0.0))) == []
+    assert names(rows_of(100, **alike, **success(-1.0) | {"score_std": 0.1})) == ["reward_hacked"]
+    by_gold = {"reward": lambda i: i / 50, "gold": lambda i: i / 50}
+    assert names(rows_of(100, **alike, **by_gold)) == []
+    assert "entropy_collapsed" in names(rows_of(100, **alike, **success(-1.0) | {"reward": 0.1}))
+
+
+def test_answers_to_one_prompt_may_be_equal_and_those_to_others_may_not() -> None:
+    fields = {"model": "m", "data": {"train": "x"}, "algorithm": "GRPO", "sampling": {"prompts": 4, "samples": 8}}
+    for term, severity in (({"model": "x"}, "serious"), ({"function": "x.py:f"}, "warning")):
+        recipe = find_recipe("language", {**fields, "steps": 6_400, "reward": {"terms": [term]}})
+        for most, found in ((7 / 8, {}), (31 / 32, {"reward_hacked": severity})):
+            rows = rows_of(64, reward=lambda i: i / 10, repeated=lambda i, most=most: min(most, i / 40))
+            assert {finding.name: finding.severity for finding in findings_of(rows, recipe)} == found
 
 
 def test_missing_and_undefined_numbers_are_not_findings() -> None:

@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from surefoot.diagnostics import Curve, Evidence, Finding, RunCurves, in_words
+from surefoot.diagnostics import Curve, Evidence, Finding, RunCurves, Severity, in_words
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.rewards import RewardSettings
 
 IN_A_ROW = 3
 """iterations after which a state that should never occur is not chance"""
@@ -177,45 +178,36 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
 
 
 def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """The training reward rises while the gold score, diversity or held-out likelihood falls."""
+    """The training reward rises while the gold score, diversity or held-out likelihood falls, over the same steps.
+
+    A loss of diversity alone is serious only if the reward is learned; a program may be right about answers that are alike.
+    """
     proxy = curves["reward"]
     if len(proxy) < 2 * curves.width(0.05, 5):
         return None
-    first, best, noise = rise(proxy)
-    if best - first <= CLEAR * noise:
+    blocks = proxy.blocks()
+    first, now, noise = float(blocks[0].values.mean()), float(blocks[-1].values.mean()), rise(proxy)[2]
+    if now - first <= CLEAR * noise:
         return None
-    lost: list[tuple[str, tuple[Evidence, ...]]] = []
-    for name in ("held_out_gold", "gold"):
-        gold = curves[name]
-        top, now, blur = fall(gold)
-        if (
-            not lost
-            and len(gold) >= (IN_A_ROW if name == "held_out_gold" else 10)
-            and top - now > max(2 * CLEAR * blur, 0.25 * (best - first))
-        ):
-            best_block = max(gold.blocks(), key=lambda block: float(block.values.mean()))
-            lost.append(("the gold score falls", (best_block.evidence(), gold.blocks()[-1].evidence())))
-    repeated, distinct = curves["repeated"], curves["distinct_2"]
-    judged = len(curves["gold"]) > 0 and not lost  # answers that are alike and truly better are no hacking
-    if not judged and (change := ends(repeated)) and change[1] - change[0] >= 0.4:
-        lost.append(("responses repeat each other", (repeated.blocks()[0].evidence(), repeated.blocks()[-1].evidence())))
-    elif not judged and (change := ends(distinct)) and change[1] <= 0.5 * change[0]:
-        lost.append(("diversity falls", (distinct.blocks()[0].evidence(), distinct.blocks()[-1].evidence())))
+    lost = gold_lost(curves, recipe, now - first)
+    alike = [] if lost or is_measured(curves, recipe) else diversity_lost(curves, recipe)
     likelihood = curves["held_out_log_likelihood"]
     if len(likelihood) > 1 and likelihood.values[0] - likelihood.values[-1] > 0.7:
         at = likelihood.part(0, 1), likelihood.part(len(likelihood) - 1, len(likelihood))
-        lost.append(("the language is being forgotten", tuple(curve.evidence("log π per token") for curve in at)))
-    if not lost:
+        if gain(proxy, *at) > CLEAR * noise:
+            lost.append(("the language is being forgotten", tuple(curve.evidence("log π per token") for curve in at)))
+    severity: Severity = "serious" if lost or is_learned(recipe) else "warning"
+    if not (lost := lost + alike):
         return None
     far = curves["kl_reference_response"]
     return Finding(
         "reward_hacked",
-        "serious",
-        f"the reward rises, from {in_words(first)} to {in_words(best)}, while {' and '.join(what for what, _ in lost)}",
+        severity,
+        f"the reward rises, from {in_words(first)} to {in_words(now)}, while {' and '.join(what for what, _ in lost)}",
         "the policy has found answers that the reward overrates: a learned reward is accurate only near its training data",
         (
-            proxy.blocks()[0].evidence(),
-            proxy.blocks()[-1].evidence(),
+            blocks[0].evidence(),
+            blocks[-1].evidence(),
             *(each for _, evidence in lost for each in evidence),
             *((far.blocks()[-1].evidence(),) if len(far) else ()),
         ),
@@ -225,6 +217,83 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
             "train the reward model again on pairs of what the policy writes now",
         ),
     )
+
+
+Lost = list[tuple[str, tuple[Evidence, ...]]]
+"""what is lost while the reward rises, each with its evidence"""
+GOLD = {"held_out_gold": "held_out_reward", "gold": "reward"}
+"""a gold score -> the reward of the same answers"""
+
+
+def gold_lost(curves: RunCurves, recipe: Recipe | None, risen: float) -> Lost:
+    """The fall of a gold score from its highest block to the last one, if the reward does not fall between the same blocks.
+
+    risen   of the reward over the run; a fall of gold by less than a quarter of it does not count
+    """
+    for name, same_answers in GOLD.items():
+        gold = curves[name]
+        proxy = curves[same_answers] if len(curves[same_answers]) else curves["reward"]
+        if len(gold) < (10 if name == "gold" else IN_A_ROW):
+            continue
+        blocks, (top, now, blur) = gold.blocks(), fall(gold)
+        best = max(blocks, key=lambda block: float(block.values.mean()))
+        kept = gain(proxy, best, blocks[-1]) >= -rise(proxy)[2]
+        if top - now > max(2 * CLEAR * blur, 0.25 * risen) and kept:
+            lost: Lost = [("the gold score falls", (best.evidence(), blocks[-1].evidence()))]
+            return lost + diversity_lost(curves, recipe)
+    return []
+
+
+def diversity_lost(curves: RunCurves, recipe: Recipe | None) -> Lost:
+    """More responses are equal, or their bigrams are fewer. Responses to one prompt may be equal; those to others differ."""
+    repeated, distinct = curves["repeated"], curves["distinct_2"]
+    samples = recipe.sampling.samples if isinstance(recipe, LanguageRecipe) else 1
+    if answers_alike(curves, recipe, more=0.4):
+        return [("responses repeat each other", (repeated.blocks()[0].evidence(), repeated.blocks()[-1].evidence()))]
+    if (change := ends(distinct)) and change[1] <= 0.5 / samples * change[0]:
+        return [("diversity falls", (distinct.blocks()[0].evidence(), distinct.blocks()[-1].evidence()))]
+    return []
+
+
+def answers_alike(curves: RunCurves, recipe: Recipe | None, more: float) -> bool:
+    """Whether the share of responses that are equal to one to another prompt has risen by ``more``."""
+    samples = recipe.sampling.samples if isinstance(recipe, LanguageRecipe) else 1
+    change = ends(curves["repeated"])
+    return change is not None and change[1] - max(change[0], 1 - 1 / samples) >= more / samples
+
+
+def is_success(curves: RunCurves, recipe: Recipe | None) -> bool:
+    """Whether the scores are 0 or 1, so that their mean p is the share of right answers: then their variance is p(1 − p).
+
+    Truncated responses may have another score, ``reward.missing_eos_value``.
+    """
+    mean, spread, ended = curves["reward"].values, curves["score_std"].values, curves["eos_rate"].values
+    if isinstance(recipe, LanguageRecipe) and recipe.turns.environment is not None and not recipe.reward.terms:
+        return True
+    if not len(spread) or len(spread) != len(mean):
+        return False
+    settings = recipe.reward if isinstance(recipe, LanguageRecipe) else RewardSettings()
+    penalised = settings.missing_eos == "penalty" and len(ended) == len(mean)
+    for truncated, value in ((1 - ended, settings.missing_eos_value) if penalised else (0.0, 0.0), (0.0, 0.0)):
+        right = mean - truncated * value
+        squares = right + truncated * value**2
+        possible = right.min() >= -1e-6 and bool((right <= 1 - truncated + 1e-6).all())
+        if possible and np.allclose(spread**2, squares - mean**2, rtol=0.05, atol=1e-6):
+            return True
+    return False
+
+
+def is_measured(curves: RunCurves, recipe: Recipe | None) -> bool:
+    """Whether a rise of the reward can be trusted: there is a gold score beside it, or the reward is success itself.
+
+    Answers that are alike and truly better are no fault.
+    """
+    return any(len(curves[gold]) > 0 for gold in GOLD) or is_success(curves, recipe)
+
+
+def is_learned(recipe: Recipe | None) -> bool:
+    """Whether a term of the reward is a model or a server."""
+    return isinstance(recipe, LanguageRecipe) and any(term.function is None for term in recipe.reward.terms)
 
 
 def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
@@ -337,6 +406,20 @@ def rise(curve: Curve) -> tuple[float, float, float]:
     later = means[1:] or means
     near = [sum(later[i : i + 3]) / len(later[i : i + 3]) for i in range(max(1, len(later) - 2))]
     return means[0], max(near), min(curve.noise(), curve.noise(slopes=False))
+
+
+def gain(curve: Curve, start: Curve, end: Curve) -> float:
+    """How much higher a curve is during the steps of ``end`` than during those of ``start``, each a part of another curve."""
+    return level_at(curve, end) - level_at(curve, start)
+
+
+def level_at(curve: Curve, part: Curve) -> float:
+    """The mean of a curve over the steps of a part of another one; of its nearest block if it has no value there."""
+    here = curve.after(part.steps[0] - 1).until(part.steps[-1])
+    if not len(here) or (len(part) == 1 and part.metric.startswith("held_out") and not curve.metric.startswith("held_out")):
+        middle = part.steps.mean()
+        here = min(curve.blocks(), key=lambda block: abs(float(block.steps.mean()) - middle))
+    return float(here.values.mean())
 
 
 def fall(curve: Curve) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.diagnostics import Curve, Finding, RunCurves, in_words
-from surefoot.diagnostics.reward_findings import CLEAR, earnings, ends, raise_kl_penalty, rise
+from surefoot.diagnostics.reward_findings import CLEAR, answers_alike, earnings, ends, is_measured, raise_kl_penalty, rise
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
@@ -53,13 +53,13 @@ def entropy_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | Non
     collapsed = settled_density(first, last, recipe) if min(first, last) < 0 else last < 0.1 * first
     if not collapsed:
         return None
-    alike, earned = ends(curves["repeated"]), earnings(curves, recipe)
+    earned = earnings(curves, recipe)
     if not len(earned):  # a supervised run: low entropy is the aim
         return None
     began, best, noise = rise(earned)
-    same_answers = alike is not None and alike[1] >= 0.5 and alike[1] > alike[0] + 0.25
-    if not same_answers and best - began > CLEAR * noise:  # low entropy with a higher reward is success
-        return None
+    same_answers = answers_alike(curves, recipe, more=0.25) and curves["repeated"].blocks()[-1].values.mean() >= 0.5
+    if best - began > CLEAR * noise and (not same_answers or is_measured(curves, recipe)):
+        return None  # low entropy with a higher reward is success
     blocks = entropy.blocks()
     bonus = 0.0 if recipe is None else recipe.objective.entropy_coefficient
     also = (curves["repeated"].blocks()[-1].evidence(),) if same_answers else ()
