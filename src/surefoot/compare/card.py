@@ -30,6 +30,7 @@ from surefoot.runs.folder import chosen_checkpoint, output_file
 from surefoot.runs.hub import CARD, HubName, card_header, is_hub_name, parse_name, write_listing
 from surefoot.runs.reading import samples_in
 from surefoot.runs.trackers.metrics_jsonl import FILE
+from surefoot.store.manifest import MANIFEST
 from surefoot.terminal import visible, visible_lines
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
         result.save(folder / "best" / checkpoint.name)
     else:
         notes += result.save(folder) or ()
+        (folder / MANIFEST).unlink()  # the listing of the repository has these files too
     write_text(folder / "config.toml", to_toml(recipe))
     write_text(folder / "environment.json", json.dumps(_environment(run), indent=1))
     copy_file(path / FILE, folder / FILE)

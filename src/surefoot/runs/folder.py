@@ -39,7 +39,7 @@ from surefoot.recipes.rows import with_row_fields
 from surefoot.runs.checkpoint import check_numbered, checkpoints_in, clear_checkpoints, latest_checkpoint
 from surefoot.runs.hub import LISTING, is_hub_name, local_folder
 from surefoot.runs.reading import FINISHED, LOCK, acquire, check_is_run
-from surefoot.store.manifest import MANIFEST, clear, flush
+from surefoot.store.manifest import clear, flush, is_checkpoint
 
 FREE = (
     "check_memory",
@@ -267,7 +267,7 @@ def checkpoint_to_load(path: Path) -> Path:
     Raises SurefootError when there is none, or none that is sound.
     """
     path = local_folder(path)
-    if (path / MANIFEST).is_file():
+    if is_checkpoint(path):
         return path
     if (path / "agent.safetensors").is_file():  # a saved agent whose manifest is gone: say so, not "not a run"
         return path
@@ -280,7 +280,7 @@ def checkpoint_to_load(path: Path) -> Path:
 
 def is_model(path: Path) -> bool:
     """Whether a folder has a model in the files of ``transformers``, as repositories of models have beside the recipe."""
-    return (path / "config.json").is_file() and not (path / MANIFEST).is_file()
+    return (path / "config.json").is_file()
 
 
 def kind_of(run: Path) -> str:
@@ -298,7 +298,7 @@ def chosen_checkpoint(path: Path, which: str | None) -> Path:
     if which is None:
         return checkpoint_to_load(path)
     path = local_folder(path)
-    if (path / MANIFEST).is_file():
+    if is_checkpoint(path):
         raise SurefootError(f"checkpoint={which!r}: {path} is a checkpoint itself; leave --checkpoint out")
     check_is_run(path)
     kept = {name: checkpoints_in(path / name) for name in ("best", "checkpoints")}

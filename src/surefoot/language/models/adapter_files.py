@@ -24,6 +24,7 @@ from surefoot.language.models.reward_model import RewardModel, new_head, read_he
 from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.reading import text_to_none
 from surefoot.runs.checkpoint import check_fits, check_shapes, non_finite_numbers
+from surefoot.store.manifest import check_folder
 from surefoot.store.tensors import read_tensors
 
 if TYPE_CHECKING:
@@ -211,6 +212,7 @@ def reward_role(base: SharedBase, name: str, role: str | None = None) -> RewardM
     folder = adapter_folder(name)
     if folder is None:
         return None
+    check_folder(folder, f"model={name!r}", required=True)
     try:
         if read_table(folder / BASE)["print"] != base.hash or not (folder / HEAD).is_file():
             return None

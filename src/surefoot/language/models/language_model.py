@@ -38,6 +38,7 @@ from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
 from surefoot.runs.folder import checkpoint_to_load, is_model
 from surefoot.runs.hub import is_hub_name, local_folder
+from surefoot.store.manifest import check_folder, is_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -133,6 +134,7 @@ def model_folder(name: str) -> str:
         raise SurefootError(f"model={name!r}: this run saved only an adapter; merge it: surefoot merge {name} --out FOLDER")
     if not (path / "model").is_dir():
         raise SurefootError(f"model={name!r}: this run has not finished, so it has no model yet; run: surefoot resume {name}")
+    check_folder(path / "model", f"model={name!r}", required=True)
     return str(path / "model")
 
 
@@ -180,7 +182,7 @@ def load_language_model(name: str, trust_remote_code: bool = False) -> LanguageM
     Raises SurefootError if there is none, or if it is a reward model or an agent.
     """
     path = local_folder(Path(name).expanduser())
-    if not is_model(path) and ((path / "config.toml").is_file() or (path / "manifest.json").is_file()):
+    if not is_model(path) and ((path / "config.toml").is_file() or is_checkpoint(path)):
         checkpoint = checkpoint_to_load(path)
         parts = load_checkpoint(checkpoint)
         require(parts, ("recipe",), checkpoint)

@@ -21,7 +21,7 @@ from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.pocket import pocket, pocket_config
 from surefoot.language.models.quantised import has_quantised
 from surefoot.runs.checkpoint import non_finite_numbers
-from surefoot.store.manifest import atomic_folder
+from surefoot.store.manifest import atomic_folder, check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -106,6 +106,7 @@ def read_config(name: str, trust_remote_code: bool = False) -> "PreTrainedConfig
     from transformers import AutoConfig
 
     if is_folder(name):
+        check_folder(Path(name), f"model={name!r}")
         check_parts(Path(name))
     config: PreTrainedConfig
     with quiet_transformers():

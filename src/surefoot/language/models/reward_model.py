@@ -52,6 +52,7 @@ from surefoot.language.models.loading import (
 from surefoot.language.models.padding_free import Reading, end_to_end, padded
 from surefoot.recipes.models import ModelRecipe
 from surefoot.runs.checkpoint import non_finite_numbers
+from surefoot.store.manifest import check_folder
 from surefoot.store.tensors import read_tensors
 
 if TYPE_CHECKING:
@@ -294,6 +295,8 @@ def is_head(written: Tensor, head: Tensor) -> bool:
 
 def copy_standardisation(model: RewardModel, saved: Path) -> None:
     """Copy mean and std from a saved model or adapter, if it has the same head: a run computes them at its end."""
+    if saved.is_dir():
+        check_folder(saved, str(saved), required=True)
     if (saved / HEAD).is_file():
         with made_from(saved / HEAD):
             tensors = read_tensors(saved / HEAD)
