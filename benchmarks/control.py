@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from record import made_with, write
 
-from surefoot.compare.statistics import bootstrap_interval, markdown_table
+from surefoot.compare.statistics import markdown_table, mean_interval
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -118,7 +118,7 @@ def table(args: argparse.Namespace) -> str:
         digits = 0 if largest >= 100 else 1
         for library, results in by_library.items():
             scores = [result["last_100_mean"] for result in results]
-            low, high = bootstrap_interval(scores)
+            low, high = mean_interval(scores)
             each = ", ".join(f"{score:,.{digits}f}" for score in scores)
             greedy = ", ".join(f"{result['greedy_mean']:,.{digits}f}" for result in results if "greedy_mean" in result) or "–"
             interval = f"{low:,.{digits}f} to {high:,.{digits}f}"

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from surefoot.compare.statistics import difference_interval, interval_text, markdown_table, number
+from surefoot.compare.statistics import interval_text, markdown_table, mean_interval, number
 from surefoot.demos.sorting import Sizes, write_data
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
@@ -175,7 +175,7 @@ def curve_table(task: str) -> str:
             lines.append([name, f"{counts[0]} of {len(one)} seeds", f"{counts[1]} of {len(two)} seeds", "–", "–"])
             continue
         each = [f"{number(mean(values))} ± {number(stdev(values) if len(values) > 1 else 0.0)}" for values in (one, two)]
-        lines.append([name, *each, number(mean(two) - mean(one)), interval_text(*difference_interval(two, one))])
+        lines.append([name, *each, number(mean(two) - mean(one)), interval_text(*mean_interval(two, one))])
     header = [f"{task}, {len(seeds)} seeds", "1 rank", "2 ranks", "difference", "95 % interval"]
     return markdown_table(header, lines)
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.compare.across_tasks import interval, iqm, resampled
-from surefoot.compare.statistics import interval_text, number
+from surefoot.compare.across_tasks import iqm
+from surefoot.compare.statistics import interval, interval_text, number
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 RESULTS, RUNS = BENCHMARKS / "results", BENCHMARKS / "runs" / "ledger"
@@ -171,7 +171,7 @@ def verdict_of(bounds: Sequence[Bound]) -> str:
     return CONFIRMED if all(bound.holds for bound in bounds) else UNDECIDED
 
 
-# ---- statistics: IQM over seeds, stratified bootstrap -----------------------------------------------------------------
+# ---- statistics: IQM over seeds and tasks -----------------------------------------------------------------
 
 
 def arrays(scores: Sequence[Sequence[float]]) -> list[NDArray[Any]]:
@@ -184,7 +184,7 @@ def arrays(scores: Sequence[Sequence[float]]) -> list[NDArray[Any]]:
 def single(what: str, scores: Sequence[float], limit: float = 0.0, *, above: bool = True) -> Bound:
     """The interquartile mean of scores over seeds, or of differences between two runs of each seed."""
     each = arrays([scores])
-    low, high = interval(iqm(resampled(each)))
+    low, high = interval(iqm, each)
     return Bound(what, float(iqm(each)), low, high, limit, above, len(scores))
 
 
@@ -196,9 +196,9 @@ def difference(
     *,
     above: bool = True,
 ) -> Bound:
-    """IQM(scores) − IQM(base) over all tasks; the seeds of each task are resampled, independently in the two groups."""
+    """IQM(scores) − IQM(base) over all tasks."""
     ours, theirs = arrays(scores), arrays(base)
-    low, high = interval(iqm(resampled(ours)) - iqm(resampled(theirs, seed=1)))
+    low, high = interval(lambda ours, theirs: iqm(ours) - iqm(theirs), ours, theirs)
     return Bound(what, float(iqm(ours) - iqm(theirs)), low, high, limit, above, min(map(len, [*ours, *theirs])))
 
 

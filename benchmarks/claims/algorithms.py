@@ -158,7 +158,7 @@ E10 = Experiment(
         "`mujoco` preset, 1,000,000 steps, seeds 1 to 5, compiled; the trust region alone differs. A2C with PPO's "
         "batches would be a straw man, so it has batches of 8 × 16 steps and, of the rates 3e-4, 7e-4 and 1.5e-3, the "
         "best on seeds 11 and 12 (a repeat keeps it). The score is the mean return of the last 100 training episodes; "
-        "over four tasks random actions have 0 and PPO_CLIP's mean 1, which stays the same in the bootstrap. "
+        "over four tasks random actions have 0 and PPO_CLIP's mean 1, which is taken as exact. "
         "PPO_CLIP on Hopper ran again with newer code, as λ = 0.95 of E9: its IQM there is 2,318 instead of 2,514, and with "
         "it E10.1 to E10.3 are undecided too. Older than these rules are the runs on Hopper of PPO, TRPO (eager) and the "
         "penalties, PPO_CLIP's on all tasks but HalfCheetah, and seed 1 of the fixed penalty on HalfCheetah. "

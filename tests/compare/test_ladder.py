@@ -136,7 +136,7 @@ def test_the_tables_show_the_results(climbed):
     assert f" {number(result['last_100_mean'])} |" in row
     assert f" {number(result['greedy_mean'])} |" in row
     assert "GAE, λ = 0.95" in row
-    assert "with one seed they mean nothing" in report.text
+    assert "one seed has no interval" in report.text
     assert "64-64" not in report.text
     assert "8 tanh" in report.text
 

@@ -1,24 +1,23 @@
 """Compare algorithms, or any field of a recipe, over several tasks and seeds: scores normalised per task, then aggregated.
 
-As Agarwal et al. 2021 (arXiv 2108.13264) recommend: the interquartile mean, stratified bootstrap intervals, performance
-profiles and the probability of improvement. Every task has the same weight, whatever its number of seeds.
+As Agarwal et al. 2021 (arXiv 2108.13264) recommend: the interquartile mean, performance profiles and the probability of
+improvement. Every task has the same weight, whatever its number of seeds.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from surefoot.compare.runs import SCORES, Run, differences_between, distinguishing_fields, full_text, short_text
-from surefoot.compare.statistics import finite, interquartile_mean, percentile_bounds
+from surefoot.compare.statistics import finite, interquartile_mean, interval, t_quantile
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import flatten, to_table
 
-RESAMPLES = 2_000
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(21))
 """normalised scores at which profiles are computed"""
 
@@ -31,7 +30,7 @@ Aggregate = Callable[[Scores], NDArray[Any]]
 def iqm(scores: Scores) -> NDArray[Any]:
     """The interquartile mean over runs of all tasks, counted so that every task has the same weight.   -> [...]"""
     seeds = [task.shape[-1] for task in scores]
-    counts = np.repeat([lcm(*seeds) // count for count in seeds], seeds)
+    counts = np.repeat([math.lcm(*seeds) // count for count in seeds], seeds)
     return interquartile_mean(np.concatenate(scores, -1), counts)
 
 
@@ -62,15 +61,46 @@ def improvement(scores: Scores, base: Scores) -> NDArray[Any]:
     return np.asarray((1 + np.mean(wins, 0)) / 2)
 
 
-def resampled(scores: Scores, seed: int = 0, resamples: int = RESAMPLES) -> list[NDArray[Any]]:
-    """Stratified bootstrap: the seeds of each task are drawn on their own.   [seeds] -> [resamples, seeds] for each task"""
-    draw = np.random.default_rng(seed)
-    return [task[draw.integers(0, len(task), (resamples, len(task)))] for task in scores]
+def share_interval(share: float, variance: Callable[[NDArray[Any]], NDArray[Any]]) -> Range:
+    """The 95 % score interval of a share: all values that lie within the normal quantile of the observed one.
+
+    variance   of the estimate if the true share is p   [n] -> [n]; p(1−p)/n makes it Wilson's interval
+    """
+    p = np.linspace(0, 1, 2001)
+    inside = p[(share - p) ** 2 <= t_quantile(math.inf) ** 2 * variance(p) + 1e-12]
+    return float(inside[0]), float(inside[-1])
 
 
-def interval(values: NDArray[Any]) -> list[float]:
-    """The 95 % percentile interval of resamples.   [resamples]"""
-    return [float(bound) for bound in percentile_bounds(values)]
+def mean_of_shares(shares: Sequence[float], intervals: Sequence[Range]) -> list[float]:
+    """The 95 % interval of the mean of independent shares from their own intervals (Zou and Donner 2008)."""
+    values, (lows, highs) = np.asarray(shares), np.asarray(intervals).T
+    below, above = (float(np.sqrt(((values - ends) ** 2).sum())) / len(values) for ends in (lows, highs))
+    return [max(0.0, float(values.mean()) - below), min(1.0, float(values.mean()) + above)]
+
+
+def improvement_interval(scores: Scores, base: Scores) -> list[float]:
+    """The 95 % interval of ``improvement``: Newcombe's (2006, method 5) for each task."""
+
+    def newcombe(x: int, y: int) -> Callable[[NDArray[Any]], NDArray[Any]]:
+        pairs = (x + y) / 2 - 1
+        return lambda p: p * (1 - p) * (1 + pairs * ((1 - p) / (2 - p) + p / (1 + p))) / (x * y)
+
+    wins = [float(improvement([x], [y])) for x, y in zip(scores, base, strict=True)]
+    sizes = [(len(x), len(y)) for x, y in zip(scores, base, strict=True)]
+    return mean_of_shares(wins, [share_interval(win, newcombe(*size)) for win, size in zip(wins, sizes, strict=True)])
+
+
+def profile_interval(scores: Scores) -> tuple[list[float], list[float]]:
+    """The lower and upper ends of the 95 % intervals of ``profile``: Wilson's for each task."""
+
+    def wilson(share: float, count: int) -> Range:
+        return share_interval(share, lambda p: p * (1 - p) / count)
+
+    ends = []
+    for edge in THRESHOLDS:
+        shares = [float((task > edge).mean()) for task in scores]
+        ends.append(mean_of_shares(shares, [wilson(share, len(task)) for share, task in zip(shares, scores, strict=True)]))
+    return [low for low, _ in ends], [high for _, high in ends]
 
 
 AGGREGATES: dict[str, Aggregate] = {"iqm": iqm, "median": task_median, "mean": task_mean, "optimality_gap": optimality_gap}
@@ -103,14 +133,13 @@ class TaskComparison:
         base = self.normalised(first)
         for value in self.scores:
             scores = self.normalised(value)
-            drawn = resampled(scores)
             row: dict[str, Any] = {"runs": {task: len(each) for task, each in self.scores[value].items()}}
             for name, aggregate in AGGREGATES.items():
-                row[name] = {"value": float(aggregate(scores)), "interval": interval(aggregate(drawn))}
-            low, high = percentile_bounds(profile(drawn))
-            row["profile"] = {"value": profile(scores).tolist(), "low": low.tolist(), "high": high.tolist()}
-            if value != first:  # another seed: groups are independent
-                against = interval(improvement(drawn, resampled(base, seed=1)))
+                row[name] = {"value": float(aggregate(scores)), "interval": list(interval(aggregate, scores))}
+            low, high = profile_interval(scores)
+            row["profile"] = {"value": profile(scores).tolist(), "low": low, "high": high}
+            if value != first:
+                against = improvement_interval(scores, base)
                 row["improvement"] = {"value": float(improvement(scores, base)), "interval": against}
             table[value] = row
         return {

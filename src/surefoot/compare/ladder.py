@@ -395,7 +395,8 @@ def _noise_table(gradients: Mapping[str, Any], rungs: Mapping[str, int]) -> Tabl
         cells = [f"{rungs[name]} {name}"]
         for key in ("variance", "relative", "signal"):
             value, interval = noise[key], noise[f"{key}_interval"]
-            cells += ["–", "–"] if value is None else [f"{value:.3g}", f"{interval[0]:.3g} to {interval[1]:.3g}"]
+            spread = "–" if value is None or None in finite(interval) else f"{interval[0]:.3g} to {interval[1]:.3g}"
+            cells += ["–" if value is None else f"{value:.3g}", spread]
         rows.append([*cells, "–" if noise["noise_to_signal"] is None else f"{noise['noise_to_signal']:.3g}"])
     return header, rows
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from surefoot.compare.across_tasks import TaskComparison
 from surefoot.compare.runs import Run, short_text
-from surefoot.compare.statistics import Results, band, bootstrap_interval, number
+from surefoot.compare.statistics import Results, band, mean_interval, number
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """the palette of Okabe and Ito without its yellow, which is hard to see on white"""
@@ -126,6 +126,7 @@ def _noise(axes: Any, gradients: Mapping[str, Any] | None, rungs: Mapping[str, i
                 fontsize=9,
             )
             continue
+        low, high = (value if end is None else end for end in (low, high))
         axes.plot([low, high], [-row, -row], color=colour, lw=2.5, solid_capstyle="butt")
         axes.plot([value], [-row], "o", color=colour, ms=8)
         batches = noise["noise_to_signal"]
@@ -146,7 +147,7 @@ def _rung(rungs: Mapping[str, int], name: str) -> str:
 
 
 def _title(recipe: Mapping[str, Any], seeds: int) -> str:
-    spread = "one seed" if seeds == 1 else f"mean of {seeds} seeds, 95 % bootstrap interval"
+    spread = "one seed" if seeds == 1 else f"mean of {seeds} seeds, 95 % interval"
     return f"{recipe['task']}, {recipe['steps']:,} steps, {spread}"
 
 
@@ -192,7 +193,7 @@ def _points(axes: Any, scores: Sequence[float], row: float, colour: str, marker:
     if not scores:
         return
     axes.plot(scores, [row] * len(scores), marker, color=colour, alpha=0.3, ms=5, mew=0)
-    axes.plot(bootstrap_interval(scores), [row, row], color=colour, lw=2.5, solid_capstyle="butt")
+    axes.plot(mean_interval(scores) if len(scores) > 1 else scores * 2, [row, row], color=colour, lw=2.5, solid_capstyle="butt")
     axes.plot([np.mean(scores)], [row], marker, color=colour, ms=7)
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from surefoot import __version__
 from surefoot.compare.across_tasks import AGGREGATES, TaskComparison
-from surefoot.compare.across_tasks import RESAMPLES as TASK_RESAMPLES
 from surefoot.compare.plots import draw_panel, draw_profiles, panels_of, run_colour
 from surefoot.compare.runs import (
     ABSENT,
@@ -30,7 +29,6 @@ from surefoot.compare.runs import (
     short_text,
 )
 from surefoot.compare.statistics import (
-    RESAMPLES,
     Results,
     finite,
     interquartile_mean,
@@ -169,14 +167,10 @@ def seeds_text(first: int, count: int) -> str:
     return f"seed {first}" if count == 1 else f"{count} seeds ({first} to {first + count - 1})"
 
 
-def interval_note(seeds: int, resamples: int = RESAMPLES, strata: str = "") -> str:
-    """How the intervals were computed, with a warning for few seeds. ``strata`` names what seeds are drawn within."""
-    text = f"Intervals: 95 % percentile bootstrap over seeds{strata}, {resamples:,} resamples"
-    if seeds == 1:
-        return f"{text}; with one seed they mean nothing: train more seeds"
-    if seeds < 10:
-        return f"{text}; with {seeds} seeds they are too narrow, as they can't reach beyond the worst and the best seed"
-    return text
+def interval_note(seeds: int) -> str:
+    """How the intervals were computed; one seed has none."""
+    text = "Intervals: 95 %, Student's t over seeds, Welch's for differences"
+    return f"{text}; one seed has no interval: train more seeds" if seeds == 1 else text
 
 
 # ---- comparisons of runs ---------------------------------------------------------------------------------------------
@@ -253,7 +247,7 @@ def across_tasks_text(comparison: TaskComparison) -> str:
 
 def _across_tasks_note(comparison: TaskComparison) -> str:
     fewest = min(count for row in comparison.results["results"].values() for count in row["runs"].values())
-    return f"{interval_note(fewest, TASK_RESAMPLES, ' of each task')}."
+    return f"{interval_note(fewest)}."
 
 
 def across_tasks_tables(comparison: TaskComparison) -> list[TextTable]:
@@ -273,7 +267,7 @@ def across_tasks_tables(comparison: TaskComparison) -> list[TextTable]:
             scores = comparison.scores[value][task]
             cells = [short_text(value), short_text(task), number(float(np.mean(scores))), numbers(scores)]
             each.append([*cells, *_seeds_and_states(runs)])
-    caption = f"{comparison.metric}, last known value, normalised per task; in brackets: 95 % intervals, stratified bootstrap:"
+    caption = f"{comparison.metric}, last known value, normalised per task; in brackets: 95 % intervals:"
     return [
         (caption, header, rows),
         ("Scores that count as 0 and 1:", ["task", "0", "1"], ranges),

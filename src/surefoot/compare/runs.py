@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from surefoot.compare.statistics import bootstrap_interval, difference_interval, finite, interquartile_mean, mean
+from surefoot.compare.statistics import finite, interquartile_mean, mean, mean_interval, score_interval
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
 from surefoot.errors import SurefootError
@@ -214,7 +214,7 @@ class Comparison:
         """Group -> difference of its mean from the first group's, with its interval, for groups that have the metric."""
         base = self.groups[0].scores(metric)
         return {
-            group.name: {"difference": float(mean(scores) - mean(base)), "interval": list(difference_interval(scores, base))}
+            group.name: {"difference": float(mean(scores) - mean(base)), "interval": list(mean_interval(scores, base))}
             for group in self.groups[1:]
             if base and (scores := group.scores(metric))
         }
@@ -242,9 +242,9 @@ def score_statistics(scores: Sequence[float]) -> dict[str, Any]:
     """Mean and interquartile mean, each with its interval, and the score of every seed."""
     return {
         "mean": float(mean(scores)),
-        "interval": list(bootstrap_interval(scores)),
+        "interval": list(score_interval(scores)),
         "iqm": float(interquartile_mean(scores)),
-        "iqm_interval": list(bootstrap_interval(scores, interquartile_mean)),
+        "iqm_interval": list(score_interval(scores, interquartile_mean)),
         "each": list(scores),
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from surefoot.compare.report import interval_note
-from surefoot.compare.statistics import difference_interval, interval_text, mean, number, numbers, with_interval
+from surefoot.compare.statistics import interval_text, mean, mean_interval, number, numbers, with_interval
 from surefoot.compare.tune.study import Study
 from surefoot.recipes.reading import to_toml
 from surefoot.runs.display import joined
@@ -113,7 +113,7 @@ def _confirmed_lines(study: Study, confirmed: Mapping[str, list[float]] | None) 
         lines.append(f"    {name}: {value} (95 % interval {interval}; seeds: {numbers(scores)})")
     if len(confirmed) == 2:
         tuned, initial = confirmed.values()
-        low, high = difference_interval(tuned, initial)
+        low, high = mean_interval(tuned, initial)
         judged = "better" if low > 0 else "worse" if high < 0 else "these seeds don't separate them"
         lines.append(f"    difference: {number(float(mean(tuned) - mean(initial)))} ({interval_text(low, high)}): {judged}")
     return [*lines, f"    {interval_note(len(next(iter(confirmed.values()))))}."]
