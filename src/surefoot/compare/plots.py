@@ -193,7 +193,13 @@ def _points(axes: Any, scores: Sequence[float], row: float, colour: str, marker:
     if not scores:
         return
     axes.plot(scores, [row] * len(scores), marker, color=colour, alpha=0.3, ms=5, mew=0)
-    axes.plot(mean_interval(scores) if len(scores) > 1 else scores * 2, [row, row], color=colour, lw=2.5, solid_capstyle="butt")
+    axes.plot(
+        mean_interval(scores) if len(scores) > 1 else [*scores, *scores],
+        [row, row],
+        color=colour,
+        lw=2.5,
+        solid_capstyle="butt",
+    )
     axes.plot([np.mean(scores)], [row], marker, color=colour, ms=7)
 
 
