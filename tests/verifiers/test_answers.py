@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
+from surefoot.language.rewards.terms import FunctionReward
 from surefoot.verifiers import exact, numeric
-from surefoot.verifiers.answers import last_number
+from surefoot.verifiers.answers import fenced
+from surefoot.verifiers.numbers import last_number
 
 
 @given(st.text(), st.text())
@@ -43,6 +45,20 @@ def test_letter_case_and_markers_are_by_switch() -> None:
         ("1e999999999999", None),
         ("1e401", None),
         ("1" * 500, None),
+        ("–5", -5),
+        ("1e‑3", Fraction(1, 1000)),
+        (r"$\frac{3}{4}$", Fraction(3, 4)),
+        (r"-\dfrac34", Fraction(-3, 4)),
+        (r"3\tfrac{1}{2}", Fraction(7, 2)),
+        ("-3 1/2", Fraction(-7, 2)),
+        (r"\boxed{4{,}200}", 4200),
+        (r"4\,200", 4200),
+        (r"90^{\circ}", 90),
+        (r"\[\boxed{\text{5}}\]", 5),
+        ("2^{10}", None),
+        (r"\frac{\sqrt{2}}{2}", None),
+        ("3½", None),
+        (r"2\pi", None),
         ("1/0", None),
         ("none", None),
         ("", None),
@@ -58,6 +74,90 @@ def test_every_fraction_is_read_as_it_is_written(number: Fraction) -> None:
     assert last_number(f"{number.numerator:,}") == number.numerator
 
 
+def test_with_a_marker_the_number_after_it_counts() -> None:
+    assert numeric(["2, so #### 42, as 6 · 7", "#### x = 42", "#### –42", "#### no", "42"], [42] * 5, after="####") == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
+    assert numeric(["#### 4"], ["so 12 and 7 #### 4 of 9"], after="####") == [1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        (r"\frac{3}{4}", "0.75"),
+        ("4{,}200", "4200"),
+        ("–5", "-5"),
+        (r"\boxed{7}", "7"),
+        ("50%", "50"),
+        ("2+2=4", "4"),
+        ("It's 5!", "5"),
+    ],
+)
+def test_answers_in_other_notations_are_read(answer: str, number: str) -> None:
+    assert numeric([number, "1"], [answer] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "2^{10}",
+        "10^3",
+        "10³",
+        r"\sqrt{2}",
+        r"\frac{x}{2}",
+        r"2\pi",
+        "2π",
+        "3x",
+        "5k",
+        "1.5 million",
+        "1.5×10^3",
+        "5!",
+        "5 ± 2",
+        "½",
+        "1_000",
+        "1,23",
+        "1.234,5",
+        "4 200",
+        "1:30",
+        "2025-01-05",
+        "0x1F",
+        "1/2/3",
+        "1, 2",
+        "3 and 4",
+        "x=5 or x=7",
+        "3 + 4",
+        "10-5",
+        "٣",
+    ],
+)
+def test_an_answer_that_is_not_one_number_is_rejected_before_training(answer: str) -> None:
+    reward = FunctionReward("surefoot.verifiers:numeric")
+    with pytest.raises(SurefootError, match=r"numeric': answer=.* \(of row 2\): is not one number; correct the row, or use"):
+        reward.check_rows({"answer": [1, answer]})
+
+
+@pytest.mark.parametrize(
+    ("response", "block"),
+    [
+        ("~~~py\na\n~~~", "a\n"),
+        ("````\n```\na\n```\n````", "```\na\n```\n"),
+        ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
+        ("> ```\n> a\n> ```", "a\n"),
+        ("  ```\n  a\n  ```", "a\n"),
+        ("</think>\n```\na\n```\nDone.", "a\n"),
+        ("```\nb\n```\n```\na\n", "a\n"),
+        ("```\na\n    ```\n``` x\n```\n", "a\n    ```\n``` x\n"),
+        ("``` a ```", "``` a ```"),
+    ],
+)
+def test_fenced_blocks_are_those_of_commonmark(response: str, block: str) -> None:
+    assert fenced(response) == block
+
+
 def test_numbers_match_within_the_tolerance() -> None:
     assert numeric(["3.14", "3.15", "none"], ["3.14159"] * 3, tolerance=0.002) == [1, 0, 0]
     assert numeric(["99", "98"], [100, 100], relative=0.01) == [1, 0]
@@ -68,10 +168,14 @@ def test_numbers_match_within_the_tolerance() -> None:
 @pytest.mark.parametrize(
     ("call", "what"),
     [
-        (lambda: numeric(["1"], ["none"]), r"answer='none' \(of response 1\): has no number"),
+        (lambda: numeric(["1"], ["none"]), r"answer='none' \(of response 1\): is not one number"),
         (lambda: numeric(["1"], [None]), r"answer=None \(of response 1\): must be text or a number"),
         (lambda: exact(["1", "2"], ["1", ["2"]]), r"answer=\['2'\] \(of response 2\)"),
         (lambda: numeric(["1"], [1], tolerance=-1), "tolerance=-1"),
+        (lambda: numeric(["1"], [1], tolerance=float("inf")), "tolerance=inf: must be a number 0 or more"),
+        (lambda: numeric(["1"], [1], relative="1"), "relative='1'"),
+        (lambda: numeric(["1"], [1], after=4), "after=4: must be text"),
+        (lambda: exact(["1", "2"], ["1"]), "answer: has 1 entries for 2 responses"),
     ],
 )
 def test_an_invalid_row_is_rejected(call, what: str) -> None:  # type: ignore[no-untyped-def]

@@ -110,6 +110,31 @@ def test_code_is_a_reward_function_with_arguments() -> None:
         reward.check_columns(["answer"])
 
 
+@pytest.mark.usefixtures("sandboxed")
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"megabytes": 1}, "megabytes=1: Python does not start with so little memory; raise it"),
+        ({"megabytes": 1e3}, r"megabytes=1000\.0: must be a whole number"),
+        ({"seconds": 0}, "seconds=0: must be a number above 0 and at most 86,400"),
+        ({"seconds": float("nan")}, "seconds=nan: must be"),
+        ({"seconds": float("inf")}, "seconds=inf: must be"),
+        ({"seconds": "5"}, "seconds='5': must be"),
+        ({"workers": -1}, "workers=-1: must be a whole number 0 or more"),
+        ({"partial": 1}, "partial=1: must be true or false"),
+    ],
+)
+def test_settings_that_cannot_work_are_rejected_before_training(settings: dict[str, Any], what: str) -> None:
+    reward = FunctionReward("surefoot.verifiers:code", arguments=settings)
+    with pytest.raises(SurefootError, match=f"verifiers:code': {what}"):
+        reward.check_rows({"tests": [ADD]})
+    if "partial" not in settings:
+        with pytest.raises(SurefootError, match=f"^{what}"):
+            code(["def add(a, b): return a + b"], [ADD], **settings)
+    with pytest.raises(SurefootError, match=r"^tests: has 1 entries for 2 responses"):
+        code(["", ""], [ADD])
+
+
 def test_without_bubblewrap_it_is_rejected_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox._interpreter.cache_clear()
     monkeypatch.setenv("PATH", "")
@@ -130,6 +155,12 @@ def test_without_bubblewrap_it_is_rejected_before_training(monkeypatch: pytest.M
         ([{"call": "f", "expected": 1, "stdin": "", "stdout": ""}], "a test needs"),
         ([{"call": "f", "expected": 1, "argz": []}], "a test needs"),
         ([{"call": "f", "expected": 1, "args": 3}], r"tests\[0\]\.args=3: is a int"),
+        ([{"call": "f", "expected": 1.5, "tolerance": -1}], r"tests\[0\]\.tolerance=-1: must be a number 0 or more"),
+        ('[{"call": "f", "expected": 1, "tolerance": 1e999}]', r"tests\[0\]\.tolerance=inf: must be"),
+        ('[{"call": "f", "expected": NaN}]', "is not JSON"),
+        ([{"call": "f", "expected": float("nan")}], r"tests\[0\]: has a value that no JSON result equals"),
+        ([{"call": "f", "expected": {1}}], r"tests\[0\]: has a value that no JSON result equals"),
+        ([{"call": "f(1)", "expected": 1}], r"tests\[0\]\.call='f\(1\)': is not the name of a function"),
         ([{"stdin": 1, "stdout": "x"}], r"tests\[0\]\.stdin=1: is a int"),
     ],
 )

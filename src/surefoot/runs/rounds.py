@@ -303,7 +303,7 @@ def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int, log: Calla
     repeated = data.repeat_prompts(prompts, chosen)
     judge = _load_judge(settings)
     for function in function_rewards(judge):
-        function.check_columns(repeated.columns)
+        function.check_rows(repeated.columns)
     both = sample_pairs(
         model,
         repeated.prompts,

@@ -1,7 +1,7 @@
 """Verifiers: reward functions that check answers, named in recipes as ``surefoot.verifiers:exact``.
 
     exact     the same text, ignoring white space and optionally letter case
-    numeric   the last number of a response
+    numeric   the last number of a response, or the one at a marker
     math      a formula or number, equal as mathematics           extra ``verifiers``
     json      JSON that fits a schema                             extra ``verifiers``
     code      Python that passes tests, in a sandbox              Linux, the system's package bubblewrap

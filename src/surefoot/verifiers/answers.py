@@ -4,28 +4,26 @@ Mathematics and JSON use packages of the extra ``verifiers``, in separate proces
 """
 
 import json as encoding
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from surefoot.errors import SurefootError
-from surefoot.verifiers.processes import bounded, check_in_processes, check_package, requires
-
-_FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.M | re.S)
-_DIGITS, _EXPONENT = 400, 400
-"""maximum digits and exponent of a number: 1e999999999 would fill the memory"""
-_PLAIN = str.maketrans({"−": "-", **dict.fromkeys(",$€£ ")})
-NUMERAL = (
-    r"(?:(?<![\w.)\]])[-+−])?"  # a sign, unless it subtracts from what stands before it
-    r"[$€£]?"
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
-    r"(?:[eE][-+]?[0-9]+)?"
+from surefoot.verifiers.numbers import correct_number, first_number, last_number
+from surefoot.verifiers.processes import (
+    bounded,
+    check_count,
+    check_in_processes,
+    check_number,
+    check_package,
+    check_text,
+    checked,
+    requires,
 )
-"""the pattern of a number that is no fraction"""
-_NUMBER = re.compile(NUMERAL + r"(?: ?/ ?[0-9]+(?:\.[0-9]+)?)?")
 
 
+@checked(lambda answer=(), after="", **_: (check_text("after", after), list(texts(answer, "answer"))))
 def exact(
     responses: Sequence[str], answer: Sequence[Any], *, case: bool = True, space: bool = False, after: str = ""
 ) -> list[float]:
@@ -41,11 +39,20 @@ def exact(
         text = text if space else " ".join(text.split())
         return text if case else text.casefold()
 
+    check_text("after", after)
     actual = [following(response, after) for response in responses]
-    expected = list(texts(answer, "answer"))
+    expected = list(texts(answer, "answer", len(responses)))
     return [float(a is not None and normal(a) == normal(e)) for a, e in zip(actual, expected, strict=True)]
 
 
+def _check_numeric(*, answer: Sequence[Any] = (), tolerance: Any = 0, relative: Any = 0, after: Any = "") -> None:
+    check_number("tolerance", tolerance)
+    check_number("relative", relative)
+    check_text("after", after)
+    _numbers(answer, after)
+
+
+@checked(_check_numeric)
 def numeric(
     responses: Sequence[str],
     answer: Sequence[Any],
@@ -54,48 +61,50 @@ def numeric(
     relative: float = 0.0,
     after: str = "",
 ) -> list[float]:
-    """1 for each response whose last number is the answer: ``|actual − expected| ≤ max(tolerance, relative · |expected|)``.
+    """1 for each response whose number is the answer: ``|actual − expected| ≤ max(tolerance, relative · |expected|)``.
 
-    Numbers are compared exactly, as fractions: 0.5, 1/2, .50 and 5e-1 are equal. Commas may separate thousands.
+    It is the last number of a response or, with a marker, the first number after it. Numbers are compared exactly, as
+    fractions: 0.5, 1/2, .50, 5e-1 and \\frac{1}{2} are equal. Commas may separate thousands. A number within a formula, such as
+    2^{10}, is not read.
 
-    answer      numbers, or texts whose last number counts, such as worked solutions
-    after       search only after the last occurrence of this marker; "": everywhere
+    answer      numbers, or texts of which one number is read the same way, such as worked solutions
+    after       the number follows the last occurrence of this marker; "": the last number counts
+
+    Raises SurefootError for an answer that may be read in another way, such as 2^{10}, 1:30, 1.5 million or 3 and 4.
     """
-    if not (tolerance >= 0 and relative >= 0):
-        raise SurefootError(f"tolerance={tolerance}, relative={relative}: both must be 0 or more")
+    check_number("tolerance", tolerance)
+    check_number("relative", relative)
+    check_text("after", after)
     scores = []
-    for row, (response, text) in enumerate(zip(responses, texts(answer, "answer"), strict=True)):
-        expected = last_number(following(text, after) or text)
-        if expected is None:
-            raise SurefootError(f"answer={text!r} (of response {row + 1}): has no number in it; correct the row")
-        actual = last_number(following(response, after) or "")
+    read = first_number if after else last_number
+    for response, expected in zip(responses, _numbers(answer, after, len(responses)), strict=True):
+        actual = read(following(response, after) or "")
         allowed = max(Fraction(tolerance), Fraction(relative) * abs(expected))
         scores.append(float(actual is not None and abs(actual - expected) <= allowed))
     return scores
 
 
-def last_number(text: str) -> Fraction | None:
-    """The last number of a text; None if it has none, or one that can't be used (1/0, 1e999)."""
-    numbers = _NUMBER.findall(text)
-    return _fraction(numbers[-1]) if numbers else None
+def _numbers(answer: Sequence[Any], after: str, count: int | None = None) -> list[Fraction]:
+    """The correct numbers. Raises SurefootError for an answer that is none."""
+    numbers = []
+    for row, text in enumerate(texts(answer, "answer", count)):
+        marked = following(text, after) if after else None
+        number = correct_number(marked or text, last=not marked)
+        if number is None:
+            raise SurefootError(
+                f"answer={text!r:.200} (of response {row + 1}): is not one number; correct the row, or use "
+                "surefoot.verifiers:math"
+            )
+        numbers.append(number)
+    return numbers
 
 
-def plain_number(text: str) -> str:
-    """A number without currency and separators of thousands, as Python reads it."""
-    return text.translate(_PLAIN)
+def texts(column: Sequence[Any], name: str, count: int | None = None) -> Iterable[str]:
+    """The values of a column as texts. Raises SurefootError for a value that is neither text nor a number.
 
-
-def _fraction(text: str) -> Fraction | None:
-    above, _, below = plain_number(text).partition("/")
-    mantissa, _, exponent = above.lower().partition("e")
-    if max(len(mantissa), len(below)) > _DIGITS or len(exponent) > len("-400") or abs(int(exponent or 0)) > _EXPONENT:
-        return None
-    divisor = Fraction(below or 1)
-    return Fraction(mantissa) * Fraction(10) ** int(exponent or 0) / divisor if divisor else None
-
-
-def texts(column: Sequence[Any], name: str) -> Iterable[str]:
-    """The values of a column as texts. Raises SurefootError for a value that is neither text nor a number."""
+    count   the number of responses, which must have one each
+    """
+    check_count(column, name, count)
     for row, value in enumerate(column):
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise SurefootError(f"{name}={value!r} (of response {row + 1}): must be text or a number; correct the row")
@@ -103,9 +112,20 @@ def texts(column: Sequence[Any], name: str) -> Iterable[str]:
 
 
 def fenced(response: str) -> str:
-    """The last fenced block of a response, or the whole response if it has none."""
-    blocks: list[str] = _FENCED.findall(response)
+    """The last fenced block of a response as CommonMark defines it, or the whole response if it has none.
+
+    Fences are of backticks or tildes, may be indented or stand in lists and quotes, and an open one ends with the response.
+    """
+    blocks = [token.content for token in _markdown().parse(response) if token.type == "fence"]
     return blocks[-1] if blocks else response
+
+
+@cache
+def _markdown() -> Any:
+    from markdown_it import MarkdownIt
+
+    # HTML: a line such as </think> would make a fence below it a part of its block
+    return MarkdownIt("commonmark").disable(["html_block", "inline"])
 
 
 def following(text: str, marker: str) -> str | None:
@@ -129,12 +149,14 @@ def _check_json() -> None:
     check_package("jsonschema", "jsonschema", "json")
 
 
+@checked(lambda answer=(), after="", **_: (check_text("after", after), list(texts(answer, "answer"))))
 @requires(_check_math)
 @bounded()
 def math(
     responses: Sequence[str], answer: Sequence[Any], *, after: str = "", seconds: float = 5.0, workers: int = 0
 ) -> list[float]:
-    """1 for each response whose final formula or number equals the answer as mathematics, by ``math-verify``.
+    """1 for each response whose final formula or number equals the answer as mathematics, by ``math-verify``: what the last
+    ``\\boxed`` contains, else the last formula.
 
     answer      LaTeX or plain, such as ``\\sqrt{2}/2``, ``(1, 2)``, or a whole solution with its answer boxed
     after       search only after the last occurrence of this marker; "": everywhere
@@ -142,10 +164,13 @@ def math(
     workers     number of processes; 0: one for each core
     """
     _check_math()
+    check_text("after", after)
     actual = [following(response, after) or "" for response in responses]
-    return check_in_processes("math", list(zip(actual, texts(answer, "answer"), strict=True)), seconds, workers)
+    expected = texts(answer, "answer", len(responses))
+    return check_in_processes("math", list(zip(actual, expected, strict=True)), seconds, workers)
 
 
+@checked(lambda schema=(), **_: [_schema(value, row) for row, value in enumerate(schema)])
 @requires(_check_json)
 @bounded()
 def json(responses: Sequence[str], schema: Sequence[Any], *, seconds: float = 5.0, workers: int = 0) -> list[float]:
@@ -156,6 +181,7 @@ def json(responses: Sequence[str], schema: Sequence[Any], *, seconds: float = 5.
     workers     number of processes; 0: one for each core
     """
     _check_json()
+    check_count(schema, "schema", len(responses))
     rows = [(text, _schema(value, row)) for row, (text, value) in enumerate(zip(responses, schema, strict=True))]
     return check_in_processes("json", rows, seconds, workers)
 

@@ -31,8 +31,9 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def check_in_processes(kind: str, rows: Sequence[tuple[str, Any]], seconds: float, workers: int) -> list[float]:
     """The score of each (response, answer) by the check named ``kind``; 0 if the check took longer than ``seconds``.
 
-    Raises SurefootError for a row whose answer is invalid.
+    Raises SurefootError for a row whose answer is invalid, and for invalid limits.
     """
+    check_limits(seconds, workers)
     with ThreadPoolExecutor(workers or available_cores()) as threads:
         try:
             replies = list(threads.map(lambda row: _check(kind, row, seconds), rows))
@@ -118,6 +119,72 @@ def close() -> None:
 
 
 # ---- limits of reward functions ---------------------------------------------------------------------------------------
+
+
+LONGEST = 86_400
+"""seconds that a limit may be, at most"""
+
+
+def check_number(
+    name: str, value: Any, *, above: float | None = None, most: float = sys.float_info.max, whole: bool = False
+) -> None:
+    """Raise SurefootError unless a setting is a finite number of at least 0, and above ``above``."""
+    kind = int if whole else (int, float)
+    low = f"above {above:g}" if above is not None else "0 or more"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, kind)
+        or not (0 <= value <= most)
+        or (above is not None and value <= above)
+    ):
+        limit = f" and at most {most:,.0f}" if most < sys.float_info.max else ""
+        raise SurefootError(f"{name}={value!r}: must be a {'whole ' if whole else ''}number {low}{limit}")
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raise SurefootError unless a setting is text."""
+    if not isinstance(value, str):
+        raise SurefootError(f"{name}={value!r}: must be text")
+
+
+def check_count(column: Sequence[Any], name: str, count: int | None) -> None:
+    """Raise SurefootError unless a column has an entry for each of ``count`` responses; None: any number."""
+    if count is not None and len(column) != count:
+        raise SurefootError(f"{name}: has {len(column)} entries for {count} responses; give one for each")
+
+
+def check_limits(seconds: Any, workers: Any) -> None:
+    """Raise SurefootError for a time limit or a number of processes with which nothing could be checked."""
+    check_number("seconds", seconds, above=0, most=LONGEST)
+    check_number("workers", workers, most=10_000, whole=True)
+
+
+def checked(check: Callable[..., object]) -> Callable[[Function], Function]:
+    """Set a function's attribute ``valid``: a check of settings and rows before training; it raises SurefootError.
+
+    check   takes arguments and columns by name; those that the function lacks are not passed
+    """
+
+    def decorate(function: Function) -> Function:
+        names = inspect.signature(function).parameters
+
+        def valid(arguments: Mapping[str, Any], columns: Columns) -> None:
+            used = {name: value for name, value in {**columns, **arguments}.items() if name in names}
+            if "seconds" in names:
+                defaults = {name: names[name].default for name in ("seconds", "workers")}
+                check_limits(**{name: used.get(name, default) for name, default in defaults.items()})
+            for name, parameter in names.items():
+                if isinstance(parameter.default, bool) and not isinstance(used.get(name, False), bool):
+                    raise SurefootError(f"{name}={used[name]!r}: must be true or false")
+            try:
+                check(**used)
+            except SurefootError as error:
+                raise SurefootError(str(error).replace("(of response ", "(of row ", 1)) from None
+
+        function.valid = valid  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def requires(check: Callable[[], None]) -> Callable[[Function], Function]:

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from surefoot.errors import SurefootError
 from surefoot.files import available_cores
-from surefoot.sandbox import Call, Limits, Outcome, check, run
+from surefoot.sandbox import STARTUP, Call, Limits, Outcome, check, run
 from surefoot.verifiers.answers import fenced, reject_constant
-from surefoot.verifiers.processes import bounded, requires
+from surefoot.verifiers.processes import bounded, check_count, check_limits, check_number, checked, requires
 
 CLOSE = 1e-9
 """relative tolerance for floats"""
@@ -37,6 +38,22 @@ def _times(arguments: Mapping[str, Any], columns: Mapping[str, Sequence[Any]]) -
     return max((any("call" in test for test in tests) + sum("stdin" in test for test in tests) for tests in rows), default=1)
 
 
+def _check_code(*, tests: Sequence[Any] = (), megabytes: Any = 1024, **_: Any) -> None:
+    for row, value in enumerate(tests):
+        parsed(value, f"tests (of response {row + 1})")
+    check_number("megabytes", megabytes, above=0, most=2**40, whole=True)
+    check()
+    _check_memory(megabytes)
+
+
+@cache
+def _check_memory(megabytes: int) -> None:
+    """Raise SurefootError unless an empty program runs in a sandbox of this size."""
+    if run("", limits=Limits(memory=megabytes * 2**20, seconds=STARTUP)).ended != "done":
+        raise SurefootError(f"megabytes={megabytes}: Python does not start with so little memory; raise it, such as to 1024")
+
+
+@checked(_check_code)
 @requires(check)
 @bounded(_times)
 def code(
@@ -62,6 +79,9 @@ def code(
     Functions must return JSON values: a tuple counts as a list, and a set or a custom object passes no test.
     Raises SurefootError for invalid tests, and if no sandbox can start; code never runs without one.
     """
+    check_limits(seconds, workers)
+    check_count(tests, "tests", len(responses))
+    _check_code(megabytes=megabytes)
     limits = Limits(seconds=seconds, memory=megabytes * 2**20)
     expected = [parsed(column, f"tests (of response {row + 1})") for row, column in enumerate(tests)]
     cancelled = threading.Event()
@@ -119,7 +139,7 @@ def parsed(tests: Any, field: str) -> list[dict[str, Any]]:
     """Tests as a list of checked tables. Raises SurefootError, which names the field, for invalid tests."""
     if isinstance(tests, str):
         try:
-            tests = json.loads(tests)
+            tests = json.loads(tests, parse_constant=reject_constant)
         except ValueError as error:
             raise SurefootError(f"{field}: is not JSON ({error}); correct the row") from None
     if not isinstance(tests, list) or not tests:
@@ -144,6 +164,14 @@ def _checked(value: Any, field: str) -> dict[str, Any]:
     for name, x in test.items():
         if name in types and not isinstance(x, types[name]):  # type: ignore[arg-type]
             raise SurefootError(f"{field}.{name}={x!r}: is a {type(x).__name__}; correct the row")
+    if "tolerance" in test:
+        check_number(f"{field}.tolerance", test["tolerance"])
+    if not test.get("call", "f").isidentifier():
+        raise SurefootError(f"{field}.call={test['call']!r}: is not the name of a function; correct the row")
+    try:
+        json.dumps(test, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SurefootError(f"{field}: has a value that no JSON result equals ({error}); correct the row") from None
     return test
 
 

@@ -10,13 +10,15 @@ import json
 import logging
 import math as numbers
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from surefoot.errors import SurefootError
 from surefoot.verifiers.answers import fenced, reject_constant
+from surefoot.verifiers.numbers import MINUS
 
 MEMORY = 4 * 2**30
 """bytes of address space; a response whose check needs more is wrong"""
@@ -48,11 +50,44 @@ def equal(response: str, answer: str) -> bool:
     """Whether the final formula or number of a response equals the answer, as mathematics."""
     from math_verify import parse, verify
 
-    expected = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
+    expected = parse(_final(answer if "$" in answer or "\\boxed" in answer else f"${answer}$"), parsing_timeout=None)
     if not expected:
         raise SurefootError(f"answer={answer!r}: is not a formula or number; correct the row")
-    actual = parse(response, parsing_timeout=None)
-    return bool(verify(expected, actual, timeout_seconds=None))
+    actual = parse(_final(response), parsing_timeout=None)
+    digits = _digits([*expected, *actual])
+    return bool(verify(expected, actual, float_rounding=digits, numeric_precision=digits + 9, timeout_seconds=None))
+
+
+_SIGN = re.compile(rf"(?<![\w.)\]}}])[{MINUS}](?=[.\d\\$])")
+
+
+def _final(text: str) -> str:
+    """The last box of a text, or all of it without one, with a hyphen for every dash that is a sign."""
+    start, depth = text.rfind("\\boxed"), 0
+    if start >= 0:
+        text = text[start:]
+        for place, character in enumerate(text):
+            depth += (character == "{") - (character == "}")
+            if character == "}" and depth <= 0:
+                text, depth = text[: place + 1], 0
+                break
+        if depth > 0:  # truncated within the box
+            return ""
+    return _SIGN.sub("-", text)
+
+
+def _digits(formulas: Iterable[Any]) -> int:
+    """Digits after the point to which numbers are rounded: 6, or more for tiny ones, so that four digits of them count."""
+    smallest = 1.0
+    for formula in (one for one in formulas if not isinstance(one, str)):
+        from sympy import preorder_traversal
+
+        for part in preorder_traversal(formula):
+            if getattr(part, "is_number", False) and getattr(part, "is_comparable", False):
+                size = abs(part.evalf(5))
+                if size:
+                    smallest = min(smallest, max(float(size), 1e-300))
+    return max(6, 4 + numbers.floor(-numbers.log10(smallest)))
 
 
 def fits(response: str, schema: Any) -> bool:

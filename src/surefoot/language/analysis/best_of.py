@@ -98,7 +98,7 @@ def best_of_n(
     prompts = prompts_that_fit(path, model, settings.max_tokens)
     for part in parts_of(reward):
         if isinstance(part, FunctionReward):
-            part.check_columns(prompts.columns)
+            part.check_rows(prompts.columns)
         elif isinstance(part, ModelReward):
             part.check_prompts(prompts.prompts)
     n, count = settings.samples, len(prompts.ids)

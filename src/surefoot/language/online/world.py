@@ -201,7 +201,7 @@ class LanguageWorld:
                 model.check_prompts(prompts.prompts)
         for function in self._functions():
             for prompts, _ in calls:
-                function.check_columns(prompts.columns)
+                function.check_rows(prompts.columns)
             self.warnings += function.deadline_notes(*((count, prompts.columns) for prompts, count in calls))
         if self.environments is not None:
             for prompts, _ in calls:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from surefoot.errors import SurefootError
 from surefoot.language.rewards.endpoint import Endpoint
 from surefoot.recipes.rewards import JUDGE_FIELDS, JudgeSettings, placeholders
-from surefoot.verifiers.answers import NUMERAL, plain_number
+from surefoot.verifiers.numbers import NUMERAL, plain_number
 
 if TYPE_CHECKING:
     import httpx2

@@ -61,7 +61,8 @@ class FunctionReward:
     field       of the recipe that names it, for messages
     then        the end of every remedy: how to continue once the function is fixed
 
-    A function may have an attribute ``ready``, which is called now: it raises SurefootError if the function can't work here.
+    A function may have an attribute ``ready``, which is called now: it raises SurefootError if the function can't work here. Its
+    attribute ``valid`` is called with arguments and columns before any row is scored.
 
     Raises SurefootError, one line that names the function, when it can't be imported or needs an argument that does not exist;
     and from a call, when it raises, takes longer, returns another count, or more than the tolerated share is missing.
@@ -202,6 +203,15 @@ class FunctionReward:
         missing = [name for name in self.signature.required if name not in available]
         if missing:
             raise self._error(f"requires {missing[0]!r}; available: {', '.join(sorted(available))}")
+
+    def check_rows(self, columns: Columns) -> None:
+        """The same, and the function's attribute ``valid``: its check of arguments and rows, before any is scored."""
+        self.check_columns(columns)
+        if callable(valid := getattr(self.function, "valid", None)):
+            try:
+                valid(self.arguments, columns)
+            except SurefootError as error:
+                raise self._error(str(error)) from None
 
     def _call(self, arguments: Mapping[str, list[Any]], count: int, tokens: TokenTexts | None) -> list[Any]:
         """What the function returns, as a list of ``count`` entries."""
