@@ -33,7 +33,7 @@ def draw(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any)
 def own_logits(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
     """The model's logits for each response token, without padding, cache or other rows.   -> [T, vocabulary]"""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        return model(input_ids=torch.tensor([[*prompt, *response]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
 
 
 def expect_own_log_probs(
@@ -415,6 +415,12 @@ OTHERS: dict[str, tuple[dict[str, Any], DecodingPath]] = {
     "opt": ({**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}, "cached"),
     "bloom": ({"vocab_size": 102, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "cached"),
     "mamba": ({"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}, "cached"),
+    "minimax": (
+        {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+        "recomputed",
+    ),
+    "xlstm": ({"vocab_size": 102, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4}, "recomputed"),
     "openai-gpt": ({"vocab_size": 102, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, "recomputed"),
 }
 
@@ -422,7 +428,7 @@ OTHERS: dict[str, tuple[dict[str, Any], DecodingPath]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
-    """Covers sliding windows, learned positions from the mask, ALiBi, recurrent states, and models without a cache."""
+    """Covers sliding windows, learned positions from the mask, ALiBi, recurrent states, no cache, and caches that fail."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape, path = OTHERS[kind]

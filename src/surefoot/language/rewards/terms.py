@@ -61,8 +61,8 @@ class FunctionReward:
     field       of the recipe that names it, for messages
     then        the end of every remedy: how to continue once the function is fixed
 
-    A function may have an attribute ``ready``, which is called now: it raises SurefootError if the function can't work here. Its
-    attribute ``valid`` is called with arguments and columns before any row is scored.
+    A function may have an attribute ``ready``, which is called now: it raises SurefootError if the function can't work here.
+    Its attribute ``valid`` is called with arguments and columns before any row is scored.
 
     Raises SurefootError, one line that names the function, when it can't be imported or needs an argument that does not exist;
     and from a call, when it raises, takes longer, returns another count, or more than the tolerated share is missing.

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from surefoot.language.data.tokens import positions
 
+T = TypeVar("T")
 CACHE_TOLERANCE = 1e-2
 """largest difference of a log-probability, in float32, between decoding with and without the cache that counts as rounding"""
 
@@ -85,12 +86,24 @@ def cache_name(model: nn.Module) -> str:
 
 
 def read_prompts(model: nn.Module, prompts: Prompts) -> tuple[Tensor, Any]:
-    """The model's logits after each prompt [G, vocabulary] and its cache; None for a model without one."""
+    """The model's logits after each prompt [G, vocabulary] and its cache; None if there is none, or if it fails."""
     mask = prompts.mask if prompts.padded else None
-    output = forward(model, prompts.ids, mask, positions(prompts.mask), keep=1)
+    output = _attempt(lambda: forward(model, prompts.ids, mask, positions(prompts.mask), keep=1))
+    if output is None:
+        output = forward(model, prompts.ids, prompts.mask, positions(prompts.mask), keep=1, caching=False)
     past = getattr(output, cache_name(model), None)
     usable = all(hasattr(layer, "reorder_cache") for layer in getattr(past, "layers", [None]))
     return output.logits[:, -1], past if usable else None
+
+
+def _attempt(call: Callable[[], T]) -> T | None:
+    """What a call returns; None if it raises, except for lack of memory."""
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return None
 
 
 @cache
@@ -194,17 +207,34 @@ _EXACT: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
 
 def cache_is_exact(model: nn.Module, prompts: Prompts, more: int) -> bool:
     """Whether decoding with the cache gives the model's own log-probabilities. Tested once per model, with and without padding,
-    because some families misread masks or positions with a cache.
+    because some families misread masks or positions with a cache, and some caches can't be repeated or reordered.
     """
     results = _EXACT.setdefault(model, {})
     if more and prompts.padded not in results:
-        few, steps = prompts.at(prompts.shortest_and_longest()), min(2, more)
-        logits, past = read_prompts(model, few)
-        rough = logits.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(logits.device.type)
-        results[prompts.padded] = (
-            rough or log_prob_difference(model, CachedDecoder(model, few, past, 1, steps), few, steps) <= CACHE_TOLERANCE
-        )
+        few = prompts.at(prompts.shortest_and_longest())
+        difference = _attempt(lambda: _cache_difference(model, few, min(2, more)))
+        results[prompts.padded] = difference is not None and difference <= CACHE_TOLERANCE
     return results.get(prompts.padded, True)
+
+
+def _cache_difference(model: nn.Module, prompts: Prompts, steps: int) -> float:
+    """The largest difference of a log-probability with the cache: of two samples of each prompt, then without the first slot.
+
+    0 in bfloat16, where rounding is larger than some faults. Raises what the model or its cache raises.
+    """
+    logits, past = read_prompts(model, prompts)
+    if past is None:
+        raise NotImplementedError
+    decoder, last = CachedDecoder(model, prompts, past, 2, steps + 1), 2 * len(prompts.ids) - 1
+    slots = torch.arange(len(prompts.ids), device=prompts.ids.device).repeat_interleave(2)
+    differences = [log_prob_difference(model, decoder, prompts.at(slots), steps)]
+    decoder.shrink(last, slots.new_tensor([0]), slots.new_tensor([last]))
+    slots = torch.cat([slots[last:], slots[1:last]])
+    read = prompts.at(slots)
+    read = Prompts(*(torch.cat([x, x[:, -1:].expand(-1, steps)], -1) for x in (read.ids, read.mask)))
+    differences.append(log_prob_difference(model, decoder, read, 1))
+    rough = logits.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(logits.device.type)
+    return 0.0 if rough else max(differences)
 
 
 class RecomputingDecoder:
