@@ -7,6 +7,9 @@ The public names are listed in ``__all__``; ``surefoot.functional`` holds the fo
 
 import sys
 
+if sys.platform == "win32":
+    raise ImportError("surefoot runs on Linux and macOS, not on Windows; install it in WSL 2, the Linux of Windows")
+
 if sys.argv[:1] == ["-m"] and sys.orig_argv[1:3] == ["-m", "surefoot"] and not sys.flags.safe_path:
     del sys.path[0]  # the working folder, which may be a stranger's; see surefoot.recipes.callables
 

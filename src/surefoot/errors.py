@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 LONGEST_CAUSE = 500
 """longest text of another library's exception, in characters"""
@@ -20,6 +21,8 @@ _announce: ContextVar[Callable[[str], None]] = ContextVar("announce", default=la
 class SurefootError(ValueError):
     """Something the user can fix. The command line prints its one line and exits with 2."""
 
+    result: Any = None
+    """what a run that it ended has trained: the agent or language model so far"""
     on_all_ranks = False
     """whether all of several ranks raise an error at this place, so that they can go on together"""
 
@@ -37,10 +40,13 @@ class RankLostError(SurefootError):
 
 
 class Interrupted(BaseException):
-    """A signal has stopped the run, which resumes exactly.
+    """A signal has stopped the run, which resumes exactly if it has a folder.
 
     Not an Exception, so that no handler on the way (in an environment, in a callback) catches it.
     """
+
+    result: Any = None
+    """what the run has trained: the agent or language model so far"""
 
 
 @contextmanager

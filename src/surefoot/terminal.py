@@ -1,8 +1,10 @@
 """Text on a terminal and in a log: characters that would move the cursor or change colours become visible codes, and long lines
-are broken.
+are broken. A stream may be missing, closed or of another kind, as in a windowed program, a service or a closed terminal.
 """
 
+import contextlib
 import json
+import sys
 import unicodedata
 from textwrap import wrap
 from typing import Any
@@ -10,6 +12,41 @@ from typing import Any
 MARKS = {"\n": "⏎", "\t": "⇥"}
 LOG_COLUMNS = 120
 """most columns of a plain line"""
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; False for None, a closed stream, and one that can't say."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
+class Output:
+    """A stream for text that is shown while work goes on: what it can't write is dropped, so that the work survives."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.encoding = stream, getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Write text; its length."""
+        with contextlib.suppress(Exception):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, if it has a buffer."""
+        with contextlib.suppress(Exception):
+            self.stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return is_terminal(self.stream)
+
+
+def print_line(text: str) -> None:
+    """Print text on stdout while work goes on, with control characters made visible."""
+    print(shown_on(sys.stdout, text), file=Output(sys.stdout), flush=True)
 
 
 def visible(text: str) -> str:

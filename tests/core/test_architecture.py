@@ -215,14 +215,14 @@ def test_the_check_detects_an_import_cycle() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [{"b", "c"}]
 
 
-def test_no_folder_holds_more_than_twelve_modules_and_the_top_seventeen_entries() -> None:
+def test_no_folder_holds_more_than_twelve_modules_and_the_top_eighteen_entries() -> None:
     folders: dict[Path, int] = {}
     for path in FILES.values():
         if path.name not in ("__init__.py", "__main__.py"):
             folders[path.parent] = folders.get(path.parent, 0) + 1
     assert {str(folder.relative_to(SOURCE)): n for folder, n in folders.items() if n > 12} == {}
     hidden = {"__pycache__", "py.typed", "__init__.py", "__main__.py"}
-    assert len([path for path in SOURCE.iterdir() if path.name not in hidden]) <= 17
+    assert len([path for path in SOURCE.iterdir() if path.name not in hidden]) <= 18
 
 
 def test_only_main_imports_the_command_line() -> None:

@@ -25,6 +25,7 @@ class Forked:
         def child() -> None:
             os.environ.update(environment)
             torch.set_num_threads(1)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
             for stream, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
             sys.stdout, sys.stderr = (os.fdopen(stream, "w", closefd=False) for stream in (1, 2))

@@ -12,6 +12,7 @@ from surefoot.cli.options import COUNT, POSITIVE, FiniteFloat, IntRange, complet
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
+from surefoot.terminal import is_terminal
 
 if TYPE_CHECKING:
     from surefoot.language.memory.layout import Layout
@@ -195,7 +196,7 @@ def print_tables(tables: Iterable[Any]) -> None:
     """Print tables, each as soon as it is made."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if is_terminal(sys.stdout) else 120)
     for table in tables:
         console.print(table, "")
 

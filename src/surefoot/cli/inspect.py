@@ -14,6 +14,7 @@ from surefoot.cli.options import PATH, RUN, IntRange
 from surefoot.cli.output import echo
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import RUNS
+from surefoot.terminal import is_terminal
 
 
 @click.command()
@@ -79,5 +80,5 @@ def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
 
 def has_desktop() -> bool:
     """Whether stdout is a terminal on a machine with a desktop."""
-    desktop = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    return sys.stdout.isatty() and bool(desktop)
+    desktop = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    return is_terminal(sys.stdout) and bool(desktop)

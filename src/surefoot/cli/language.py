@@ -32,6 +32,7 @@ from surefoot.cli.output import echo, echo_json, echo_result
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
 from surefoot.files import parse_value
+from surefoot.terminal import is_terminal
 
 if TYPE_CHECKING:
     from surefoot.language.models.language_model import LanguageModel
@@ -95,7 +96,7 @@ def generate(
             echo_json({"prompt": prompt, "response": response})
         else:
             line = f"{prompt_text(prompt)} → {response}"
-            (echo if sys.stdout.isatty() else click.echo)(line)  # a pipe gets the response as it is
+            (echo if is_terminal(sys.stdout) else click.echo)(line)  # a pipe gets the response as it is
 
 
 @click.command()
@@ -118,7 +119,7 @@ def chat(model: str, device: str, trust_remote_code: bool, **sampling: Any) -> N
     check_stop_texts(sampling["stop"])
     from surefoot.language.sampling.chat import Chat, ChatOptions
 
-    talk(Chat(load_on(model, device, trust_remote_code), ChatOptions(**sampling)), sys.stdin.isatty())
+    talk(Chat(load_on(model, device, trust_remote_code), ChatOptions(**sampling)), is_terminal(sys.stdin))
 
 
 def talk(conversation: "Chat", terminal: bool) -> None:
@@ -286,7 +287,7 @@ def preview(file: Path, columns: str, **options: Any) -> None:
 
     from surefoot.language.data.preview import preview as preview_of
 
-    width = None if sys.stdout.isatty() else 120
+    width = None if is_terminal(sys.stdout) else 120
     table = parse_value(columns)
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise SurefootError(f'--columns {columns}: must be a table of names, such as {{ question = "prompt" }}')

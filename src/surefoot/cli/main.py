@@ -13,7 +13,7 @@ from surefoot.cli.options import Group
 from surefoot.cli.ranks import AGENT, RANK_OPTIONS, RANKED
 from surefoot.core.ranks import join_ranks, launch_of, leave_ranks
 from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean
-from surefoot.terminal import visible
+from surefoot.terminal import Output, visible
 
 COMMANDS = {
     "best-of-n": "surefoot.cli.language:best_of_n",
@@ -105,7 +105,7 @@ def fail(message: str, code: int, shown: bool = True) -> NoReturn:
     line, launch = visible(" ".join(message.split())), launch_of(os.environ)
     joined = launch is not None and leave_ranks(line)
     if shown and not (joined and launch is not None and launch.rank):
-        print(f"surefoot: {line}", file=sys.stderr)
+        print(f"surefoot: {line}", file=Output(sys.stderr))
     sys.exit(code)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.terminal import shown_on, visible, visible_json, wrapped
+from surefoot.terminal import is_terminal, shown_on, visible, visible_json, wrapped
 
 if TYPE_CHECKING:
     from surefoot.recipes.base import Recipe
@@ -45,7 +45,7 @@ def display_for(recipe: "Recipe | None", folder: Path, quiet: bool = False, orig
         return Quiet()
     title = f"{recipe.title}, seed {recipe.seed} -> {folder}" if recipe else f"resuming {folder}"
     title = visible(title) + (f"\n{origin.line}" if origin else "")
-    return Dashboard(title) if sys.stdout.isatty() else Lines(title)
+    return Dashboard(title) if is_terminal(sys.stdout) else Lines(title)
 
 
 def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:

@@ -13,6 +13,7 @@ import click
 from surefoot.cli.options import COUNT, POSITIVE
 from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note
 from surefoot.errors import SurefootError
+from surefoot.signals import STOPPING
 
 RANKED = ("train", "resume", "rounds", "demo")
 """commands that several ranks run together"""
@@ -109,6 +110,7 @@ def _run_agent(ranks: int, max_restarts: int) -> None:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=max_restarts,
+        signals_to_handle=",".join(number.name for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "surefoot", *sys.argv[1:])

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.recipes.callables import python_safe_path, unset_python_safe_path
-from surefoot.runs.session.signals import SignalHandler
-from surefoot.terminal import visible_lines
+from surefoot.signals import SignalHandler, held_back, let_in
+from surefoot.terminal import Output, is_terminal, visible_lines
 
 PROGRESS_EVERY = 60.0
 """seconds between lines of progress while nothing finishes"""
@@ -74,7 +74,7 @@ def _in_parallel(works: Mapping[str, Work], jobs: int, progress: "OverallProgres
                     ours, theirs = context.Pipe()
                     process = context.Process(target=_child, args=(theirs, works[name]))
                     running[ours] = (name, process)
-                    with python_safe_path(), _ignoring_interrupts():
+                    with python_safe_path(), held_back():
                         process.start()
                     theirs.close()
                 if signals.stop_requested and not forwarded:
@@ -127,20 +127,10 @@ def _receive(
         failed(name, content or f"its process ended with code {process.exitcode}")
 
 
-@contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """A child started in this context ignores Ctrl-C until it installs its own handlers."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _child(connection: Connection, work: Work) -> None:
     unset_python_safe_path()
-    if hasattr(os, "setpgrp"):
-        os.setpgrp()  # Ctrl-C on the terminal reaches only the parent, which forwards one signal
+    os.setpgrp()  # Ctrl-C on the terminal reaches only the parent, which forwards one signal
+    let_in(signal.SIGINT)
     parent = multiprocessing.parent_process()
     last_sent, last_name = 0.0, ""
 
@@ -178,9 +168,9 @@ class OverallProgress:
     def __init__(self, total: int, stderr: bool = False) -> None:
         self.total, self.done = total, dict[str, int]()
         stream = sys.stderr if stderr else sys.stdout
-        self.console = Console(file=stream, highlight=False, soft_wrap=True)
+        self.console = Console(file=Output(stream), highlight=False, soft_wrap=True)
         self.bar: Progress | None = None
-        if stream.isatty():
+        if is_terminal(stream):
             columns = (TextColumn("{task.description}"), BarColumn(32), TaskProgressColumn(), TextColumn("{task.fields[left]}"))
             self.bar = Progress(*columns, console=self.console)
             self.task = self.bar.add_task("all runs", total=total, left="")
@@ -220,5 +210,4 @@ class OverallProgress:
     def print(self, line: str) -> None:
         """Print a line above the bar."""
         self.last_line = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # the run survives a closed output pipe
-            self.console.print(visible_lines(line), markup=False)
+        self.console.print(visible_lines(line), markup=False)

@@ -216,9 +216,8 @@ class LoginFile:
 
     def delete_on_signal(self) -> None:
         """Also delete the file when a signal ends the program. Call this from the main thread."""
-        for name in ("SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # under nohup it is ignored
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # under nohup it is ignored
                 signal.signal(number, self._killed)
 
     def _killed(self, number: int, frame: FrameType | None) -> None:

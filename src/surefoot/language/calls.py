@@ -15,6 +15,8 @@ from queue import SimpleQueue
 from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar
 
+from surefoot.signals import is_foreign, take
+
 T = TypeVar("T")
 Result = TypeVar("Result")
 REPEAT = 0.1
@@ -44,10 +46,10 @@ def with_deadline(seconds: float, call: Callable[[], Result]) -> Result:
     In the main thread an alarm interrupts Python loops, sleeps, locks, regular expressions and big integers. All of them check
     for signals; a watching thread could not stop them while they hold the interpreter's lock. The call does not run in a
     process, because a reward function may hold models, connections and closures, and its state must stay here. In another
-    thread, or on Windows, the call runs in a thread that is asked to end and left behind.
+    thread, or if C code handles the alarm, the call runs in a thread that is asked to end and left behind.
     A C extension that does not check for signals runs to its end; DeadlineExceeded is raised then.
     """
-    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+    if threading.current_thread() is threading.main_thread() and not is_foreign(signal.SIGALRM):
         return _by_alarm(seconds, call)
     background = Background(call)
     background.wait(seconds)
@@ -70,7 +72,7 @@ def _by_alarm(seconds: float, call: Callable[[], Result]) -> Result:
     left, interval = signal.getitimer(signal.ITIMER_REAL)
     if 0 < left < seconds:
         return call()  # an alarm that is already set interrupts the call sooner
-    before = signal.signal(signal.SIGALRM, expire)
+    give_back = take(signal.SIGALRM, expire)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT)
         return call()
@@ -80,9 +82,9 @@ def _by_alarm(seconds: float, call: Callable[[], Result]) -> Result:
         raise
     finally:
         running = False
-        if signal.getsignal(signal.SIGALRM) is expire:  # else a stop signal has set another alarm
+        if signal.getsignal(signal.SIGALRM) is expire:  # else the call has set an alarm of its own
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            give_back()
             if left:
                 signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-3), interval)
 

@@ -2,7 +2,6 @@
 show a few samples of a language model.
 """
 
-import contextlib
 import io
 import sys
 import time
@@ -19,7 +18,7 @@ from surefoot.core.rollout import LearnerState, Metrics
 from surefoot.diagnostics.findings import out_of_range
 from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, IterationEnd, Message, RunEnd, Sample
 from surefoot.runs.metrics import SHOWN
-from surefoot.terminal import LOG_COLUMNS, shown_on, visible, visible_lines, wrapped
+from surefoot.terminal import LOG_COLUMNS, Output, is_terminal, print_line, visible, visible_lines, wrapped
 
 EVALUATION = ("evaluation_", "held_out_")
 """prefixes of an evaluation's metrics, which stay on display until the next one"""
@@ -67,8 +66,7 @@ class Quiet(Display):
     """Prints nothing but messages."""
 
     def message(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # training survives a closed output pipe
-            print(shown_on(sys.stdout, line), flush=True)
+        print_line(line)
 
 
 class Lines(Quiet):
@@ -123,7 +121,9 @@ class Dashboard(Display):
         """the steps and samples of the last evaluation"""
         self.new = False
         """whether these samples have not been shown yet"""
-        self.live = Live(Text(self.title), console=console or Console(), refresh_per_second=8, transient=False)
+        self.live = Live(
+            Text(self.title), console=console or Console(file=Output(sys.stdout)), refresh_per_second=8, transient=False
+        )
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.live.start()  # not earlier: until now the recipe could be rejected
@@ -203,14 +203,14 @@ class NotebookDashboard(Dashboard):
             self.handle.update(bundle, raw=True)
 
     def message(self, line: str) -> None:
-        print(visible_lines(line), flush=True)
+        print_line(line)
 
 
 def display_here(title: str, always: bool = False) -> Display | None:
     """A live table in a terminal or a notebook. Elsewhere None, or plain lines if ``always``."""
     if _in_notebook():
         return NotebookDashboard(title)
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         return Dashboard(title)
     return Lines(title) if always else None
 

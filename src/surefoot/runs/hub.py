@@ -23,6 +23,7 @@ from surefoot import __version__
 from surefoot.errors import SurefootError, cause_of, missing_extra
 from surefoot.files import copy_file, read_table, write_text
 from surefoot.store.manifest import FORMAT, LISTING, atomic_folder, fault_of_file, fingerprint, listed_files
+from surefoot.terminal import is_terminal
 
 # What reads and writes checkpoints is imported where it is used: it loads torch, and names of rows on the hub need none.
 
@@ -405,7 +406,7 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("huggingface_hub")
     level, bars = logger.level, not are_progress_bars_disabled()
     logger.setLevel(logging.CRITICAL)
-    if bars and not sys.stderr.isatty():
+    if bars and not is_terminal(sys.stderr):
         disable_progress_bars()
     try:
         with warnings.catch_warnings():

@@ -11,6 +11,7 @@ import logging
 import math as numbers
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -33,16 +34,14 @@ def main() -> None:
         kind, seconds, response, answer = json.loads(line)
         with contextlib.suppress(ImportError):  # the check reports it; imports don't count against the time limit
             importlib.import_module(PACKAGES[kind])
-        if hasattr(signal, "alarm"):  # ends this process if the parent no longer can
-            signal.alarm(numbers.ceil(seconds) + 1)
+        signal.alarm(numbers.ceil(seconds) + 1)  # ends this process if the parent no longer can
         try:
             reply: dict[str, Any] = {"value": float(CHECKS[kind](response, answer))}
         except SurefootError as error:
             reply = {"error": str(error)}
         except Exception:
             reply = {"value": 0.0}
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)
+        signal.alarm(0)
         os.write(replies, json.dumps(reply).encode() + b"\n")
 
 
@@ -114,10 +113,6 @@ CHECKS: dict[str, Callable[[str, Any], bool]] = {"math": equal, "json": fits}
 
 
 def _limit_memory() -> None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     bound = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (bound, hard))

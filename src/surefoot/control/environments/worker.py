@@ -1,7 +1,7 @@
 """The worker process: it makes a slice of the environments and answers the calls of its parent.
 
 It needs no torch. It answers calls over a pipe and ends when the pipe closes, whether the parent closed it or died. It ignores
-Ctrl-C and SIGTERM, so that the parent can finish the iteration and save.
+Ctrl-C, SIGTERM and the other signals that stop a run, so that the parent can finish the iteration and save.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from surefoot.control.environments.slices import by_environment
 from surefoot.control.spaces import Array
 from surefoot.errors import SurefootError, cause_of, place_of
 from surefoot.recipes.callables import unset_python_safe_path
+from surefoot.signals import STOPPING, let_in
 
 IDLE = -1
 """in place of an environment's index: no environment is being called"""
 AWAKE = 3e-3
 """seconds that a worker waits for the next call before it sleeps: longer than most policies take to act"""
-HELD = {signal.SIGINT, signal.SIGTERM}
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
@@ -140,10 +140,7 @@ def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironm
 
 
 def _live_as_long_as_parent(kill_with_parent: bool) -> None:
-    for number in HELD:
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):  # it was started with them blocked
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+    let_in(*STOPPING)
     if kill_with_parent and sys.platform == "linux":
         # prctl(PR_SET_PDEATHSIG): C code that hangs with the interpreter lock ends with the parent too.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import reduction, resource_tracker
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.sharedctypes import RawArray
@@ -31,10 +31,11 @@ from surefoot.control.environments.looped import MakeEnvironment, Step, check_sa
 from surefoot.control.environments.observations import copied, environment_failure
 from surefoot.control.environments.shared import arrays_of, layout_of, mapped, new_memory, step_of
 from surefoot.control.environments.slices import concatenate, concatenate_steps, join_states, joined, slice_state
-from surefoot.control.environments.worker import HELD, IDLE, WorkerConfig, serve
+from surefoot.control.environments.worker import IDLE, WorkerConfig, serve
 from surefoot.control.spaces import Array, Observations
 from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.callables import python_safe_path
+from surefoot.signals import held_back
 
 MAIN_REIMPORTED = 81
 """exit code of a worker in which the user's script started to train again"""
@@ -93,7 +94,7 @@ class WorkerEnvironments:
         try:
             for rows in np.array_split(np.arange(count), min(workers, count)):
                 config = WorkerConfig(first + int(rows[0]), len(rows), seed, self.name)
-                with _signals_held():
+                with held_back():
                     self._workers.append(_start(pickled, config, needs_main, int(rows[0])))
             made = [self._receive(worker, max(deadline, START_TIMEOUT)) for worker in self._workers]
             check_same_actions([space for _, space in made], self.name, [worker.first for worker in self._workers])
@@ -306,17 +307,3 @@ def _main_hidden() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Start a worker with signals blocked that it will ignore; this process gets them when the worker is in its list."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # starting it unblocks these signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints, overload
 
+import torch
+
 from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
@@ -31,6 +33,7 @@ from surefoot.runs.api.objects import (
     task_place,
     task_reference,
 )
+from surefoot.runs.api.process import as_found
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks
 from surefoot.runs.display import display_here
 from surefoot.runs.events import Listener
@@ -199,6 +202,7 @@ def evaluate(
     data: Rows | None = None,
     rows: int | None = None,
 ) -> Any: ...
+@as_found
 def evaluate(
     what: Any,
     task: Task | None = None,
@@ -238,6 +242,7 @@ def evaluate(
         what = load(what)
     if isinstance(what, Agent):
         reject(data=file, rows=rows)
+        torch.set_num_threads(what.recipe.threads)  # even the last bits of an action depend on it
         same = task is None or task_place(task) == task_place(what.recipe.task)
         arguments = what.recipe.environment if same else {}
         return evaluate_agent(what, task or what.recipe.task, arguments, episodes, seed or 0, deterministic)

@@ -1,8 +1,7 @@
 """Start a run, or continue one, on one process or several ranks."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.recipes.rows import with_row_fields
 from surefoot.runs import hub
 from surefoot.runs.api.loading import load
+from surefoot.runs.api.process import as_found
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
 from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.events import Listener
@@ -35,20 +35,7 @@ from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
 
 
-@contextmanager
-def same_working_folder() -> Iterator[None]:
-    """Return to the working folder in the end: an environment may change it."""
-    home = None
-    with suppress(OSError):  # it was removed
-        home = os.getcwd()
-    try:
-        yield
-    finally:
-        if home is not None:
-            os.chdir(home)
-
-
-@same_working_folder()
+@as_found
 def start(
     recipe: Recipe,
     run_dir: Path | None,
@@ -125,7 +112,7 @@ def start(
             world.close()
 
 
-@same_working_folder()
+@as_found
 def continue_run(
     run_dir: Path,
     functions_of: Callable[[Recipe], Functions],

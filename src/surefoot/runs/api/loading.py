@@ -6,6 +6,7 @@ from typing import Any
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import hub
 from surefoot.runs.api.objects import as_path, functions_again, reject
+from surefoot.runs.api.process import as_found
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.folder import checkpoint_to_load, is_model
 
@@ -26,6 +27,7 @@ def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = Fa
     return from_parts(parts, where, trust_remote_code)
 
 
+@as_found
 def load(folder: str | Path, *, trust_remote_code: bool = False, network: Any = None) -> Any:
     """Load the agent or language model in a folder: a saved one, a checkpoint, or a run (its best checkpoint, else its latest).
 

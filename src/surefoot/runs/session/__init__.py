@@ -51,10 +51,10 @@ from surefoot.runs.metrics import MachineUse
 from surefoot.runs.profile import Profile
 from surefoot.runs.session.arithmetic import arithmetic
 from surefoot.runs.session.saving import Saver
-from surefoot.runs.session.signals import SignalHandler
 from surefoot.runs.traces import SampleFolder, TraceFolder
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
+from surefoot.signals import SignalHandler
 
 
 class Session:
@@ -213,8 +213,9 @@ class Session:
             self._raise_if_interrupted()
             self._export()
             failed = False
-        except Interrupted:  # the run can be resumed
-            failed = False
+        except (Interrupted, SurefootError) as stop:
+            failed = not isinstance(stop, Interrupted)
+            self._hand_over(stop)
             raise
         finally:
             with ExitStack() as closing:  # in reverse order; each, also after an error or a second signal in another
@@ -471,13 +472,20 @@ class Session:
         }
 
     def _raise_if_interrupted(self) -> None:
-        if not self.signals.stop_requested or self.state.steps >= self.state.total_steps:
+        if self.signals.stop_requested and self.state.steps < self.state.total_steps:
+            raise Interrupted(f"stopped at step {self.state.steps}")
+
+    def _hand_over(self, stop: Interrupted | SurefootError) -> None:
+        """Give the exception that ends the run what it has trained, and a signal's the remedy."""
+        if stop.result is not None:  # of a run in a callback of this one
             return
-        remedy = "nothing was kept: a run with a folder (run_dir) can be resumed"
-        if self.folder is not None:
-            ranks = f" --ranks {world_size()}" if world_size() > 1 else ""
-            remedy = f"continue with: surefoot resume {self.folder.shown}{ranks}"
-        raise Interrupted(f"stopped at step {self.state.steps}; {remedy}")
+        stop.result = self.world.result
+        if isinstance(stop, Interrupted):
+            remedy = "a run without run_dir can't be resumed; the exception's attribute result is what it has trained"
+            if self.folder is not None:
+                ranks = f" --ranks {world_size()}" if world_size() > 1 else ""
+                remedy = f"continue with: surefoot resume {self.folder.shown}{ranks}"
+            stop.args = (f"{stop}; {remedy}",)
 
     def _export(self) -> None:
         with together():

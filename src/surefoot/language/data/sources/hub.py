@@ -15,6 +15,7 @@ from surefoot.language.data.cache import cache_folder
 from surefoot.language.data.rows import Row
 from surefoot.language.data.sources.formats import BATCH, without_schema_nulls
 from surefoot.runs.hub import COMMIT, HubName, parse_name, why_unreachable
+from surefoot.terminal import is_terminal
 
 FORM = "write hf://org/name:split, or hf://org/name/config@revision:split"
 
@@ -162,7 +163,7 @@ def _quiet() -> Iterator[None]:
 
     level, bars = logging.get_verbosity(), datasets.are_progress_bars_disabled()
     logging.set_verbosity(logging.CRITICAL)
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         datasets.disable_progress_bars()
     try:
         yield
