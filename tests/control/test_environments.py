@@ -338,9 +338,12 @@ def boom() -> Any:
         (lambda: np.zeros(3, np.float32), "shape (3,)"),
         (lambda: [0.0, "a"], "a list that contains more than numbers"),
         (lambda: None, "type NoneType"),
-        (lambda: np.array(["a", "b"]), "ValueError"),
+        (lambda: np.array(["1", "2"]), "an observation of text where its space has numbers"),
+        (lambda: np.array([1j, 2]), "an observation of complex128 where"),
+        (lambda: np.array([1, None]), "an observation of Python objects where"),
+        (lambda: np.ma.array([1.0, 2.0], mask=[True, False]), "an observation with masked entries"),
     ],
-    ids=["raises", "wrong shape", "a list", "none", "strings"],
+    ids=["raises", "wrong shape", "a list", "none", "text", "complex", "objects", "masked"],
 )
 def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable[[], Any], message: str, at: int) -> None:
     environments = LoopedEnvironments(one_by_one([Faulty(None, 0), Faulty(fault, at)]), 2, SEED, "faulty")

@@ -107,7 +107,7 @@ def test_the_file_acts_as_the_agent_does_over_whole_episodes(
         observation, _ = environment.reset(seed=episode_seed(7, episode, 0))
         over, length = False, 0
         while not over:
-            action = action_of(run(observation[None].astype(np.float32)))[0]
+            action = action_of(run(observation[None].astype(agent.parts[BARE].dtype)))[0]
             wanted = agent.predict(observation, deterministic=True)[0]
             if task == "CartPole-v1":
                 assert action == wanted
@@ -130,7 +130,7 @@ def test_any_number_of_observations_can_be_given(
         run = program(files[task, format])
         for count in (1, 2, 7, 64):
             observations = np.random.default_rng(count).normal(size=(count, *agent.observation_space.shape))
-            observations = observations.astype(np.float32)
+            observations = observations.astype(agent.parts[BARE].dtype)
             action = action_of(run(observations))
             wanted = agent.predict(observations, deterministic=True)[0]
             assert (action.shape, action.dtype) == (wanted.shape, wanted.dtype)
@@ -144,12 +144,12 @@ def test_the_normaliser_and_its_clip_are_inside(
     for task, agent in agents.items():
         run = program(files[task, format])
         shape = agent.observation_space.shape
-        directions = np.sign(np.random.default_rng(1).normal(size=(16, *shape))).astype(np.float32)
+        directions = np.sign(np.random.default_rng(1).normal(size=(16, *shape))).astype(agent.parts[BARE].dtype)
         far, farther = list(run(directions * 1e5).values()), list(run(directions * 1e7).values())
         assert all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(far, farther, strict=True))
         values = far[-1]
         assert np.allclose(values, agent.value(directions * 1e5), rtol=1e-4, atol=1e-4)
-        raw = agent.policy.values({BARE: torch.from_numpy(directions * 1e5)}).detach().numpy()
+        raw = agent.policy.values({BARE: torch.from_numpy(directions * 1e5).float()}).detach().numpy()
         assert not np.allclose(values, raw, rtol=1e-2, atol=1e-2), "without a normaliser it would be another value"
 
 

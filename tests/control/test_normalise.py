@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import surefoot
 from surefoot import PPO_CLIP, SurefootError
+from surefoot.control.export import export_agent
 from surefoot.control.normalise import ObservationNormaliser, RewardNormaliser, running_returns
 from surefoot.control.world import ControlWorld
 from surefoot.core.loop import run_loop
@@ -252,6 +254,57 @@ def test_statistics_are_frozen_within_a_rollout_and_updated_after_it() -> None:
         after = buffers(world.agent)
         for name in before:
             assert not torch.equal(before[name], after[name]), name
+
+
+class Clock(gymnasium.Env[np.ndarray, Any]):
+    """Whole numbers below 100, after a large one that never changes."""
+
+    def __init__(self, offset: float, kind: Any) -> None:
+        self.observation_space, self.action_space = spaces.Box(-9e12, 9e12, (2,), kind), spaces.Discrete(2)
+        self.offset = offset
+
+    def seen(self) -> np.ndarray:
+        return (self.np_random.integers(0, 100, 2) + self.offset).astype(self.observation_space.dtype)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.seen(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return self.seen(), 0.0, False, bool(self.np_random.random() < 0.3), {}
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.int64])
+def test_a_small_part_of_a_large_number_is_normalised_before_it_becomes_float32(kind: Any, tmp_path: Path) -> None:
+    """In rollouts with their final observations, in predictions, values and exported files."""
+    results: list[list[Any]] = []
+    for offset in (0, 1_700_000_000):
+        world = normalising([Clock(offset, kind) for _ in range(2)])
+        _, rollout = (world.collector.collect(fresh_state(seed)) for seed in (1, 2))
+        seen = np.array([[3, 70], [90, 4]], kind) + kind(offset)
+        export_agent(world.agent, file := tmp_path / f"{offset}.pt2", "torch")
+        logits = torch.export.load(file).module()(torch.from_numpy(seen.astype(np.float64)))[1]
+        results.append([rollout.inputs["observation"], rollout.values, rollout.next_values, world.agent.value(seen), logits])
+        assert rollout.inputs["observation"].dtype == torch.float32
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+def test_rollouts_count_parts_that_never_change_and_steps_outside_their_bounds() -> None:
+    rows = {"environments": 2, "steps": 10}
+    for normalised, constant in ((False, 1), (True, 0)):
+        fields: dict[str, Any] = {"rollout": rows, "normalise": {"observations": normalised}}
+        world = world_of(one_by_one([Clock(1.7e12, np.float64) for _ in range(2)]), PPO_CLIP, **fields)
+        metrics = world.collector.collect(fresh_state()).metrics
+        assert metrics["observations_constant"] == constant, "as the policy reads it"
+        assert metrics["observations_outside"] == 0
+    narrow = [Clock(0, np.float32) for _ in range(2)]
+    for each in narrow:
+        each.observation_space = spaces.Box(0, np.array([99, 49], np.float32))
+    world = world_of(one_by_one(narrow), PPO_CLIP, rollout=rows)
+    metrics = world.collector.collect(fresh_state()).metrics
+    assert metrics["observations_outside"] == (world.collector.raw.observations["observation"][..., 1] > 49).mean()  # type: ignore[union-attr]
+    assert 0 < metrics["observations_outside"] < 1  # type: ignore[operator]
 
 
 def test_a_prepared_normaliser_ignores_later_updates() -> None:

@@ -149,7 +149,7 @@ def test_stored_actions_equal_sent_ones_and_belong_to_the_space(action: str) -> 
 def test_leaves_are_named_by_their_path_and_keep_the_order_of_the_space() -> None:
     actual = observation_parts(NESTED)
     assert list(actual) == ["camera.front", "camera.size", "type.0", "type.1", "values"]
-    assert [leaf.dtype.name for leaf in actual.values()] == ["uint8", "float32", "int64", "int8", "float32"]
+    assert [leaf.dtype.name for leaf in actual.values()] == ["uint8", "float64", "int64", "int8", "float32"]
     assert list(observation_parts(spaces.Discrete(3))) == ["observation"]
     ordered = spaces.Dict(OrderedDict([("b", spaces.Discrete(2)), ("a", spaces.Discrete(2))]))
     assert list(observation_parts(ordered)) == ["b", "a"]

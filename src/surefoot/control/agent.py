@@ -17,6 +17,7 @@ from surefoot.control.normalise import (
     ObservationNormaliser,
     RewardNormaliser,
     action_converter,
+    inputs_of,
     normalised_parts,
     sent_actions,
 )
@@ -72,7 +73,8 @@ class Agent(nn.Module):
         self.policy = ActorCritic(observation_space, action_space, recipe.network, critic, generator, functions)
         normalise = recipe.normalise
         normalised = normalised_parts(self.parts, normalise.observations)
-        self.observation_normaliser = ObservationNormaliser(normalised, normalise.clip) if normalised else None
+        exact = [path for path in normalised if self.parts[path].dtype == np.float64]
+        self.observation_normaliser = ObservationNormaliser(normalised, normalise.clip, exact) if normalised else None
         self.reward_normaliser = RewardNormaliser(recipe.objective.gamma, normalise.clip) if normalise.rewards else None
         self.bounds = ActionBounds(action_space, normalise.actions) if isinstance(action_space, spaces.Box) else None
         self.policy.to(recipe.device)
@@ -97,24 +99,26 @@ class Agent(nn.Module):
         return self.policy.actor_head.weight.device
 
     def normaliser(self) -> Normalise:
-        """The function that normalises observations for the policy, with the current statistics."""
-        return dict if self.observation_normaliser is None else self.observation_normaliser.frozen()
+        """The function from observations, on any device, to the policy's inputs on its own, with the current statistics."""
+        device, normalise = self.device, inputs_of(self.observation_normaliser)
+        if device.type == "cpu":
+            return normalise
+        return lambda observations: {path: x.to(device) for path, x in normalise(observations).items()}
 
     def tensors(self, observations: Mapping[str, Array]) -> dict[str, Tensor]:
-        """Observations as tensors on the policy's device, not normalised."""
-        device = self.device
-        return {path: torch.from_numpy(values).to(device) for path, values in observations.items()}
+        """Observations as tensors on the CPU, not normalised: other devices may not have float64."""
+        return {path: torch.from_numpy(values) for path, values in observations.items()}
 
     def actor(self, generator: torch.Generator) -> "Act":
         """A function that samples actions with the current weights and statistics.
 
         observations [B, ...], LSTM state or None, episode starts [B] -> actions as stored, actions as sent, next LSTM state
         """
-        policy, device, normalise, convert = self.policy, self.device, self.normaliser(), self.action_converter()
+        policy, normalise, convert = self.policy, self.normaliser(), self.action_converter()
 
         @torch.inference_mode()
         def act(observations: Observations, state: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
-            inputs = normalise({path: torch.from_numpy(values).to(device) for path, values in observations.items()})
+            inputs = normalise(self.tensors(observations))
             distribution, state = policy.step(with_lstm_state(inputs, state, starts))
             actions = distribution.sample(generator).cpu()
             return actions, convert(actions), state
@@ -129,8 +133,7 @@ class Agent(nn.Module):
         The noise of all calls is drawn at the first, on the CPU, and moved once: a copy per step would wait for the device.
         """
         policy, device = self.policy, self.device
-        normaliser = self.observation_normaliser
-        normalise: Normalise = dict if normaliser is None else normaliser.frozen(device)
+        normalise = inputs_of(self.observation_normaliser, device)
         noises: list[Tensor] = []
 
         @torch.no_grad()
@@ -163,7 +166,7 @@ class Agent(nn.Module):
     def values_of(
         self, observations: Mapping[str, Tensor], state: Tensor | None = None, starts: Array | Tensor | None = None
     ) -> Tensor:
-        """The same for observations that are tensors on the policy's device."""
+        """The same for observations that are tensors."""
         inputs = self.normaliser()(observations)
         if state is not None and starts is None:
             starts = torch.zeros(len(state), dtype=torch.bool, device=state.device)
@@ -247,15 +250,13 @@ class Agent(nn.Module):
         batches = set()
         for path, part in self.parts.items():
             try:
-                value = part.select(observation)
-                value = part.array_of(value) if isinstance(value, (list, tuple)) else value
-                array = as_float32(value) if part.vector else np.asarray(value)
+                array = part.plain(part.select(observation))
                 batch = array.shape[: array.ndim - len(part.shape)]
                 if array.shape[len(batch) :] != part.shape or len(batch) > 1:
                     raise SurefootError(f"{path}: has shape {array.shape}; this agent takes {part.shape}, or a batch of them")
                 if not part.vector:
                     part.check_kind(array)
-                elif not np.isfinite(array).all():
+                elif not np.isfinite(as_float32(array)).all():
                     raise SurefootError(f"{path}: is {NOT_FINITE}; pass finite observations")
             except SpaceError as error:
                 raise SurefootError(f"observation: is {error}") from None
@@ -430,7 +431,7 @@ class _Acting(nn.Module):
 
     def step(self, observations: dict[str, Tensor]) -> tuple[ReparameterisedSampling, Tensor | None]:
         """[B, *part] each, and the LSTM's inputs if there is one -> a distribution over [B], and the next LSTM state"""
-        return self.policy.step(observations if self.normaliser is None else self.normaliser(observations))
+        return self.policy.step(inputs_of(self.normaliser)(observations))
 
     def forward(self, observations: dict[str, Tensor], noise: Tensor) -> tuple[Tensor, Tensor | None]:
         distribution, state = self.step(observations)

@@ -26,6 +26,7 @@ from surefoot.control.environments import maker
 from surefoot.control.environments.looped import closing
 from surefoot.control.evaluate import EpisodeStep, check_same_spaces, greedy_episode
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
+from surefoot.control.normalise import inputs_of
 from surefoot.control.spaces import MASK, Array, choices, read_mask
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import write_bytes, writing
@@ -52,7 +53,7 @@ class ExportedPolicy(nn.Module):
     def __init__(self, agent: Agent, masked: bool) -> None:
         super().__init__()
         self.policy = copy.deepcopy(agent.policy).cpu().requires_grad_(False)
-        self.normalise = agent.normaliser()
+        self.normalise = inputs_of(agent.observation_normaliser)
         space = agent.action_space
         self.shape = tuple(space.shape or ())
         self.kind = torch.from_numpy(np.empty(0, space.dtype)).dtype

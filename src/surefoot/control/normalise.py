@@ -15,7 +15,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot.control.spaces import Array, ObservationPart
-from surefoot.core.distributed import all_sum, in_float64, merge_across_ranks
+from surefoot.core.distributed import all_sum, exact_device, in_float64, merge_across_ranks
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.functional import Moments, masked_moments, merge_moments
 from surefoot.functional.returns import true_columns
@@ -79,18 +79,19 @@ class RunningMoments(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """1/√(var + 1e-8), float32."""
-        return (self.var + 1e-8).rsqrt().float()
+        """1/√(var + 1e-8)"""
+        return (self.var + 1e-8).rsqrt()
 
 
 class ObservationNormaliser(RunningMoments):
-    """(o − μ)/σ of every number, clipped to ±clip.   [..., *shape] each
+    """(o − μ)/σ of every number, clipped to ±clip, as float32.   [..., *shape] each
 
-    ``shapes`` are the parts to normalise. Other parts (images, choices, masks) pass unchanged.
+    shapes   of the parts to normalise. Other parts (images, choices, masks) pass as ``as_inputs`` returns them
+    exact    those of them that are float64, which becomes float32 afterwards: a small part of a large number would be lost
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], clip: float) -> None:
-        self.shapes = dict(shapes)
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], clip: float, exact: Sequence[str] = ()) -> None:
+        self.shapes, self.exact = dict(shapes), list(exact)
         super().__init__((sum(map(math.prod, self.shapes.values())),), clip)
 
     def add(self, observations: Mapping[str, Tensor], mask: Tensor) -> None:
@@ -111,20 +112,31 @@ class ObservationNormaliser(RunningMoments):
         device   of the observations, if they are tensors there already, so that no call copies the statistics
         """
         clip, sizes = self.clip, [math.prod(shape) for shape in self.shapes.values()]
-        pieces = zip(self.shapes.items(), torch.split(self.mean.float(), sizes), torch.split(self.scale, sizes), strict=True)
-        # Copies: torch.export can't save tensors that share storage.
-        prepared = [(path, mean.reshape(shape).clone(), scale.reshape(shape).clone()) for (path, shape), mean, scale in pieces]
-        if device is not None:
-            prepared = [(path, mean.to(device), scale.to(device)) for path, mean, scale in prepared]
+        pieces = zip(self.shapes.items(), torch.split(self.mean, sizes), torch.split(self.scale, sizes), strict=True)
+        prepared = []
+        for (path, shape), *pair in pieces:
+            kind = torch.float64 if path in self.exact and (device is None or exact_device(device) == device) else torch.float32
+            # Copies: torch.export can't save tensors that share storage.
+            prepared.append((path, *(x.to(device, kind, copy=True).reshape(shape) for x in pair)))
 
         def normalise(observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            result = dict(observations)
+            result = as_inputs(observations)
             for path, mean, scale in prepared:
                 x = observations[path]
-                result[path] = ((x - mean.to(x.device)) * scale.to(x.device)).clamp(-clip, clip)
+                result[path] = ((x - mean.to(x)) * scale.to(x)).clamp(-clip, clip).float()
             return result
 
         return normalise
+
+
+def as_inputs(observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a policy reads if nothing is normalised: float64 as float32, all else as it is."""
+    return {path: x.float() if x.dtype == torch.float64 else x for path, x in observations.items()}
+
+
+def inputs_of(normaliser: ObservationNormaliser | None, device: torch.device | None = None) -> Normalise:
+    """The function from observations to what a policy reads, with the current statistics; ``device`` as in ``frozen``."""
+    return as_inputs if normaliser is None else normaliser.frozen(device)
 
 
 class RewardNormaliser(RunningMoments):
@@ -150,7 +162,7 @@ class RewardNormaliser(RunningMoments):
 
     def forward(self, rewards: Tensor) -> Tensor:
         """Scale with the current statistics."""
-        return (rewards * self.scale).clamp(-self.clip, self.clip)
+        return (rewards * self.scale.float()).clamp(-self.clip, self.clip)
 
     def observe(self, rewards: Tensor, ended: Tensor, mask: Tensor, carried: Tensor) -> Tensor:
         """Add a rollout's rewards; return the discounted return to carry into the next.   [B, T] … [B] float64 -> [B]"""

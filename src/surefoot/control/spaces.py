@@ -40,8 +40,10 @@ class ObservationPart:
 
     path     its name
     keys     keys and indices that lead to it from the observation
-    dtype    in a rollout: images uint8, other Boxes float32, the rest integers
+    dtype    in a rollout: images uint8, other Boxes float32, or float64 if float32 does not have all their numbers, the rest
+             integers
     bounds   smallest and largest entries of an integer space; None for a Box
+    limits   bounds of a Box, which rollouts count; None if it has none, or its type can't exceed them
     """
 
     def __init__(self, path: str, keys: tuple[Any, ...], space: Any) -> None:
@@ -50,15 +52,22 @@ class ObservationPart:
         self.bounds = _bounds(space)
         kind: Any = np.int64
         if isinstance(space, spaces.Box):
-            kind = np.uint8 if is_image(space) else np.float32
+            kind = np.float32 if np.can_cast(space.dtype, np.float32) else np.float64
+            kind = np.uint8 if is_image(space) else kind
         elif isinstance(space, spaces.MultiBinary):
             kind = np.int8
         self.dtype: np.dtype[Any] = np.dtype(kind)
+        self.limits: tuple[Array, Array] | None = None
+        if isinstance(space, spaces.Box):
+            whole = np.iinfo(np.uint8) if self.dtype == np.uint8 else None
+            least, most = (-np.inf, np.inf) if whole is None else (whole.min, whole.max)
+            if not ((space.low == least) & (space.high == most)).all():
+                self.limits = space.low.astype(self.dtype), space.high.astype(self.dtype)
 
     @property
     def vector(self) -> bool:
         """Whether it is a Box but not an image: the parts that normalisers act on."""
-        return self.dtype == np.float32
+        return self.dtype.kind == "f"
 
     def select(self, observation: Any) -> Any:
         """This part of an environment's observation; SpaceError if it is missing."""
@@ -72,8 +81,7 @@ class ObservationPart:
     def read(self, observation: Any, batch: tuple[int, ...] = ()) -> Any:
         """This part of one observation, or of a batch [*batch, *part]; SpaceError if shape or type differ from the space."""
         value = self.select(observation)
-        if isinstance(value, (list, tuple)):
-            value = self.array_of(value)
+        value = self.array_of(value) if isinstance(value, (list, tuple)) else value
         expected = batch + self.shape if batch else self.shape
         shape = getattr(value, "shape", None)
         if shape is None and not expected and isinstance(value, (int, float)):
@@ -81,10 +89,25 @@ class ObservationPart:
         if shape != expected:
             got = f"type {type(value).__name__}" if shape is None else f"shape {shape}"
             raise SpaceError(f"{self.named()} of {got} where its space has shape {expected}")
+        value = self.plain(value)
         if self.vector:
-            return as_float32(value)
+            return as_float32(value) if self.dtype == np.float32 else value.astype(self.dtype, copy=False)
         self.check_kind(value)
         return value
+
+    def plain(self, value: Any) -> Array:
+        """A value as an array of numbers; SpaceError for a list or an array of anything else, or if entries are masked."""
+        if isinstance(value, (list, tuple)):
+            return self.array_of(value)
+        if type(value) is not np.ndarray:
+            if np.any(getattr(value, "mask", False)):  # of a numpy.ma.MaskedArray, which is slow to import
+                raise SpaceError(f"{self.named()} with masked entries")
+            value = np.asarray(value)
+        if value.dtype.kind not in "biuf":
+            kind = {"U": "text", "S": "text", "O": "Python objects"}.get(value.dtype.kind, value.dtype)
+            raise SpaceError(f"{self.named()} of {kind} where its space has numbers")
+        array: Array = value
+        return array
 
     def array_of(self, numbers: Any) -> Array:
         """A list of numbers as an array; SpaceError if it is not one."""

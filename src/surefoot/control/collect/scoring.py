@@ -3,7 +3,8 @@
 Everything is a tensor, on the CPU after numpy environments, on the policy's device after tensor environments.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.func import functional_call
 from surefoot.control.agent import Agent
 from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.networks import LSTM_STATE
-from surefoot.control.normalise import Normalise, true_fraction
+from surefoot.control.normalise import Normalise, as_inputs, true_fraction
+from surefoot.control.spaces import ObservationPart
+from surefoot.core.distributed import all_sum
 from surefoot.core.rollout import Evaluation, Metrics, Rollout, Timer, map_tensors, tensors_in
 from surefoot.core.steps.compiled import FAST
 from surefoot.core.steps.programs import Program, program_of, structure
@@ -81,14 +84,14 @@ def rollout_of(
     with torch.no_grad():
         normalise = agent.normaliser()
         with timer.detail("normalising"):
-            inputs = normalise({path: values.to(device) for path, values in acted.observed.items()})
+            inputs = normalise(acted.observed)
             shaped = rewards if agent.reward_normaliser is None else agent.reward_normaliser(rewards)
         if acted.lstm_state is not None:
             inputs[LSTM_STATE] = acted.lstm_state[0].clone()  # inference tensors can't be used in autograd
         with timer.detail("log-probs and values"):
             evaluation: Evaluation = (score or agent.policy)(inputs, actions)
             values, next_values = _values(agent, evaluation.values, acted)
-        image = None if symmetry is None else _image(symmetry, acted.observed, actions, normalise, score or agent.policy)
+        image = None if symmetry is None else _image(symmetry, acted, normalise, score or agent.policy)
     with timer.detail("normalising"):
         if agent.observation_normaliser is not None:
             agent.observation_normaliser.add(acted.observed, mask)
@@ -109,17 +112,16 @@ def rollout_of(
         unit="step" if acted.lstm_state is None else "row",
         reward_parts={"environment": rewards},
         steps=int(mask.sum()),
-        metrics=metrics | _clipped(agent, inputs, shaped, acted.actions, mask),
+        metrics=metrics | _clipped(agent, inputs, shaped, acted.actions, mask) | _observed(agent, acted),
     )
     return (rollout if image is None else concatenated([rollout, replace(rollout, **image)])), discounted
 
 
-def _image(
-    symmetry: Symmetry, observed: dict[str, Tensor], actions: Tensor, normalise: Normalise, score: Callable[..., Evaluation]
-) -> dict[str, Any]:
+def _image(symmetry: Symmetry, acted: Acted, normalise: Normalise, score: Callable[..., Evaluation]) -> dict[str, Any]:
     """The fields of a rollout that its mirror image has for itself."""
-    seen, images = symmetry({path: values.to(actions.device) for path, values in observed.items()}, actions)
+    seen, images = symmetry(acted.observed, acted.actions)
     inputs = normalise(seen)
+    images = images.to(next(iter(inputs.values())).device)
     evaluation = score(inputs, images)
     return {
         "inputs": inputs,
@@ -241,3 +243,45 @@ def _clipped(agent: Agent, inputs: Mapping[str, Tensor], rewards: Tensor, action
     if bounds is not None and bounds.bounded.any():
         metrics["actions_clipped"] = true_fraction(bounds.on(actions.device).clipped(actions)[mask])
     return metrics
+
+
+def _observed(agent: Agent, acted: Acted) -> Metrics:
+    """Parts of the observation that never change, on any rank, and the share of the steps with a number outside its bounds."""
+    normaliser, observed = agent.observation_normaliser, acted.observed
+    constant = constant_parts(observed, list(agent.parts), () if normaliser is None else normaliser.shapes)
+    outside = steps_outside(observed, agent.parts)
+    count = 0 if not outside else int((torch.stack(list(outside.values())).any(0) & acted.mask).sum())
+    flags = [float(path in constant) for path in agent.parts]
+    counts = torch.tensor([count, acted.mask.sum(), *flags, 1.0], dtype=torch.float64)
+    beyond, steps, *flags, ranks = all_sum(counts).tolist()
+    metrics: Metrics = {"observations_constant": float(sum(flag == ranks for flag in flags))}
+    if any(part.limits is not None for part in agent.parts.values()):
+        metrics["observations_outside"] = beyond / steps if steps else math.nan
+    return metrics
+
+
+def constant_parts(observed: Mapping[str, Tensor], paths: Sequence[str], normalised: Container[str]) -> list[str]:
+    """The parts that are the same in all steps: as observed if they are normalised, else as a policy reads them.
+
+    [B, T, *part] each; none if there is a single step
+    """
+
+    def constant(path: str, x: Tensor) -> bool:
+        x = x if path in normalised else as_inputs({path: x})[path]
+        first = x[:1, :1]
+        return bool((x[-1:, -1:] == first).all()) and bool((x == first).all())
+
+    return [path for path in paths if observed[path].shape[:2].numel() > 1 and constant(path, observed[path])]
+
+
+def steps_outside(observed: Mapping[str, Tensor], parts: Mapping[str, ObservationPart]) -> dict[str, Tensor]:
+    """For the parts with a number outside the bounds of their Box: in which steps.   [B, T, *part] each -> [B, T] each"""
+    outside = {}
+    for path, part in parts.items():
+        if part.limits is None:
+            continue
+        x = observed[path]
+        low, high = (torch.from_numpy(limit).to(x) for limit in part.limits)
+        if (x.amin((0, 1)) < low).any() or (x.amax((0, 1)) > high).any():
+            outside[path] = ((x < low) | (x > high)).reshape(*x.shape[:2], -1).any(-1)
+    return outside

@@ -131,13 +131,13 @@ class TensorCollector:
         finals = {} if acted.finals is None else acted.finals.observations
         others = [tree[path] for tree in (acted.last, finals) for path in floats if path in tree]
         # A sum is not finite if an entry is not.
-        if torch.stack([x.sum() for x in (*floats.values(), acted.rewards, *others)]).isfinite().all():
+        if torch.stack([x.float().sum() for x in (*floats.values(), acted.rewards, *others)]).isfinite().all():
             return
         place = f"{self.environments.name}: the observation in infos['final_obs']"
         where = f"{place} is not finite as float32"
         shown = {path: torch.cat([x, acted.last[path].unsqueeze(1)], 1) for path, x in floats.items()}
         for name, x, after in [(_named(path), x, 0) for path, x in shown.items()] + [("reward", acted.rewards, 1)]:
-            bad = ~x.isfinite().reshape(*x.shape[:2], -1).all(-1)
+            bad = ~x.float().isfinite().reshape(*x.shape[:2], -1).all(-1)
             if bad.any():
                 step, row = bad.t().nonzero()[0].tolist()
                 check_actions(acted.actions[:, : step + after])

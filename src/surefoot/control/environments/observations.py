@@ -17,6 +17,7 @@ from surefoot.control.spaces import (
     Array,
     Observations,
     SpaceError,
+    as_float32,
     check_action_space,
     choices,
     observation_parts,
@@ -207,12 +208,12 @@ def non_finite(
     finals = finals or {}
     bad: dict[int, str] = {}
     floats = [path for path, values in observations.items() if values.dtype.kind == "f"]
-    if finals or not all(np.isfinite(observations[path]).all() for path in floats):
+    if finals or not all(np.isfinite(as_float32(observations[path])).all() for path in floats):
         for path in floats:
             name = "observation" if path == BARE else f'observation "{path}"'
             for index, values in enumerate(observations[path]):
                 both = (values, *([finals[index][path]] if index in finals else []))
-                if not all(np.isfinite(part).all() for part in both):
+                if not all(np.isfinite(as_float32(part)).all() for part in both):
                     bad.setdefault(index, name)
     for name, numbers in (("reward", rewards), ("score", scores)):
         if numbers is not None and not np.isfinite(numbers).all():

@@ -24,6 +24,7 @@ from surefoot.control.spaces import (
     choices,
     observation_parts,
 )
+from surefoot.core.distributed import exact_device
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of, place_of
 
@@ -174,6 +175,8 @@ class TensorEnvironments:
 
     def _part(self, part: ObservationPart, observations: Any, what: str) -> Tensor:
         kind = getattr(torch, str(part.dtype))
+        if kind == torch.float64 and exact_device(self.device) != self.device:
+            kind = torch.float32
         return self._tensor(f"{what}{part.named().removeprefix('an ')}", part.select(observations), part.shape, kind)
 
     def _mask(self, infos: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -190,7 +193,7 @@ class TensorEnvironments:
     def _tensor(self, name: str, value: Any, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         """A tensor [B, *shape] of the environment's; SpaceError, with its name, if it is something else.
 
-        Any floating-point type becomes float32, and any integer type that of the part.
+        Any floating-point type becomes the one needed, and any integer type too.
         """
         if not isinstance(value, Tensor):
             raise SpaceError(f"{name} of type {type(value).__name__} where a torch tensor is needed")
@@ -201,7 +204,7 @@ class TensorEnvironments:
             raise SpaceError(f"{name} on {value.device} where its device is {self.device}")
         if value.dtype != kind:
             both = value.is_floating_point() and kind.is_floating_point
-            if not both and (kind in (torch.bool, torch.uint8, torch.float32) or not _integer(value.dtype)):
+            if not both and (kind.is_floating_point or kind in (torch.bool, torch.uint8) or not _integer(value.dtype)):
                 raise SpaceError(f"{name} of {value.dtype} where {kind} is needed")
             value = value.to(kind)
         detached: Tensor = value.detach()
