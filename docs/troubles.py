@@ -34,6 +34,11 @@ TROUBLES: dict[str, Symptoms] = {
                 rows(100, reward=lambda i: min(1.0, i / 80), groups_without_signal=lambda i: float(i >= 80)),
             ],
         ),
+        "observation_constant": (
+            "The observation never changes",
+            "how-to/your-own-environment.md#spaces",
+            [rows(100, observations_constant=1.0, **SURE), rows(100, observations_constant=2.0, **SURE)],
+        ),
         "few_groups_with_signal": (
             "Most groups of answers earn the same",
             "how-to/groups-of-answers.md",
@@ -117,6 +122,11 @@ TROUBLES: dict[str, Symptoms] = {
             "Normalised numbers are cut off",
             "math.md#normalisation",
             [rows(100, observations_clipped=0.2, **SURE)],
+        ),
+        "observation_outside": (
+            "Observations are outside their space",
+            "how-to/your-own-environment.md#faulty-environments",
+            [rows(100, observations_outside=0.3, **SURE)],
         ),
         "metrics_damaged": (
             "`metrics.jsonl` is damaged",

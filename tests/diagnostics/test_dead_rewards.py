@@ -25,7 +25,7 @@ class Nothing(gymnasium.Env[np.ndarray, int]):
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.steps += 1
-        return np.zeros(1, np.float32), 0.0, self.steps == 3, False, {}
+        return np.full(1, self.steps / 3, np.float32), 0.0, self.steps == 3, False, {}
 
 
 def messages(task: Any, **fields: Any) -> list[str]:

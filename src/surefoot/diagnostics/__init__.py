@@ -55,6 +55,8 @@ CHECKED_METRICS = (
     "ratio_outside",
     "clip_active",
     "ratio_at_start",
+    "observations_constant",
+    "observations_outside",
     "observations_clipped",
     "rewards_clipped",
     "actions_clipped",

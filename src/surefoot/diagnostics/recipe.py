@@ -3,6 +3,7 @@
 import math
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,12 +13,23 @@ import torch
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 
+from surefoot.control.collect.scoring import constant_parts, steps_outside
 from surefoot.control.environments import is_tensor_environment, maker, task_name
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite
 from surefoot.control.environments.tensor import TensorEnvironments
-from surefoot.control.normalise import ActionBounds, action_converter
-from surefoot.control.spaces import MASK, NOT_FINITE, Array, ObservationPart, SpaceError, as_float32, choices, read_mask
+from surefoot.control.normalise import ActionBounds, action_converter, normalised_parts
+from surefoot.control.spaces import (
+    MASK,
+    NOT_FINITE,
+    Array,
+    ObservationPart,
+    Observations,
+    SpaceError,
+    as_float32,
+    choices,
+    read_mask,
+)
 from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.diagnostics import Finding, check_result, failure
@@ -71,7 +83,8 @@ def check_recipe(recipe: Recipe) -> list[Finding]:
 
 
 def _environment(recipe: ControlRecipe) -> list[Finding]:
-    return check_environment(recipe.task, recipe.environment, recipe.seed, recipe.normalise.actions, recipe.network.log_std)
+    settings = recipe.normalise.actions, recipe.network.log_std, recipe.normalise.observations
+    return check_environment(recipe.task, recipe.environment, recipe.seed, *settings)
 
 
 def _arithmetic(recipe: Recipe, lines: list[str]) -> list[Finding]:
@@ -97,11 +110,16 @@ def _arithmetic(recipe: Recipe, lines: list[str]) -> list[Finding]:
 
 
 def check_environment(
-    task: str | MakeEnvironment, arguments: dict[str, Any], seed: int = 1, stretched: bool = True, log_std: float = 0.0
+    task: str | MakeEnvironment,
+    arguments: dict[str, Any],
+    seed: int = 1,
+    stretched: bool = True,
+    log_std: float = 0.0,
+    normalised: bool | Sequence[str] = False,
 ) -> list[Finding]:
     """Run Gymnasium's checker and ``STEPS`` random steps: bounds of actions, observations, rewards, episode ends, speed.
 
-    stretched, log_std   of the recipe: ``normalise.actions``, ``network.log_std``
+    stretched, log_std, normalised   of the recipe: ``normalise.actions``, ``network.log_std``, ``normalise.observations``
     """
     name = task_name(task)
     try:
@@ -116,7 +134,7 @@ def check_environment(
         environment.close()
         return [check_result("environment", "ok", f"{name} is a vector environment; Gymnasium's checker can't check it")]
     actions = check_bounds(environment.action_space, stretched, math.exp(log_std))
-    findings = [_checked(name, environment), *actions, *_stepped(environment, seed)]
+    findings = [_checked(name, environment), *actions, *_stepped(environment, seed, normalised)]
     try:
         environment.close()
     except Exception as error:
@@ -173,7 +191,8 @@ def _as_read(space: Any, observation: Any) -> Any:
         read = ObservationPart("", (), space).read(observation)
     except (SpaceError, TypeError, ValueError):  # training rejects it
         return observation
-    return np.asarray(read).astype(space.dtype)
+    read = np.asarray(read).astype(space.dtype)
+    return np.asarray(np.clip(read, space.low, space.high)) if isinstance(space, spaces.Box) else read  # bounds: _observed
 
 
 def _checked(name: str, environment: "gymnasium.Env[Any, Any]") -> Finding:
@@ -229,9 +248,10 @@ def _normal(x: float) -> float:
     return (1 + math.erf(x / math.sqrt(2))) / 2
 
 
-def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Finding]:
+def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int, normalised: bool | Sequence[str]) -> list[Finding]:
     """Take random actions, episode after episode."""
     rewards: list[float] = []
+    seen: list[Observations] = []
     returns: list[float] = [0.0]
     terminated = truncated = False
     ends = 0
@@ -245,19 +265,19 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Finding]
     started = time.perf_counter()
     try:
         observation, info = check_tuple(environment.reset(seed=seed), RESET)
-        _read(reader, observation, info)
+        seen.append(_read(reader, observation, info))
         for _ in range(STEPS):
             mask = _mask(info)
             action = space.sample() if mask is None else _allowed_action(space, mask, draw)
             observation, reward, terminated, truncated, info = check_tuple(environment.step(action), STEP)
             rewards.append(float(as_float32(as_number(reward))))  # as training reads it
-            _read(reader, observation, None if terminated or truncated else info)
+            seen.append(_read(reader, observation, None if terminated or truncated else info))
             returns[-1] += float(reward)
             if terminated or truncated:
                 ends += 1
                 returns.append(0.0)
                 observation, info = check_tuple(environment.reset(), RESET)
-                _read(reader, observation, info)
+                seen.append(_read(reader, observation, info))
     except SpaceError as misfit:
         return [check_result("observation", "serious", f"step {len(rewards)} of chance gave {misfit}", "fix the environment")]
     except Exception as error:
@@ -268,6 +288,7 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int) -> list[Finding]
         ]
     speed = len(rewards) / (time.perf_counter() - started)
     return [
+        *_observed(reader.parts, seen, normalised),
         _earned(np.array(rewards), np.array(returns), ends),
         check_result("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning"),
     ]
@@ -301,12 +322,38 @@ def _earned(rewards: Array, returns: Array, ends: int) -> Finding:
     return check_result("reward", "ok", earned)
 
 
-def _read(reader: Reader, observation: Any, info: Any) -> None:
+def _observed(parts: dict[str, ObservationPart], seen: list[Observations], normalised: bool | Sequence[str]) -> list[Finding]:
+    """Parts of the observation that are outside their bounds, or never change."""
+    observed = {path: torch.from_numpy(np.stack([row[path] for row in seen]))[None] for path in parts}
+    outside, chosen = steps_outside(observed, parts), set[str]()
+    with suppress(SurefootError):  # making the recipe's agent reports it
+        chosen = set(normalised_parts(parts, normalised))
+    constant, findings = constant_parts(observed, list(parts), chosen), []
+    for path, steps in outside.items():
+        numbers, (low, high) = observed[path], (limit.astype(float) for limit in parts[path].limits or ())
+        what = (
+            f"numbers from {numbers.min():.6g} to {numbers.max():.6g}, outside the bounds ({low.min():.6g} to {high.max():.6g})"
+        )
+        what = f"{_part(parts[path])}observed {what} in {in_float64(steps).mean():.0%} of the steps"
+        findings.append(check_result("bounds", "warning", what, "correct the bounds of the space, or the observation"))
+    for path in constant:
+        what = f"{_part(parts[path])}the observation is the same in all of {len(seen)} steps, as the policy reads it"
+        fix = "leave it out if nothing is missing; small changes of large numbers need a float64 space, normalised"
+        findings.append(check_result("constant", "warning", what, fix))
+    return findings
+
+
+def _part(part: ObservationPart) -> str:
+    return f'part "{part.path}": ' if part.keys else ""
+
+
+def _read(reader: Reader, observation: Any, info: Any) -> Observations:
     """Read an observation as training does, with its mask if an action follows; raises SpaceError if training would stop."""
     arrays = reader.empty()
     reader.store(arrays, 0, observation, info, info is not None)
     for what in non_finite(arrays).values():
         raise SpaceError(f"an {what} that is {NOT_FINITE}")
+    return {path: values[0] for path, values in arrays.items()}
 
 
 def _plain(text: str) -> str:

@@ -362,6 +362,44 @@ def normaliser_saturated(curves: RunCurves, recipe: Recipe | None) -> Finding | 
     return None
 
 
+def observation_constant(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """A part of the observation is the same in all steps."""
+    curve = curves["observations_constant"]
+    if len(curve) < curves.width(0.05, 5) or (count := int(curve.values.min())) == 0:
+        return None
+    which = "a part of the observation is" if count == 1 else f"{count} parts of the observation are"
+    return Finding(
+        "observation_constant",
+        "warning",
+        f"{which} the same in all steps of an iteration: the policy can't react to it",
+        "the environment does not show what changes, or its changes are too small beside its size for float32",
+        (curve.evidence("smallest", count),),
+        (
+            "surefoot check of the recipe, which names the part",
+            "make its space float64 and normalise it (normalise.observations), or subtract the constant in the environment",
+            "leave it out of the observation, if nothing is missing",
+        ),
+    )
+
+
+def observation_outside(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """Observations have numbers outside the bounds of their space."""
+    curve = curves["observations_outside"]
+    if not len(curve) or (share := float(curve.values.mean())) == 0:
+        return None
+    return Finding(
+        "observation_outside",
+        "warning" if share >= 0.01 else "note",
+        f"{100 * share:.3g}% of the observations have a number outside the bounds of their space",
+        "the bounds are those of another version, of an ideal robot, or of numbers before they were scaled",
+        (curve.evidence(),),
+        (
+            "surefoot check of the recipe, which names the part and the numbers",
+            "correct the bounds of the observation space, or the observations",
+        ),
+    )
+
+
 REWARD_CHECKS = (
     no_reward_signal,
     return_flat,
@@ -369,6 +407,8 @@ REWARD_CHECKS = (
     reward_hacked,
     responses_cut,
     normaliser_saturated,
+    observation_constant,
+    observation_outside,
 )
 
 

@@ -34,6 +34,10 @@ METRICS: dict[str, Metric] = {
         "share of the truncations whose final observation a tensor environment did not return: the value of the observation "
         "before stands in; absent if all were returned"
     ),
+    "observations_constant": Metric("parts of the observation that were the same in all steps of the iteration"),
+    "observations_outside": Metric(
+        "share of the steps whose observation has a number outside the bounds of its space; only where there are bounds"
+    ),
     "observations_clipped": Metric(
         "share of the normalised numbers of observations that are at ±normalise.clip; only where they are normalised",
         high=0.05,
