@@ -21,6 +21,7 @@ from surefoot.compare.ladder import run_ladder
 from surefoot.compare.processes import OverallProgress, end
 from surefoot.runs import api
 from surefoot.runs.folder import folder_lock
+from surefoot.store.manifest import write_listed
 
 from .conftest import TINY
 
@@ -217,7 +218,7 @@ def test_a_damaged_result_is_one_line_and_the_run_is_kept(damage, part, whole, t
     compared(tmp_path / "run")
     file = tmp_path / "run" / "A2C-seed1" / "result.json"
     table = json.loads(file.read_text())
-    file.write_text(damage if isinstance(damage, str) else json.dumps({**table, **damage}))
+    write_listed(file, damage if isinstance(damage, str) else json.dumps({**table, **damage}))
     remedy = "; remove this file and repeat the command; the run is kept"
     with pytest.raises(SurefootError, match=rf"result\.json: .*{part}.*{remedy}$"):
         compared(tmp_path / "run")

@@ -18,6 +18,7 @@ from surefoot.compare.statistics import mean_interval
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.traces import SampleFolder
+from surefoot.store.manifest import write_listed
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -33,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         surefoot.train("CartPole-v1", seed=seed, run_dir=folder, objective=objective, **sizes)
     (folders[2] / "samples").mkdir()
     rows = [{"prompt": HOSTILE, "response": f"</td>{HOSTILE}\x1b[31m\ud800", "reward": 1.0}, {"prompt": 1}, {"response": "ok"}]
-    (folders[2] / "samples" / "512.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_listed(folders[2] / "samples" / "512.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return folders
 
 

@@ -1,6 +1,5 @@
 """Traced episodes can be replayed and recorded; a replay that differs from training is rejected."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from surefoot.control.video.traces import record_traces
 from surefoot.core.traces import TracedRow
 from surefoot.runs.reading import trace_video, traces_in
 from surefoot.runs.traces import to_bytes
+from surefoot.store.manifest import write_listed
 
 from .test_video import decoded
 
@@ -149,7 +149,7 @@ def test_a_replay_that_differs_is_not_recorded(run: Path, tmp_path: Path, comman
     last = traces_in(run / "traces")[-1]
     trace = read_trace(last)
     rows = [replace(row, actions=torch.zeros_like(row.actions)) for row in trace.rows[:1]]
-    (other / "traces" / last.name).write_bytes(to_bytes(replace(trace, rows=rows + trace.rows[1:])))
+    write_listed(other / "traces" / last.name, to_bytes(replace(trace, rows=rows + trace.rows[1:])))
     code, output, _ = command("watch", str(other), "--traced", "all", "--size", "96x80")
     assert code == 0
     first, second = output.strip().split("\n")
@@ -160,7 +160,7 @@ def test_a_replay_that_differs_is_not_recorded(run: Path, tmp_path: Path, comman
     assert len(list(videos.iterdir())) == 2
     assert note.name.startswith(f"{last.stem}-0-")
     assert note.read_text().strip() in first
-    shutil.copy(last, other / "traces" / last.name)  # as on a machine where it comes out as it did in training
+    write_listed(other / "traces" / last.name, last.read_bytes())  # as on a machine where it comes out as it did in training
     note.rename(videos / trace_video(run, int(last.stem), 0, trace.rows[0]).with_suffix(".txt").name)  # type: ignore[union-attr]
     assert command("watch", str(other), "--traced", "all", "--size", "96x80")[0] == 0
     assert sorted(file.suffix for file in videos.iterdir()) == [".mp4", ".mp4"]

@@ -12,6 +12,7 @@ import surefoot
 from surefoot import read_trace
 from surefoot.runs.reading import traces_in
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.manifest import write_listed
 
 from .conftest import HOSTILE
 from .test_server import spoiled
@@ -255,11 +256,11 @@ def test_samples_before_and_after_are_shown_with_all_text_escaped(
 ) -> None:
     copy = tmp_path / text_run.name
     shutil.copytree(text_run, copy)
-    steps = sorted(int(file.stem) for file in (copy / "samples").iterdir())
+    steps = sorted(int(file.stem) for file in (copy / "samples").glob("*.jsonl"))
     files = [copy / "samples" / f"{at}.jsonl" for at in (steps[0], steps[-1])]
     first, last = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     last[0]["response"] = f"\u202e\x1b\u2028{HOSTILE}"
-    files[1].write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in last))
+    write_listed(files[1], "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in last))
     page.goto(inspector([copy]))
     page.wait_for_selector(".chart canvas")
     assert text_run.name in page.inner_text("#runs")

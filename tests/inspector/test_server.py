@@ -29,6 +29,7 @@ from surefoot.inspector.server import application, front_end
 from surefoot.inspector.traces import CRITERIA
 from surefoot.runs.reading import traces_in
 from surefoot.runs.traces import to_bytes
+from surefoot.store.manifest import write_listed
 
 PORT, TOKEN = 8123, "the-token"
 HERE = f"http://127.0.0.1:{PORT}"
@@ -323,7 +324,7 @@ def spoiled(run: Path, length: int) -> int:
     row.rewards[0] = math.nan
     row.visits.ratio[:, 2] = math.inf
     row.visits.advantages[:, :2] = torch.tensor([math.nan, math.inf])
-    file.write_bytes(to_bytes(replace(trace, rows=[row, *trace.rows[1:]])))
+    write_listed(file, to_bytes(replace(trace, rows=[row, *trace.rows[1:]])))
     return trace.steps
 
 

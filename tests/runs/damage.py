@@ -2,12 +2,16 @@
 
 import io
 import json
+import os
 import random
+import resource
 import shutil
 import signal
+import socket
 import sys
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +19,12 @@ from surefoot.cli import main as cli
 
 LONGEST = 60
 """seconds, after which a command is taken to hang"""
-UNSIGNED = ("config.toml", "environment.json", "finished.json")
-"""files of a run that no hash covers: a person may write them"""
+UNSIGNED = ("config.toml", "metrics.jsonl")
+"""files of a run that a person may edit, or that later lines follow"""
+MEMORY = 4 << 30
+"""bytes that a command may take beyond those of this process: a device has no end"""
+PLACED = ("pipe", "device", "socket", "folder")
+"""what may stand where a file was"""
 
 
 @dataclass
@@ -40,9 +48,26 @@ class Campaign:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def files(self) -> list[Path]:
-        """What may be damaged."""
-        kept = [path for name in ("checkpoints", "best") for path in (self.run / name).rglob("*") if path.is_file()]
-        return sorted(kept) + [self.run / name for name in UNSIGNED if (self.run / name).is_file()]
+        """What may be damaged: all that a run leaves, but not its lock and what trackers wrote."""
+        return sorted(
+            path for path in self.run.rglob("*") if path.is_file() and path.name != ".lock" and "events" not in path.name
+        )
+
+    def replace_each(self, scratch: Path, kinds: Sequence[str]) -> list[Outcome]:
+        """Put something else in the place of each file, and give every command each run; what comes of it."""
+        for words in self.commands:
+            self.sound[" ".join(words)] = self._called(words, self._copy(scratch))[:2]
+        outcomes = []
+        copy = self._copy(scratch)
+        for path in self.files():
+            for kind in kinds:
+                place = copy / path.relative_to(self.run)
+                place.unlink()
+                with placed(kind, place):
+                    where = f"{kind} for {path.relative_to(self.run)}"
+                    outcomes += [self._judged(where, words, copy) for words in self.commands]
+                shutil.copy2(path, place)
+        return outcomes
 
     def go(self, cases: int, flips: bool, seed: int, scratch: Path) -> Counter[str]:
         """Damage so many files, one at a time, and give every command each of them."""
@@ -71,7 +96,7 @@ class Campaign:
         if (code, out) == self.sound[" ".join(words)]:
             return Outcome(where, words, "the same")
         reported = ("config.toml has changed", "config_changed", "metrics.jsonl")
-        noticed = any(words in out + error for words in reported) or where.startswith(UNSIGNED[1:])
+        noticed = any(words in out + error for words in reported)
         return Outcome(where, words, "noticed" if noticed else "another answer", out[:300])
 
     def _copy(self, scratch: Path, source: Path | None = None) -> Path:
@@ -89,6 +114,8 @@ class Campaign:
         sys.argv = ["surefoot", *(word.replace("RUN", str(folder)) for word in words)]
         old = signal.signal(signal.SIGALRM, ring)
         signal.alarm(LONGEST)
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (_size() + MEMORY, limits[1]))
         try:
             with redirect_stdout(out), redirect_stderr(error):
                 cli.main()
@@ -96,6 +123,7 @@ class Campaign:
             return int(leaving.code or 0), self._timeless(out.getvalue()).replace(str(folder), "RUN"), error.getvalue()
         finally:
             signal.alarm(0)
+            resource.setrlimit(resource.RLIMIT_AS, limits)
             signal.signal(signal.SIGALRM, old)
             sys.argv = before
         raise AssertionError("a command exits")
@@ -108,6 +136,29 @@ class Campaign:
         table = json.loads(out)
         table.pop("seconds", None)
         return json.dumps(table)
+
+
+def _size() -> int:
+    """Bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@contextmanager
+def placed(kind: str, path: Path) -> Iterator[None]:
+    """Something at a path that is no regular file, and removed at the end."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as made, chdir(path.parent):  # the whole path may be too long for a socket
+            made.bind(path.name)
+    try:
+        yield
+    finally:
+        path.rmdir() if kind == "folder" else path.unlink()
 
 
 def damaged(path: Path, flip: bool, draw: random.Random) -> str:

@@ -17,11 +17,13 @@ import yaml
 from fake_hub import HEADER, Hub, closed_port, use_hub
 
 import surefoot
-from surefoot.compare.card import check_no_places, public_recipe, without_place
+from surefoot.compare.card import check_no_places, public_recipe
 from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs import hub as hub_module
+from surefoot.store.manifest import write_listed
+from surefoot.store.public import without_place
 
 pytest.importorskip("huggingface_hub")
 Command = Callable[..., tuple[int, str, str]]
@@ -203,8 +205,9 @@ def test_folders_passwords_and_trackers_of_a_recipe_are_not_uploaded(
     (run / "trackers.json").write_text("{}")
     code, out, err = command("push", "cart", "org/cart", "--dry-run", "--episodes", "0")
     assert code == 0, err
-    for field, left in (("start", "older"), ("environment.assets", "a.xml"), ("environment.api_key", "removed")):
+    for field, left in (("start", "older"), ("environment.assets", "a.xml")):
         assert f"config.toml: {field} is {left!r}, without what belongs to this machine\n" in out
+    assert "config.toml: environment.api_key is 'removed', to publish it, add --publish api_key\n" in out
     assert "config.toml: has no trackers\n" in out
     everything = b"".join(path.read_bytes() for path in (run / "hub").rglob("*") if path.is_file())
     for private in (str(tmp_path), secret, "secret-project", "wandb", "working_folder", "events.out", "trackers.json"):
@@ -239,11 +242,10 @@ def test_values_without_paths_are_kept(text: str, left: str) -> None:
     assert without_place(text) == left
 
 
-def test_secrets_in_arguments_of_rewards_turns_and_environments_are_removed() -> None:
-    harmless = {"max_tokens": 8, "eos_token_id": 2, "end_token": "</think>", "tokeniser": "char", "secret_length": 4}
-    harmless |= {"token_cost": 0.5, "strict": True, "host": "h"}
-    secrets = {"api_key": "my-key", "auth_tokens": ["abc"], "openai_key": "x", "headers": {"Authorization": "Bearer x"}}
-    arguments = {**harmless, **secrets, "pin": {"password": 1234}}
+def test_only_arguments_that_are_known_to_be_harmless_are_published() -> None:
+    harmless = {"max_tokens": 8, "eos_token_id": 2, "end_token": "</think>", "maxLength": [4, "a"], "weights": {"length": 0.5}}
+    others = {"jwt": "a", "cookie": "b", "pin": 1234, "key": ["c"], "auth": {"length": "d"}, "tokeniser": 0.5, "sid": b"".hex()}
+    arguments = {**harmless, "strict": True, "nothing": "none", "weights": {"length": 0.5, "session": "e"}, **others}
     language = {
         "kind": "language",
         "model": "m",
@@ -253,13 +255,17 @@ def test_secrets_in_arguments_of_rewards_turns_and_environments_are_removed() ->
     }
     recipe, notes = public_recipe(make_recipe(language))
     table = to_table(recipe)
-    shown = {**arguments, **dict.fromkeys(("api_key", "openai_key"), "removed"), "auth_tokens": ["removed"]}
-    shown |= {"headers": {"Authorization": "removed"}, "pin": {"password": "removed"}}
-    assert table["reward"]["terms"][0]["arguments"] == table["turns"]["arguments"] == shown
-    assert len(notes) == 10
-    control, notes = public_recipe(find_recipe("CartPole-v1", {"environment": {"password": 123456, "token": "abc"}}))
-    assert to_table(control)["environment"] == {"password": "removed", "token": "removed"}
-    assert len(notes) == 2
+    shown = {**arguments, **dict.fromkeys(others, "removed"), "weights": {"length": 0.5, "session": "removed"}}
+    del shown["nothing"]
+    for field in (table["reward"]["terms"][0]["arguments"], table["turns"]["arguments"]):
+        assert {name: value for name, value in field.items() if name != "nothing"} == shown
+    assert len(notes) == 16
+    assert any(note.endswith("to publish it, add --publish jwt") for note in notes)
+    again, _ = public_recipe(make_recipe(language), ("jwt", "session"))
+    assert to_table(again)["turns"]["arguments"]["jwt"] == "a"
+    control, notes = public_recipe(find_recipe("CartPole-v1", {"environment": {"password": 123456, "gravity": 9.8}}))
+    assert to_table(control)["environment"] == {"password": "removed", "gravity": 9.8}
+    assert len(notes) == 1
 
 
 @pytest.mark.parametrize("home", ["/root", "/home/me", "/home/jürgen"])
@@ -288,7 +294,7 @@ def test_a_recipe_without_paths_is_published_unchanged() -> None:
 
 def test_a_file_with_a_local_path_stops_the_upload(hub: Hub, run: Path, command: Command, tmp_path: Path) -> None:
     environment = json.loads((run / "environment.json").read_text())
-    (run / "environment.json").write_text(json.dumps({**environment, "cuda": f"{tmp_path}/cuda"}))
+    write_listed(run / "environment.json", json.dumps({**environment, "platform": f"{tmp_path}/cuda"}))
     code, _, err = command("push", "cart", "org/cart", "--episodes", "0")
     assert code == 2
     assert err.startswith(f"surefoot: environment.json: names the folder {tmp_path} of this machine; leave the samples out")

@@ -15,6 +15,7 @@ from surefoot.runs.metrics import METRICS, SHOWN, TIMING
 from surefoot.runs.reading import read_samples
 from surefoot.runs.traces import SampleFolder
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.manifest import write_listed
 from surefoot.terminal import visible
 
 HOSTILE = "[bold red]no[/] \x1b[31mred\x1b[0m \x9b2J\x07\r\b \u202eback\u2028 tab\t end\nnew \ud800 [link=http://x]y"
@@ -58,7 +59,7 @@ def test_samples_are_read_as_they_were_written_and_damaged_lines_are_left_out(tm
     written = samples(2, response="one\u2028two\x85three\r\nfour")
     SampleFolder(tmp_path, 0).write(64, written)
     file = tmp_path / "64.jsonl"
-    file.write_text('[1]\n{"prompt": \n' + file.read_text("utf-8") + '{"reward": NaN}', "utf-8")
+    write_listed(file, '[1]\n{"prompt": \n' + file.read_text("utf-8") + '{"reward": NaN}')
     assert read_samples(file) == [*written, {"reward": None}]
 
 
@@ -144,7 +145,7 @@ def test_the_folder_is_cut_back_to_the_checkpoint(tmp_path):
         folder.write(steps, samples(2))
     (tmp_path / "samples" / "mine.jsonl").write_text("{}")
     SampleFolder(tmp_path / "samples", 128)
-    assert {path.name for path in (tmp_path / "samples").iterdir()} == {"64.jsonl", "128.jsonl", "mine.jsonl"}
+    assert {path.name for path in (tmp_path / "samples").iterdir()} == {"64.jsonl", "128.jsonl", "mine.jsonl", "manifest.json"}
     rows = [json.loads(line) for line in (tmp_path / "samples" / "64.jsonl").read_text("utf-8").splitlines()]
     assert rows == samples(2)
 
@@ -175,7 +176,7 @@ def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(tmp_path):
         (root / "cut" / "samples" / "14.jsonl").write_text("of another course")
         api.resume(root / "cut")
         whole, cut = ({p.name: p.read_bytes() for p in (root / run / "samples").iterdir()} for run in ("whole", "cut"))
-        assert sorted(whole) == ["0.jsonl", "12.jsonl", "16.jsonl", "4.jsonl", "8.jsonl"]
+        assert sorted(whole) == ["0.jsonl", "12.jsonl", "16.jsonl", "4.jsonl", "8.jsonl", "manifest.json"]
         assert whole == cut
         rows = [json.loads(line) for line in whole["16.jsonl"].decode().splitlines()]
         assert len(rows) == (12 if held_out else 4)

@@ -29,6 +29,7 @@ from surefoot.runs.trackers import wandb as wandb_tracker
 from surefoot.runs.trackers.delivery import Delivery
 from surefoot.runs.trackers.interface import NOTHING, TRACKERS, TrackedRun
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.manifest import write_listed
 
 FIELDS = {
     "steps": 1024,
@@ -509,7 +510,7 @@ def test_mlflow_keeps_group_and_kind_and_rejects_tags_of_these_names(offline):
 
 def test_samples_that_a_tracker_lacks_are_logged_with_their_row(tmp_path):
     (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "20.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    write_listed(tmp_path / "samples" / "20.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     ledger = Ledger()
     deliver(tmp_path, ledger, [{"steps": 10}, {"steps": 20}])
     assert [row[2] for row in ledger.rows] == [[], [{"prompt": "a"}, {"prompt": "b"}]]
@@ -520,7 +521,7 @@ def test_samples_before_training_are_logged_once_at_step_0(tmp_path, written):
     samples, ledger, state = [{"prompt": "a"}], Ledger(), LearnerState(1000)
     if written:
         (tmp_path / "samples").mkdir()
-        (tmp_path / "samples" / "0.jsonl").write_text('{"prompt": "a"}\n')
+        write_listed(tmp_path / "samples" / "0.jsonl", '{"prompt": "a"}\n')
     listener = Delivery(
         "tensorboard", lambda: ledger, TrackedRun(find_recipe("CartPole-v1"), {}, tmp_path, 0, "", "", {}), [], print
     )

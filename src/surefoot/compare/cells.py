@@ -24,7 +24,7 @@ from surefoot.core.ranks import check_single_process
 from surefoot.core.rollout import Metrics
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import read_table, write_text
+from surefoot.files import read_table
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import to_table
@@ -35,6 +35,7 @@ from surefoot.runs.events import Event, IterationEnd, Listener, Message
 from surefoot.runs.folder import folder_lock, match_settings, task_label
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history
+from surefoot.store.manifest import read_listed_table, write_listed
 
 RESULT, REQUEST = "result.json", "request.json"
 POINTS = 400
@@ -129,10 +130,7 @@ def read_request(file: Path) -> dict[str, Any]:
 def read_result(file: Path) -> dict[str, Any]:
     """The result of a cell. Raises SurefootError if it can't be read, or lacks what a report needs."""
     remedy = "remove this file and repeat the command; the run is kept"
-    try:
-        result = read_table(file)
-    except SurefootError as error:
-        raise SurefootError(f"{error}; {remedy}") from None
+    result = read_listed_table(file, remedy)
     numbers = ("seed", "steps", "rollouts", "updates", "episodes", "seconds")
     unknown = ("last_100_mean", "average_return", "explained_variance", "ratio_max", "ratio_outside", "greedy_mean")
     wrong = [name for name in numbers if not _is_number(result.get(name))]
@@ -191,7 +189,7 @@ def train_cell(folder: Path, cell: Cell, episodes: int, parent: Parent) -> dict[
     if episodes and cell.until is None:
         evaluation = api.evaluate(api.load(checkpoint), episodes=episodes, seed=cell.recipe.seed)
         result |= {"greedy_mean": evaluation.mean_return, "greedy_std": evaluation.std_return, "greedy_episodes": episodes}
-    write_text(path / RESULT, json.dumps(result))
+    write_listed(path / RESULT, json.dumps(result))
     return result
 
 

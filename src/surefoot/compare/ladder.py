@@ -58,12 +58,12 @@ from surefoot.core.objective import loss
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
-from surefoot.files import read_table, write_text
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import recipe_table
 from surefoot.recipes.reading import control_recipe, merge_tables, to_table, without_critic, without_tuned_for
 from surefoot.runs import api
 from surefoot.runs.checkpoint import latest_checkpoint
+from surefoot.store.manifest import read_listed_table, write_listed
 
 NAMES = tuple(next(name for name, value in ALGORITHMS.items() if value == rung) for rung in LADDER)
 MEASURED = 4
@@ -194,7 +194,7 @@ def _measured_noise(folder: Path, ladder: Ladder, batches: int, progress: Overal
     """The gradient noise of the measured rungs under the frozen agent, from gradients.json if that exists."""
     file = folder / "gradients.json"
     if file.exists():
-        return read_table(file)
+        return read_listed_table(file)
     checkpoint = latest_checkpoint(folder / ladder.frozen.name / "checkpoints")
     assert checkpoint is not None, "a finished cell has a checkpoint"
     agent, size = api.load(checkpoint), ladder.frozen.recipe.batch_size
@@ -216,7 +216,7 @@ def _measured_noise(folder: Path, ladder: Ladder, batches: int, progress: Overal
             "noise": dict(zip(ladder.measured, map(asdict, noise_of(samples.gradients)), strict=True)),
         }
     )
-    write_text(file, json.dumps(table))
+    write_listed(file, json.dumps(table))
     progress.print(f"gradients of {len(objectives)} rungs measured on {batches} batches of {steps_per_batch:,.0f} steps")
     return table
 

@@ -12,7 +12,7 @@ from surefoot.compare.statistics import finite, interquartile_mean, mean, mean_i
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
 from surefoot.errors import SurefootError
-from surefoot.files import read_table, read_toml
+from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe, to_table
 from surefoot.runs.checkpoint import checkpoints_in
@@ -20,6 +20,7 @@ from surefoot.runs.folder import FREE as CHANGE_NOTHING
 from surefoot.runs.folder import changed_since
 from surefoot.runs.reading import History, check_is_run, read_samples, samples_in
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history
+from surefoot.store.manifest import read_listed_table
 from surefoot.terminal import visible
 
 SCORES = (
@@ -51,7 +52,7 @@ class Run:
     history: History
     """of metrics.jsonl; at least one row"""
     environment: Mapping[str, Any]
-    """environment.json; empty if it can't be read"""
+    """environment.json; empty if there is none"""
     changed: Sequence[str] = ()
     """how config.toml differs from the recipe of the newest checkpoint"""
 
@@ -119,10 +120,8 @@ def read_run(path: Path) -> Run:
     if not history.rows:
         why = f"has no metrics yet; wait for its first iteration, or continue it if it was stopped: surefoot resume {path}"
         raise SurefootError(f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; no row is left")
-    try:
-        environment = read_table(path / "environment.json")
-    except SurefootError:
-        environment = {}
+    facts = path / "environment.json"
+    environment = read_listed_table(facts) if facts.exists() else {}
     checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
     return Run(path, recipe, history, environment, changed_since(checkpoint, recipe))
 

@@ -1,6 +1,5 @@
 """Read the folders of the inspected runs: recipes, metrics, samples and videos. Nothing here writes."""
 
-import contextlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.files import made_from, read_table, read_toml
+from surefoot.files import made_from, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
 from surefoot.runs.metrics import METRICS, SHOWN, TIMING
 from surefoot.runs.reading import FINISHED, PROFILE, SUMMARY, TRACKERS_FILE, check_is_run, read_samples, samples_in, traces_in
+from surefoot.store.manifest import read_listed_table
 
 LONGEST_TEXT = 20_000
 TITLES = {"cpu_cores": "CPU cores", "memory_gb": "memory, GB", "gpu_memory_gb": "GPU memory, GB", "gpu_percent": "GPU load, %"}
@@ -126,8 +126,8 @@ class RunFolders:
 
         path = self.path(run)
         recipe, preset = read_toml(path / "config.toml"), None
-        with contextlib.suppress(SurefootError):
-            preset = read_table(path / "environment.json").get("preset")
+        if (path / "environment.json").exists():
+            preset = read_listed_table(path / "environment.json").get("preset")
         preset = preset if isinstance(preset, dict) else None
         settings = [asdict(setting) for setting in settings_of(recipe, preset)]
         meanings = {name: field.meaning for name, field in recipe_fields(recipe_summary(recipe)["kind"])}
@@ -140,7 +140,7 @@ class RunFolders:
         if not file.is_file():
             raise SurefootError(f"{self.names[run]}: has no profile; train with --profile")
         with made_from(file, "train with --profile again"):
-            summary = read_table(file)
+            summary = read_listed_table(file)
             sections = [
                 {"path": [str(name) for name in row["path"]], **{key: row[key] for key in ("seconds", "calls", "first")}}
                 for row in summary["sections"]

@@ -39,7 +39,7 @@ from surefoot.recipes.rows import with_row_fields
 from surefoot.runs.checkpoint import check_numbered, checkpoints_in, clear_checkpoints, latest_checkpoint
 from surefoot.runs.hub import LISTING, is_hub_name, local_folder
 from surefoot.runs.reading import FINISHED, LOCK, acquire, check_is_run
-from surefoot.store.manifest import clear, flush, is_checkpoint
+from surefoot.store.manifest import clear, fingerprint, flush, is_checkpoint, read_listed_table, write_listed
 
 FREE = (
     "check_memory",
@@ -154,7 +154,7 @@ class RunFolder:
         """
         with writing(self.path, OTHER_FOLDER):
             write_text(self.path / "config.toml", to_toml(recipe))
-            write_text(
+            write_listed(
                 self.path / "environment.json", json.dumps({**(facts or environment(recipe)), "preset": preset}, indent=1)
             )
         self._rows = []
@@ -163,7 +163,7 @@ class RunFolder:
         """Record that the run goes on with another engine than it began with."""
         self.write_recipe(recipe)
         file = self.path / "environment.json"
-        write_text(file, json.dumps({**read_table(file), "engine": recipe.engine}, indent=1))
+        write_listed(file, json.dumps({**read_listed_table(file), "engine": recipe.engine}, indent=1))
 
     def discard(self) -> None:
         """Remove the rows of a run that did not begin, and the folder if nothing else is in it; release the lock."""
@@ -213,7 +213,7 @@ class RunFolder:
     def began_in(self) -> str | None:
         """The working folder for the recipe's relative paths; None if unknown."""
         try:
-            return str(read_table(self.path / "environment.json")["working_folder"])
+            return str(read_listed_table(self.path / "environment.json")["working_folder"])
         except (SurefootError, KeyError):
             return None
 
@@ -221,13 +221,13 @@ class RunFolder:
     def finished_at(self) -> int | None:
         """The steps after which the trained model was exported; None if it was not."""
         try:
-            return int(read_table(self.path / FINISHED)["steps"])
+            return int(read_listed_table(self.path / FINISHED)["steps"])
         except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
     def finish(self, steps: int) -> None:
         """Record that the export is complete."""
-        write_text(self.path / FINISHED, json.dumps({"steps": steps}))
+        write_listed(self.path / FINISHED, json.dumps({"steps": steps}))
 
     def latest(self) -> Path | None:
         """The newest sound checkpoint."""
@@ -243,8 +243,15 @@ def with_own_rows(table: Mapping[str, Any], run: Path) -> dict[str, Any]:
 
     def path_of(field: str, value: Any) -> Any:
         match = SAVED_ROWS.fullmatch(str(value))
-        own = run / ROWS / match[1] if match else None
-        return value if own is None or Path(value).is_file() or not own.is_file() else str(own)
+        if match is None:
+            return value
+        file = next((path for path in (Path(value), run / ROWS / match[1]) if path.is_file()), None)
+        if file is None:
+            return value
+        if fingerprint(file)["sha256"][:16] != file.stem.rpartition("-")[2]:
+            fault = "does not match the SHA-256 in its name (changed or damaged); copy it again"
+            raise SurefootError(f"{field}={str(file)!r}: {fault}")
+        return str(value) if file == Path(value) else str(file)
 
     return with_row_fields(table, path_of)
 
@@ -403,7 +410,7 @@ def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
 def changed_since(checkpoint: Path | None, recipe: Recipe) -> list[str]:
     """How a run's recipe, as config.toml has it now, differs from the one that its checkpoint was made by."""
     try:
-        return [] if checkpoint is None else recipe_differences(read_table(checkpoint / "recipe.json"), recipe)
+        return [] if checkpoint is None else recipe_differences(read_listed_table(checkpoint / "recipe.json"), recipe)
     except SurefootError:  # whoever loads the checkpoint says so
         return []
 

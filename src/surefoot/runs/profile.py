@@ -18,8 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from surefoot.core.rollout import Timer
-from surefoot.files import write_text
 from surefoot.runs.reading import PROFILE, SUMMARY
+from surefoot.store.manifest import write_listed
 
 TRACED = 2
 """the iteration that is traced"""
@@ -95,7 +95,7 @@ class Profile:
         lines = table(summary)
         if self.folder is not None:
             (self.folder / PROFILE).mkdir(exist_ok=True)
-            write_text(self.folder / PROFILE / SUMMARY, json.dumps(summary))
+            write_listed(self.folder / PROFILE / SUMMARY, json.dumps(summary))
             shown = ", ".join(str(self.folder / PROFILE / name) for name in self.traces)
             lines.append(
                 f"operations of iteration {TRACED}, for chrome://tracing or ui.perfetto.dev: {shown}"

@@ -19,7 +19,8 @@ import filelock
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 from surefoot.errors import SurefootError
-from surefoot.files import RUNS, parsed, read_table, read_text, steps_named
+from surefoot.files import RUNS, parsed, steps_named
+from surefoot.store.manifest import read_listed, read_listed_table
 
 if TYPE_CHECKING:
     from surefoot.core.traces import TracedRow
@@ -84,9 +85,13 @@ def samples_in(folder: Path) -> list[Path]:
 
 
 def read_samples(file: Path) -> list[dict[str, Any]]:
-    """The responses in a file of samples; numbers that are not finite are None, and lines that are no object are left out."""
+    """The responses in a file of samples; numbers that are not finite are None, and lines that are no object are left out.
+
+    Raises SurefootError if the file is not what the run wrote.
+    """
     samples = []
-    for line in read_text(file, errors="replace").split("\n"):  # "\n" alone: a model may write other line ends
+    text = read_listed(file).decode("utf-8", errors="replace")
+    for line in text.split("\n"):  # "\n" alone: a model may write other line ends
         with suppress(ValueError):
             samples.append(parsed(line, partial(json.loads, parse_constant=lambda _: None)))
     return [sample for sample in samples if isinstance(sample, dict)]
@@ -102,7 +107,7 @@ def read_trackers(run: Path) -> dict[str, dict[str, Any]]:
     """The entries of trackers.json: ``identity``, and ``failed`` if an error stopped the tracker; empty if it is damaged."""
     with suppress(SurefootError):
         if (run / TRACKERS_FILE).is_file():
-            return {name: entry for name, entry in read_table(run / TRACKERS_FILE).items() if isinstance(entry, dict)}
+            return {name: entry for name, entry in read_listed_table(run / TRACKERS_FILE).items() if isinstance(entry, dict)}
     return {}
 
 

@@ -23,11 +23,11 @@ from surefoot.core.distributed import on_first
 from surefoot.core.ranks import join_ranks
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import read_table, read_toml, write_text, writing
+from surefoot.files import read_toml, writing
 from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
-from surefoot.language.data.rows import write_rows
+from surefoot.language.data.rows import rows_text
 from surefoot.language.data.sources import Source, open_rows, read_rows
 from surefoot.language.models.language_model import errors_for, load_language_model, model_folder
 from surefoot.language.models.loading import context_length
@@ -41,6 +41,7 @@ from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
 from surefoot.runs.folder import FREE, RunFolder, folder_lock, match_settings
 from surefoot.runs.reading import FINISHED
+from surefoot.store.manifest import check_listed, read_listed_table, write_listed
 
 HELD_OUT = 5
 """one fresh pair in so many is held out in its round to evaluate the reward models; later rounds train on it"""
@@ -210,7 +211,7 @@ def _round(
 
     def finish() -> dict[str, Any]:
         report = {"round": number, "folder": str(here), **_evaluate(settings, folder, number), "training_pairs": pairs}
-        write_text(here / "round.json", json.dumps(report, indent=1))
+        write_listed(here / "round.json", json.dumps(report, indent=1))
         return report
 
     return on_first(finish)
@@ -221,10 +222,7 @@ def _report(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     remedy = "remove this file and repeat the command, which evaluates the round again"
-    try:
-        report = read_table(file)
-    except SurefootError as error:
-        raise SurefootError(f"{error}; {remedy}") from None
+    report = read_listed_table(file, remedy)
     counts = ("round", "fresh_pairs", "accuracy_before", "accuracy")
     wrong = [name for name in counts if not isinstance(report.get(name), (int, float))]
     for name in CHANGES:
@@ -248,9 +246,12 @@ def _label(settings: RoundsSettings, folder: Path, number: int, log: Callable[[s
         )
         fresh = _fresh_pairs(settings, folder, number, log)
         held_out, new = fresh[::HELD_OUT], [row for index, row in enumerate(fresh) if index % HELD_OUT]
-        write_rows(here / "held_out_pairs.jsonl", held_out)
-        write_rows(here / "all_pairs.jsonl", [*([] if settings.new_only else _old_pairs(settings, folder, number)), *new])
-        write_rows(here / "pairs.jsonl", new)
+        write_listed(here / "held_out_pairs.jsonl", rows_text(held_out))
+        everything = [*([] if settings.new_only else _old_pairs(settings, folder, number)), *new]
+        write_listed(here / "all_pairs.jsonl", rows_text(everything))
+        write_listed(here / "pairs.jsonl", rows_text(new))
+    for name in ("held_out_pairs.jsonl", "all_pairs.jsonl", "pairs.jsonl"):
+        check_listed(here / name)
     return len(read_rows(here / "all_pairs.jsonl"))
 
 

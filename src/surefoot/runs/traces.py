@@ -16,11 +16,11 @@ from torch import Tensor
 from surefoot.core.sharding.files import host_copies, tensor_bytes
 from surefoot.core.traces import WITH_GRADIENT, Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import FULL, parsed, write_bytes, write_text, writing
+from surefoot.files import FULL, parsed, writing
 from surefoot.runs.checkpoint import pack, unpack
 from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, Sample, UpdateEnd
 from surefoot.runs.reading import SAMPLES, TRACE, samples_in, traces_in
-from surefoot.store.manifest import clear
+from surefoot.store.manifest import MANIFEST, check_listed, clear, write_listed
 from surefoot.store.tensors import open_tensors
 
 FORMAT = 1
@@ -61,7 +61,7 @@ class TraceFolder:
         path = self.folder / f"{trace.steps}{TRACE}"
         with writing(path, FULL):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, content)
+            write_listed(path, content)
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
@@ -98,7 +98,7 @@ class SampleFolder:
         path = self.folder / f"{steps}{SAMPLES}"
         with writing(path, FULL):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
+            write_listed(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
 
 
 def remove_later(paths: Iterable[Path], steps: int) -> None:
@@ -127,6 +127,7 @@ def read_trace(path: str | Path) -> Trace:
     True
     """
     path = Path(path)
+    _check(path)
     try:
         with open_tensors(path) as file:
             header = parsed(file.metadata()[HEADER])
@@ -144,12 +145,19 @@ def read_trace(path: str | Path) -> Trace:
         raise SurefootError(f"{path}: is not a readable trace ({cause_of(error)})") from None
 
 
+def _check(path: Path) -> None:
+    """Raise SurefootError for a trace in a run that is not as the run wrote it. One that was copied alone can't be compared."""
+    if path.exists() and (path.with_name(MANIFEST).exists() or (path.parent.parent / "config.toml").exists()):
+        check_listed(path)
+
+
 def clipped_samples(path: Path) -> list[tuple[int, int]]:
     """For each row of a trace: how many samples had no gradient, and how many there are. Reads only what this needs.
 
     A sample is one visit of a step. Raises SurefootError when the file is not a trace.
     """
     counts: list[tuple[int, int]] = []
+    _check(path)
     try:
         with open_tensors(path) as file:
             names = set(file.keys())

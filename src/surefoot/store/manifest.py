@@ -31,6 +31,8 @@ MANIFEST, LISTING = "manifest.json", "surefoot.json"
 """names of a manifest: beside the files, and in a repository of the hub"""
 REMEDY = "; "
 """begins the remedy in a message"""
+AGAIN = "copy it again, or remove it"
+"""remedy for a file that is not what was written"""
 AT_ONCE = 16
 """threads for file operations"""
 OTHERS = ("config.toml", "config.json", "adapter_config.json")
@@ -207,46 +209,45 @@ def _kept(manifest: Path) -> Listed:
 
 
 def _rewrite(manifest: Path, files: Listed) -> None:
+    files = dict(sorted(files.items()))  # the same files, the same bytes
     write_text(manifest, json.dumps({"format": FORMAT, "files": files}, indent=1))
 
 
 def check_listed(path: Path) -> None:
     """Raise SurefootError unless a file is what the manifest of its folder has, or that of the repository it is in."""
     if problem := fault_of_file(path, _entry(path)):
-        raise SurefootError(f"{path}: {problem}; copy it again, or remove it")
+        raise SurefootError(f"{path}: {problem}; {AGAIN}")
 
 
-def read_listed(path: Path) -> bytes:
+def read_listed(path: Path, remedy: str = AGAIN) -> bytes:
     """The content of a file, compared with the manifest of its folder. Raises SurefootError if it differs."""
-    content, expected = read_bytes(path), _entry(path)
+    content, expected = read_bytes(path), _entry(path, remedy)
     if hashlib.sha256(content).hexdigest() not in _allowed(expected, "sha256"):
-        raise SurefootError(f"{path}: does not match its SHA-256 (changed or damaged); copy it again, or remove it")
+        raise SurefootError(f"{path}: does not match its SHA-256 (changed or damaged); {remedy}")
     return content
 
 
-def read_listed_table(path: Path) -> dict[str, Any]:
+def read_listed_table(path: Path, remedy: str = AGAIN) -> dict[str, Any]:
     """The table in a JSON file, compared with the manifest of its folder. Raises SurefootError if it differs, or is none."""
     try:
-        value = parsed(read_listed(path).decode("utf-8"))
+        value = parsed(read_listed(path, remedy).decode("utf-8"))
     except ValueError as error:
         if isinstance(error, SurefootError):
             raise
-        raise SurefootError(f"{path}: can't be read ({cause_of(error)})") from None
+        raise SurefootError(f"{path}: can't be read ({cause_of(error)}); {remedy}") from None
     if not isinstance(value, dict):
-        raise SurefootError(f"{path}: can't be read (it has a {type(value).__name__} instead of a table)")
+        raise SurefootError(f"{path}: can't be read (it has a {type(value).__name__} instead of a table); {remedy}")
     return value
 
 
-def _entry(path: Path) -> dict[str, Any]:
-    """What a manifest has of a file."""
+def _entry(path: Path, remedy: str = AGAIN) -> dict[str, Any]:
+    """What a manifest has of a file. Raises SurefootError if none lists it."""
     folder, name = path.parent, path.name
     places = [(folder / MANIFEST, name), (folder / LISTING, name), (folder.parent / LISTING, f"{folder.name}/{name}")]
     for manifest, listed in places:
         if manifest.exists() and (entry := listed_files(manifest).get(listed)) is not None:
             return entry
-    raise SurefootError(
-        f"{path}: is not in {folder / MANIFEST}, so the run did not write it; copy the whole folder, or remove it"
-    )
+    raise SurefootError(f"{path}: is not in {folder / MANIFEST}, so no run wrote it; {remedy}")
 
 
 # ---- writing folders ----------------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ from surefoot.compare.statistics import mean, number, numbers
 from surefoot.compare.tune.study import Plan, Study, usable_database
 from surefoot.core.rollout import EvaluationReport
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import read_table
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.runs.callbacks import Callback, Run
 from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.display import joined
 from surefoot.runs.reading import FINISHED
+from surefoot.store.manifest import read_listed_table
 
 if TYPE_CHECKING:
     import optuna
@@ -143,7 +143,7 @@ def train_run(path: Path, recipe: Recipe, parent: Parent, *callbacks: Callback) 
 def best_score(path: Path) -> float | None:
     """The best score of a run's evaluations, by which it chose ``best/``; None without one."""
     checkpoint = latest_checkpoint(path / "checkpoints")
-    return None if checkpoint is None else read_table(checkpoint / "progress.json").get("best")
+    return None if checkpoint is None else read_listed_table(checkpoint / "progress.json").get("best")
 
 
 def _short(value: Any) -> str:

@@ -33,7 +33,12 @@ class Row:
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write JSON lines atomically."""
-    write_text(Path(path), "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+    write_text(Path(path), rows_text(rows))
+
+
+def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as JSON lines."""
+    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
 def json_type(value: Any) -> str:

@@ -18,7 +18,6 @@ from typing import Any, cast
 from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import tracker_failed
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import to_table
 from surefoot.runs.events import (
@@ -35,6 +34,8 @@ from surefoot.runs.events import (
 from surefoot.runs.reading import TRACKERS_FILE, read_samples, read_trackers, samples_in
 from surefoot.runs.trackers.interface import TRACKERS, TrackedRun, Tracker, TrackerModule
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
+from surefoot.store.manifest import write_listed
+from surefoot.store.public import public_table
 
 IN_THIS_THREAD = ("tensorboard", "trackio")
 """these return at once: one writes a file, the other has its own thread, and prints unless its output is redirected here"""
@@ -61,7 +62,8 @@ def tracker_listeners(recipe: Recipe, folder: Path, report: Callable[[Finding], 
     if not recipe.trackers:
         return []
     group = recipe.tracking.group or f"{recipe.trained}-{recipe.algorithm.lower()}"
-    table, state, rows = to_table(recipe), read_trackers(folder), read_metrics(folder / FILE)
+    table, _ = public_table(to_table(recipe), places=True)
+    state, rows = read_trackers(folder), read_metrics(folder / FILE)
     steps = rows[-1]["steps"] if rows else 0
 
     def delivery(name: str) -> Delivery:
@@ -86,7 +88,7 @@ def _write(folder: Path, name: str, **changes: Any) -> None:
         table = read_trackers(folder)
         entry = {**table.get(name, {}), **changes}
         table = {**table, name: {field: value for field, value in entry.items() if value is not None}}
-        write_text(folder / TRACKERS_FILE, json.dumps(table, indent=1))
+        write_listed(folder / TRACKERS_FILE, json.dumps(table, indent=1))
 
 
 class Delivery:

@@ -25,7 +25,7 @@ class TrackedRun:
 
     recipe: Recipe
     table: Mapping[str, Any]
-    """the recipe as plain tables"""
+    """the recipe as plain tables, without arguments that may be secret"""
     folder: Path
     steps: int
     """of the last row in metrics.jsonl when this process began; 0 without one"""

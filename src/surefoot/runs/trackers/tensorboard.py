@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from surefoot.diagnostics import Finding
 from surefoot.files import open_file
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import to_toml
 from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
 
@@ -36,7 +37,7 @@ class TensorBoard:
         # Hides what follows in older files: rows of a killed process, and parts of a row.
         self.writer = SummaryWriter(str(run.folder), purge_step=max(1, self.last_step + 1))
         if not continued:
-            self.writer.add_text("recipe", f"```toml\n{to_toml(run.recipe)}```", 0)
+            self.writer.add_text("recipe", f"```toml\n{tomli_w.dumps(dict(run.table))}```", 0)
 
     def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """Write and flush: a checkpoint follows only rows that are in the file."""
