@@ -201,6 +201,9 @@ def test_password_in_a_url_is_rejected_and_not_repeated() -> None:
         "primaryKey=s3cret",
         "code=s3cret0123456789abcdefgh",
         "s3cret0123456789abcdefgh",
+        "jwt=s3cret",
+        "cookie=s3cret",
+        "session=s3cret",
     ],
 )
 def test_secret_in_the_query_of_a_url_is_rejected_and_not_repeated(query: str) -> None:
@@ -213,7 +216,14 @@ def test_secret_in_the_query_of_a_url_is_rejected_and_not_repeated(query: str) -
 
 @pytest.mark.parametrize(
     "query",
-    ["model=judge-70b-instruct", "max_tokens=8", "keyword=blue", "monkey=1", "v=1.2.3", "sort_key=date", "partitionKey=id"],
+    [
+        "model=judge-70b-instruct",
+        "maxTokens=8",
+        "api-version=2024-06-01",
+        "v=1.2.3",
+        "sort_key=date",
+        "partitionKey=id",
+    ],
 )
 def test_harmless_query_parameters_are_allowed(query: str) -> None:
     assert http_client.url_complaint(f"https://host/score?{query}") == ""

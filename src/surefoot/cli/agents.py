@@ -180,6 +180,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
 @click.option("--film", is_flag=True, help="Agents: record an episode, if the run has no video of this checkpoint.")
 @click.option("--no-samples", is_flag=True, help="Language: leave out the responses of the last evaluation.")
 @click.option("--license", metavar="ID", help="Licence in the card, by the hub's name, such as apache-2.0.")
+@click.option("--publish", multiple=True, metavar="NAME", help="Publish this argument of the recipe too.")
 @click.option("--message", default="Upload by surefoot push", show_default=True, help="Message of the commit.")
 def push(
     run: Path,

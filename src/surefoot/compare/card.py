@@ -1,17 +1,17 @@
 """Write the repository of a run for the Hugging Face hub: model card, curves, recipe without places, and the agent or model.
 
-What belongs to this machine stays here: folders in the recipe become file names, tracker settings and passwords are removed.
-Every removal is reported. Logs of trackers, traces and the state of the optimizer are never copied.
+What belongs to this machine stays here: folders in the recipe become file names, tracker settings are removed, and so is every
+argument that ``store.public`` does not list as harmless. Every removal is reported. Logs of trackers, traces and the state of
+the optimizer are never copied.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePath, PureWindowsPath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
 
 from surefoot import __version__
 from surefoot.compare.plots import PANELS
@@ -31,6 +31,7 @@ from surefoot.runs.hub import CARD, HubName, card_header, is_hub_name, parse_nam
 from surefoot.runs.reading import samples_in
 from surefoot.runs.trackers.metrics_jsonl import FILE
 from surefoot.store.manifest import MANIFEST
+from surefoot.store.public import ENVIRONMENT, REMOVED, TOKEN, public_table
 from surefoot.terminal import visible, visible_lines
 
 if TYPE_CHECKING:
@@ -41,12 +42,6 @@ VIDEO = "replay.mp4"
 CURVES, SHOWN_CURVES = "curves", 4
 SHOWN_SAMPLES, LONGEST_TEXT = 3, 600
 """samples in the card, and characters of each text"""
-TOKEN = re.compile(r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16})")
-KEYS = r"passw|passphrase|pwd|credential|authorization|bearer|(?:api|access|private|secret|auth|openai|anthropic|hf|wandb)_?key"
-SECRET = re.compile(rf"(?i){KEYS}|secret|(?<!eos_)(?<!bos_)(?<!pad_)(?<!end_)(?<!stop_)token(?!i[sz])")
-"""names of arguments (of environments, reward functions and conversations) whose text is not published"""
-SECRET_NUMBER = re.compile(rf"(?i){KEYS}|secret(?!_)|(?:auth|access|api)_?token")
-"""names of arguments whose numbers are not published; max_tokens and token_id are"""
 ESCAPED = re.compile(r"\\(?:[nrtbf]|u[0-9a-fA-F]{4})")
 """line breaks, tabs and letters in strings of JSON and TOML"""
 TASKS = {"control": "reinforcement-learning", "reward": "text-classification"}
@@ -71,6 +66,8 @@ class Options:
     """publish the responses of the last evaluation"""
     license: str | None = None
     """the hub's name of a licence, such as apache-2.0"""
+    publish: Collection[str] = ()
+    """names of arguments in the recipe that may be published although they are not known to be harmless"""
 
 
 def write_repository(path: Path, folder: Path, name: str, options: Options) -> list[str]:
@@ -83,7 +80,7 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
     """
     run = read_run(path)
     checkpoint = chosen_checkpoint(path, options.checkpoint)
-    recipe, notes = public_recipe(make_recipe(read_toml(path / "config.toml")))
+    recipe, notes = public_recipe(make_recipe(read_toml(path / "config.toml")), options.publish)
     card = Card(run, recipe, name, int(checkpoint.name), options.license)
     result = api.load_result(load_checkpoint(checkpoint), checkpoint)
     if isinstance(result, Agent):
@@ -113,9 +110,8 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """What results depend on besides the recipe, without the command, its folder and the user's repository."""
-    hidden = ("command", "working_folder", "git", "preset")
-    return {key: value for key, value in run.environment.items() if key not in hidden}
+    """What results depend on besides the recipe and may be published."""
+    return {key: run.environment[key] for key in ENVIRONMENT if key in run.environment}
 
 
 def _copy_video(path: Path, checkpoint: Path, agent: Agent, folder: Path, options: Options) -> list[str]:
@@ -135,49 +131,22 @@ def _copy_video(path: Path, checkpoint: Path, agent: Agent, folder: Path, option
 # ---- what belongs to this machine -------------------------------------------------------------------------------------
 
 
-def public_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe without folders, passwords and tracker settings, and a line for every field that was changed."""
-    notes: list[str] = []
+def public_recipe(recipe: Recipe, also: Collection[str] = ()) -> tuple[Recipe, list[str]]:
+    """The recipe as it may be published, without tracker settings, and a line for every field that was changed.
 
-    def clean(value: Any, field: str, free: bool) -> Any:
-        if isinstance(value, dict):
-            inside = free or field == "environment" or field.endswith(".arguments")
-            return {key: clean(part, f"{field}.{key}" if field else key, inside) for key, part in value.items()}
-        if isinstance(value, list):
-            return [clean(part, f"{field}.{index}", free) for index, part in enumerate(value)]
-        if value is None or isinstance(value, bool):
-            return value
-        secret = free and (SECRET if isinstance(value, str) else SECRET_NUMBER).search(field) is not None
-        if not isinstance(value, str):
-            shown = "removed" if secret else value
-        else:
-            shown = "removed" if secret or TOKEN.search(value) else without_place(value)
-        if shown != value:
-            notes.append(f"config.toml: {field} is {shown!r}, without what belongs to this machine")
-        return shown
-
-    table = clean(to_table(recipe), "", False)
-    if table["trackers"]:
-        notes.append("config.toml: has no trackers")
-    plain = {name: value for name, value in table.items() if name not in ("trackers", "tracking")}
+    also   names of arguments that may be published, besides those of ``HARMLESS``
+    """
+    table = to_table(recipe)
+    notes = ["config.toml: has no trackers"] if table["trackers"] else []
+    plain, changed = public_table({key: value for key, value in table.items() if key not in ("trackers", "tracking")}, also)
+    for field, shown in changed.items():
+        why = (
+            f"to publish it, add --publish {field.rpartition('.')[2]}"
+            if shown == REMOVED
+            else "without what belongs to this machine"
+        )
+        notes.append(f"config.toml: {field} is {shown!r}, {why}")
     return make_recipe(plain), notes
-
-
-def without_place(text: str) -> str:
-    """A value of a recipe without the folders of this machine: the last part of a path, an address without its password."""
-    if is_hub_name(text):  # the @ of a revision is no password
-        return text
-    if re.match(r"(?i)[a-z][a-z0-9+.-]*://", text):
-        parts = urlsplit(text)
-        if parts.scheme == "file":
-            return PurePath(parts.path).name
-        host = parts.netloc.rpartition("@")[2]
-        return urlunsplit((parts.scheme, host, parts.path, "", "")) if host != parts.netloc or parts.query else text
-    if re.match(r"[A-Za-z]:[\\/]|\\\\", text):
-        return PureWindowsPath(text).name
-    if text.startswith(("/", "~", "..")):
-        return PurePath(text).name
-    return text
 
 
 def check_no_places(folder: Path, run: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
 from surefoot import __version__
 from surefoot.compare.across_tasks import AGGREGATES, TaskComparison
@@ -45,7 +46,8 @@ from surefoot.errors import missing_extra, to_install
 from surefoot.files import write_bytes, write_text
 from surefoot.recipes.base import SCHEDULES
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.reading import flatten, to_toml
+from surefoot.recipes.reading import flatten, to_table
+from surefoot.store.public import ENVIRONMENT, REMOVED, public_table
 from surefoot.terminal import visible
 
 Draw = Callable[[dict[str, Any], Path], None]
@@ -445,14 +447,18 @@ def _recipes(runs: Sequence[Run]) -> Iterable[str]:
     if len(runs) > 1:
         differing = differences_between([{**distinguishing_fields(run.recipe), "seed": run.recipe.seed} for run in runs])
         if differing:
-            rows = [[_text(field), *(_text(_plain(value)) for value in values)] for field, values in differing.items()]
+            hidden = {field for run in runs for field in public_table(to_table(run.recipe), places=True)[1]}
+            shown = {field: [REMOVED] * len(runs) if field in hidden else values for field, values in differing.items()}
+            rows = [[_text(field), *(_text(_plain(value)) for value in values)] for field, values in shown.items()]
             yield _html_table(["field", *(run.name for run in runs)], rows)
         else:
             yield "<p>All recipes are the same.</p>"
     for run in runs:
-        table = "\n".join(map(_text, to_toml(run.recipe).split("\n")))
+        public, hidden_here = public_table(to_table(run.recipe), places=True)
+        table = "\n".join(map(_text, tomli_w.dumps(public).split("\n")))
         if run.changed:
-            yield f"<p>{_text(run.name)}: config.toml has changed since the checkpoint: {_text('; '.join(run.changed))}</p>"
+            lines = [line if (field := line.partition(": ")[0]) not in hidden_here else field for line in run.changed]
+            yield f"<p>{_text(run.name)}: config.toml has changed since the checkpoint: {_text('; '.join(lines))}</p>"
         yield f"<details><summary>{_text(run.name)}: config.toml</summary><pre>{table}</pre></details>"
 
 
@@ -464,8 +470,8 @@ def _plain(value: Any) -> str:
 
 def _environment(runs: Sequence[Run]) -> str:
     """A table of environment.json, without the folder in which the run was started: a page may be published."""
-    hidden = ("command", "working_folder", "seed")
-    tables = [dict(flatten({key: value for key, value in run.environment.items() if key not in hidden})) for run in runs]
+    shown = {"git", "preset", *ENVIRONMENT} - {"seed"}
+    tables = [dict(flatten({key: value for key, value in run.environment.items() if key in shown})) for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [[_text(name), _text(", ".join(dict.fromkeys(_plain(table.get(name)) for table in tables)))] for name in names]
     return _html_table(["", ""], rows) if rows else '<p class="soft">environment.json can’t be read.</p>'

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import require_package
 from surefoot.language.calls import DeadlineExceeded
+from surefoot.store.public import RANDOM_VALUE, is_harmless
 
 if TYPE_CHECKING:
     import ssl
@@ -28,13 +29,6 @@ EXCERPT = 80
 """characters of a response that a message quotes"""
 RESUME, REPEAT = "then resume from the last checkpoint", "then repeat the command"
 """what to do once a reward is fixed: in a run, and in a command without checkpoints"""
-SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "pwd", "auth", "authorization", "credential", "credentials"}
-SECRET |= {"sig", "signature", "sas", "jwt", "bearer", "accesskey", "accesstoken", "subscriptionkey"}
-"""words that name a secret in the query of a URL"""
-HARMLESS = re.compile(r"\b(?:cache|column|foreign|group|index|order|partition|public|row|sort)[\W_]*key\b")
-"""names of keys that are no secret"""
-RANDOM_VALUE = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{20,}")
-"""a generated value: a run of 20 or more letters and digits, with at least one of each"""
 
 
 @functools.cache
@@ -187,7 +181,7 @@ def url_complaint(url: str) -> str:
         return "is no address of a server; use one such as http://localhost:8000/score"
     if (name := secret_in(parts.query)) is not None:
         return (
-            f"its query contains {name!r}, which looks like a secret that every run would store; use token_from with an "
+            f"its query contains {name!r}, which may be a secret, and every run would store it; use token_from with an "
             "environment variable, and arguments for what is not secret"
         )
     if parts.fragment:
@@ -196,14 +190,12 @@ def url_complaint(url: str) -> str:
 
 
 def secret_in(query: str) -> str | None:
-    """The first name in a query that is a word for a secret, or whose value looks like one; None without any."""
+    """The first name in a query that is not known to be harmless, or whose value looks generated; None without any."""
     for name, value in parse_qsl(query, keep_blank_values=True):
-        words = HARMLESS.sub("", re.sub(r"([a-z\d])([A-Z])", r"\1 \2", name).lower())
-        named = SECRET & {*re.findall(r"[a-z]+", words), re.sub(r"[^a-z]", "", words)}
-        if named or RANDOM_VALUE.search(value):
-            return name if not RANDOM_VALUE.search(name) else "…"
-        if not value and RANDOM_VALUE.search(name):  # a query that is nothing but the secret
+        if RANDOM_VALUE.search(name):  # a query that is nothing but the secret
             return "…"
+        if not is_harmless(name) or RANDOM_VALUE.search(value):
+            return name
     return None
 
 
