@@ -15,9 +15,11 @@ from safetensors.torch import save
 import surefoot
 from surefoot import Callback, SurefootError
 from surefoot.core.sharding.files import tensor_bytes, write_tensors
+from surefoot.runs import checkpoint as checkpoints
 from surefoot.runs import session as sessions
 from surefoot.runs.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
 from surefoot.runs.session import saving
+from surefoot.runs.trackers.metrics_jsonl import read_metrics
 from surefoot.store.manifest import fault_of
 
 FIELDS = {
@@ -74,12 +76,12 @@ class Watching(Callback):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it(plain, tmp_path, monkeypatch):
-    held = Held("128", 192)
+    held = Held("256", 320)  # the one after the first, which is waited for
     watching = Watching(held)
     monkeypatch.setattr(saving, "write_snapshot", held.write)
     train(tmp_path / "run", callbacks=watching)
-    assert held.held == ["128"]
-    assert watching.lines.index(("checkpoint", "128")) > watching.lines.index(("iteration", 192))
+    assert held.held == ["256"]
+    assert watching.lines.index(("checkpoint", "256")) > watching.lines.index(("iteration", 320))
     assert [name for what, name in watching.lines if what == "checkpoint"] == ["128", "256", "384", "512"]
     for steps in ("128", "256", "512"):
         parts = [load_checkpoint(run / "checkpoints" / steps) for run in (plain, tmp_path / "run")]
@@ -146,6 +148,24 @@ def test_a_kill_while_a_checkpoint_waits_to_be_written_continues_from_the_one_be
     assert checkpoints_in(tmp_path / "run" / "checkpoints")[-1].name == "256"
     surefoot.resume(tmp_path / "run")
     assert_same(outcome(plain), outcome(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("fault", ["on the disk", "in what is written"])
+def test_a_run_reads_its_first_checkpoint_back_before_it_goes_on(fault, tmp_path, monkeypatch):
+    def write(folder, snapshot):
+        write_snapshot(folder, snapshot)
+        if fault == "on the disk":
+            file = folder / "learner.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+
+    def write_tensor(tensors, path):
+        write_tensors({name: x * 0 if fault == "in what is written" else x for name, x in tensors.items()}, path)
+
+    monkeypatch.setattr(saving, "write_snapshot", write)
+    monkeypatch.setattr(checkpoints, "write_tensors", write_tensor)
+    with pytest.raises(SurefootError, match=r"checkpoints/128: can't be read back as it was saved \(\w+\.safetensors"):
+        train(tmp_path / "run", evaluation={"episodes": 0})
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2, "nothing was trained on top of it"
 
 
 def test_an_error_of_training_keeps_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):

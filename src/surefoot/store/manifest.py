@@ -312,6 +312,12 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def forget(path: Path) -> None:
+    """Make the next read of a file that is on the disk come from there, where the system can do that."""
+    with contextlib.suppress(OSError, AttributeError), open_file(path) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def clear(folder: Path) -> None:
     """Remove what a kill left half-written or half-removed."""
     for path in folder.glob(".*.tmp"):

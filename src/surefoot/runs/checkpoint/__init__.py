@@ -9,6 +9,7 @@ not a checkpoint, so a kill at any moment leaves either the old ones or the old 
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +24,8 @@ from surefoot.core.sharding import Shard
 from surefoot.core.sharding.files import RankShards, StoredTensor, host_copies, stored_tensors, write_tensors
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_json, read_table, steps_named
-from surefoot.store.manifest import MANIFEST, REMEDY, atomic_folder, clear, fault_of, listed_files, remove_folder
-from surefoot.store.tensors import read_tensors
+from surefoot.store.manifest import MANIFEST, REMEDY, atomic_folder, clear, fault_of, forget, listed_files, remove_folder
+from surefoot.store.tensors import open_tensors, read_tensors
 
 CheckpointParts = Mapping[str, Any]
 
@@ -80,6 +81,30 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
                 write_tensors(snapshot.tensors[name], temporary / f"{name}.safetensors")
         for file in snapshot.shards:
             os.rename(shards_folder(folder) / file, temporary / file)
+
+
+def check_written(folder: Path, snapshot: Snapshot) -> None:
+    """Read a checkpoint back from the disk, past the memory that the kernel keeps of it, and compare it with what was saved.
+
+    Raises SurefootError if a byte differs.
+    """
+    for path in folder.iterdir():
+        forget(path)
+    fault = fault_of(folder)
+    for name, skeleton in () if fault else snapshot.skeletons.items():
+        if read_json(folder / f"{name}.json") != json.loads(json.dumps(skeleton)):
+            fault = f"{name}.json is not what was saved"
+        saved = snapshot.tensors[name]
+        with open_tensors(folder / f"{name}.safetensors") if saved else nullcontext() as file:
+            for key, tensor in saved.items():
+                back = file.get_tensor(key)
+                same = (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+                if not same or not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
+                    fault = f"{name}.safetensors: {key} is not what was saved"
+    if fault:
+        raise SurefootError(
+            f"{folder}: can't be read back as it was saved ({fault}); check the disk, or choose another --run-dir"
+        )
 
 
 def save_checkpoint(folder: Path, parts: CheckpointParts) -> None:

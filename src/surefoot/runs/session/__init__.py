@@ -453,7 +453,7 @@ class Session:
         def clean(written: Path) -> None:
             prune(written.parent, self.recipe.checkpoint.keep)
 
-        self.saver.copy(path, lambda: self._checkpoint_parts(collector), clean, self.metrics_file)
+        self.saver.copy(path, lambda: self._checkpoint_parts(collector), clean, self.metrics_file, resumable=True)
 
     def _publish_checkpoint(self, path: Path) -> None:
         """Publish a checkpoint that is on the disk now, but not the best one."""

@@ -9,7 +9,7 @@ from typing import Any
 from surefoot.core.distributed import exchange, from_first, rank, thread_group, together
 from surefoot.core.ranks import rank_timeout
 from surefoot.core.sharding.files import RankShards, shards_of_rank
-from surefoot.runs.checkpoint import Snapshot, shards_folder, take_snapshot, write_snapshot
+from surefoot.runs.checkpoint import Snapshot, check_written, shards_folder, take_snapshot, write_snapshot
 from surefoot.runs.checkpoint.writer import CheckpointWriter, Writing
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
 
@@ -26,6 +26,9 @@ class Saver:
         self.writer = CheckpointWriter(rank(), thread_group(rank_timeout()) if sharded else None)
         self.copies: list[Writing] = []
         """of this iteration, whose end begins to write them"""
+        self.reads_back = True
+        """whether the next checkpoint to resume from is the first, which is read back before the run goes on"""
+        self.waits = False
 
     def copy(
         self,
@@ -33,12 +36,14 @@ class Saver:
         parts: Callable[[], dict[str, Any]],
         clean: Callable[[Path], None],
         metrics: MetricsFile | None = None,
+        resumable: bool = False,
     ) -> None:
         """Copy the parts of a checkpoint, once the one before is on the disk. ``write`` begins to write the copy.
 
         folder    of the checkpoint; None on a rank that does not commit it
         clean     removes what it replaces
         metrics   the rows that it continues
+        resumable   whether runs resume from it; the first such checkpoint of a process is read back
         """
         with together():
             self._report(self.writer.wait())
@@ -56,15 +61,19 @@ class Saver:
         with together():
             if folder is not None:
                 snapshot = take_snapshot(own, everyone, None if metrics is None else metrics.fingerprint())
-                commit = partial(_commit, folder, snapshot, metrics, clean)
+                commit = partial(_commit, folder, snapshot, metrics, clean, resumable and self.reads_back)
+        self.waits = self.waits or (resumable and self.reads_back)
+        self.reads_back = self.reads_back and not resumable
         if place is not None:
             self.copies.append(Writing(place, commit, shards))
 
     def write(self) -> None:
-        """Begin to write the copies."""
+        """Begin to write the copies; wait for the first checkpoint, which is read back."""
         if self.copies:
             self.writer.begin(self.copies)
-        self.copies = []
+        self.copies, waits, self.waits = [], self.waits, False
+        if waits:
+            self.wait()
 
     def report(self) -> None:
         """Report the checkpoints that have been written since the last call. Raises an error of the thread."""
@@ -84,9 +93,13 @@ class Saver:
             self.on_disk(path)
 
 
-def _commit(folder: Path, snapshot: Snapshot, metrics: MetricsFile | None, clean: Callable[[Path], None]) -> None:
-    """Write a checkpoint whose shards are on the disk, and remove what it replaces."""
+def _commit(
+    folder: Path, snapshot: Snapshot, metrics: MetricsFile | None, clean: Callable[[Path], None], read_back: bool
+) -> None:
+    """Write a checkpoint whose shards are on the disk, read it back if asked to, and remove what it replaces."""
     if metrics is not None:
         metrics.flush()
     write_snapshot(folder, snapshot)
+    if read_back:
+        check_written(folder, snapshot)
     clean(folder)
