@@ -255,6 +255,33 @@ def test_a_run_that_an_error_ended_and_that_was_resumed_is_in_a_store_with_each_
     assert_each_step_is_there_once(READERS[name](run), expected)
 
 
+def test_runs_that_the_program_has_open_stay_its_own(offline, monkeypatch):
+    """Also the trial of a sweep, whose id W&B would give every run of the process; in the steps that the program has reached."""
+    import mlflow
+    import trackio
+    import wandb
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{offline / 'mlflow.db'}")
+    monkeypatch.setattr(wandb.setup().settings, "sweep_id", "asweep")
+    mine = wandb.init(project="p", dir=str(offline), id="mine", settings=wandb.Settings(silent=True, console="off"))
+    trial = trackio.init(project="mine", name="mine", embed=False)
+    mine.log({"before": 1.0}, step=1000)
+    before = dict(os.environ)
+    with mlflow.start_run() as parent:
+        surefoot.train("CartPole-v1", **FIELDS | {"steps": 256}, run_dir=offline / "run", trackers=list(READERS), display=False)
+        assert mlflow.active_run().info.run_id == parent.info.run_id
+        assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {}
+    assert wandb.run is mine
+    mine.log({"score": 2.0})
+    mine.finish()
+    trackio.log({"score": 2.0})
+    trial.finish()
+    trackio.context_vars.current_run.set(None)
+    for name, rows in READERS.items():
+        assert [row["steps"] for row in rows(offline / "run")] == [64, 128, 192, 256], name
+    assert identity(offline / "run", "wandb")["id"] != mine.id
+
+
 def test_closing_an_offline_run_of_wandb_waits_for_the_process_that_writes_its_file(tmp_path, monkeypatch):
     steps_in_file = iter([NOTHING, 64, 64, 128, 192])
     monkeypatch.setattr(wandb_tracker, "last_step_offline", lambda where, run_id: next(steps_in_file))

@@ -54,8 +54,8 @@ class MLflow:
     """A run of MLflow, resumed by its id; a value of a metric is at its number of steps."""
 
     def __init__(self, run: TrackedRun) -> None:
-        for name, value in DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        self.variables = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+        os.environ.update(self.variables)
         from mlflow import MlflowClient
 
         uri = os.environ.get("MLFLOW_TRACKING_URI") or run.saved.get("uri") or f"{SQLITE}{Path.cwd() / 'mlflow.db'}"
@@ -122,3 +122,5 @@ class MLflow:
     def close(self, failed: bool) -> None:
         """Set the run's status."""
         self.client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
+        for name in self.variables:
+            os.environ.pop(name, None)

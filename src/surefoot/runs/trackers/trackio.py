@@ -1,6 +1,7 @@
 """Trackio: a local database that ``trackio show`` reads, or a server or Space as its own variables say."""
 
 import contextlib
+import contextvars
 import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +24,12 @@ class Trackio:
     """A run of Trackio, resumed by its name; its id shows that no other run has taken the name."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import trackio
 
         project = run.recipe.tracking.project
         with _warnings_as_errors():
             self._open(run, run.saved.get("name") or _unused(run.name, project))
             if self.last_step >= 0 and run.saved.get("id", self.run.id) != self.run.id:
-                trackio.finish()  # another run has taken the name: the rows of this one go to a new run
+                self.run.finish()  # another run has taken the name: the rows of this one go to a new run
                 self._open(run, _unused(run.name, project))
         self.identity: dict[str, Any] = {"name": self.run.name, "id": self.run.id}
 
@@ -38,8 +38,9 @@ class Trackio:
 
         tracking = run.recipe.tracking
         config = run.flat_recipe | {"tags": list(tracking.tags)}
-        self.run = trackio.init(
-            project=tracking.project, name=name, group=run.group, config=config, resume="allow", embed=False
+        # In an empty context, because init ends the run of its own, which is the program's.
+        self.run = contextvars.Context().run(
+            trackio.init, tracking.project, name, run.group, config=config, resume="allow", embed=False
         )
         self.last_step = self.run._next_step - 1  # as init read it from the database or the server; there is no other way
 
@@ -71,11 +72,10 @@ class Trackio:
 
     def close(self, failed: bool) -> None:
         """Wait for the thread. Raises SurefootError if a row is missing in the local database."""
-        import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
         with _warnings_as_errors():
-            trackio.finish()
+            self.run.finish()
         if self.run._is_local:
             there = SQLiteStorage.get_last_step(self.run.project, run_id=self.run.id)
             if self.last_step >= 0 and there != self.last_step:

@@ -1,5 +1,6 @@
 """Weights & Biases, online or offline. Its files are in ``wandb/`` of the run's folder, unless WANDB_DIR is set."""
 
+import contextlib
 import os
 import secrets
 import struct
@@ -54,19 +55,23 @@ class WandB:
         self.identity: dict[str, Any] = {"id": run.saved.get("id") or secrets.token_hex(4)}
         self.where = Path(os.environ.get("WANDB_DIR") or run.folder)
         wait_for_new_folder(self.where, self.identity["id"])
-        self.run = wandb.init(
-            project=tracking.project,
-            id=self.identity["id"],
-            name=run.name,
-            group=run.group,
-            job_type=run.recipe.kind,
-            tags=list(tracking.tags),
-            dir=str(self.where),
-            config=dict(run.table),
-            mode=mode(),
-            resume=None if mode() == "offline" else "allow",
-            settings=wandb.Settings(silent=True, console="off", disable_code=True),
-        )
+        with _sweep_of_the_program():
+            self.run = wandb.init(
+                project=tracking.project,
+                id=self.identity["id"],
+                name=run.name,
+                group=run.group,
+                job_type=run.recipe.kind,
+                tags=list(tracking.tags),
+                dir=str(self.where),
+                config=dict(run.table),
+                mode=mode(),
+                resume=None if mode() == "offline" else "allow",
+                reinit="create_new",  # a run of the program stays open, and its own
+                settings=wandb.Settings(silent=True, console="off", disable_code=True),
+            )
+        self.identity["id"] = self.run.id  # in a sweep, that of its trial
+        _opened.add(self.run.id)
         self.last_step = last_step_offline(self.where, self.identity["id"]) if self.run.offline else self.run.starting_step - 1
 
     def log(self, steps: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
@@ -95,6 +100,25 @@ class WandB:
         self.run.finish(exit_code=int(failed))
         if self.run.offline:
             wait_for_row(self.where, self.identity["id"], self.last_step)
+
+
+_opened: set[str] = set()
+"""ids of this process's runs"""
+
+
+@contextlib.contextmanager
+def _sweep_of_the_program() -> Iterator[None]:
+    """Leave the trial of a sweep, whose id W&B would give every run, to a run of the program, or to an earlier one of ours."""
+    import wandb
+
+    settings = wandb.setup().settings
+    sweep = settings.sweep_id
+    if wandb.run is not None or settings.run_id in _opened:
+        settings.sweep_id = None
+    try:
+        yield
+    finally:
+        settings.sweep_id = sweep
 
 
 def wait_for_new_folder(where: Path, run_id: str) -> None:
