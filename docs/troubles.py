@@ -99,6 +99,11 @@ TROUBLES: dict[str, Symptoms] = {
             "how-to/write-a-reward.md",
             [rows(100, eos_rate=0.0, **SURE), rows(100, eos_rate=0.3, **SURE)],
         ),
+        "special_tokens_dropped": (
+            "The reward never sees `<answer>`",
+            "how-to/write-a-reward.md",
+            [rows(100, special_tokens=0.9, **SURE)],
+        ),
     },
     "A tracker lacks rows": {
         "tracker_failed": (

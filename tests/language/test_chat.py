@@ -133,7 +133,7 @@ TEXTS = st.text("ab\ufffd", max_size=12)
 
 @given(TEXTS, TEXTS, st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
 def test_streamed_text_is_never_revised(text: str, more: str, stop: list[str]) -> None:
-    from surefoot.language.sampling import cut_at_stop
+    from surefoot.language.sampling.ends import cut_at_stop
 
     if cut_at_stop(text, stop) == text:  # drawing ends with a stop string
         assert cut_at_stop(text + more, stop).startswith(stable_prefix(text, stop))

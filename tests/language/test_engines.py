@@ -12,6 +12,7 @@ from surefoot.language.data.tokens import Tokens
 from surefoot.language.sampling import choose_engine, row_chunks, sample
 from surefoot.language.sampling.choose_engine import InProcess
 from surefoot.language.sampling.continuous import Continuous
+from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Engine, Request, samples_of
 from surefoot.language.sampling.rows import CACHE_SHARE, row_bytes
 from surefoot.language.sampling.vllm import VllmServer
@@ -107,6 +108,18 @@ def test_responses_end_with_the_token_that_completes_a_stop_string(engine: Engin
         assert reason == ("stop" if complete or response[-1] == 1 else "length")
         ended += complete
     assert ended > 1
+
+
+def test_stop_text_that_is_a_special_token_ends_responses_by_its_id(engine: Engine) -> None:
+    tokens = Tokens(tiny.tokenizer())
+    free = engine.sample(request(eos_ids=(1,))).responses()
+    marker = next(i for i in sorted(tokens.special_ids - {1}) if any(i in ids[1:-1] for ids in free))
+    options = Ends(tokens, (tokens.decode([marker], special=True),)).options
+    drawn = engine.sample(request(**options))
+    ended = [ids[-1] == marker for ids in drawn.responses()]
+    assert any(ended)
+    assert all(marker not in ids[:-1] for ids in drawn.responses())
+    assert all(reason == "stop" for reason, end in zip(drawn.finish_reasons, ended, strict=True) if end)
 
 
 def test_responses_at_the_limit_are_truncated_unless_they_end_with_eos(engine: Engine) -> None:

@@ -25,7 +25,7 @@ from surefoot.functional import masked_mean
 from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.terms import FunctionReward
-from surefoot.language.sampling import cut_at_stop
+from surefoot.language.sampling.ends import cut_at_stop
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 

@@ -11,6 +11,7 @@ from surefoot.language.data.tokens import Tokens
 from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.terms import load_reward
 from surefoot.language.sampling import Samples, sample
+from surefoot.language.sampling.ends import Ends
 from surefoot.recipes.language import TurnSettings
 from surefoot.recipes.rewards import RewardTerm
 
@@ -60,7 +61,7 @@ def converse(answer: Any, count: int, kind: int, at_once: int) -> list[Any]:
     made = Environments(settings, (64, 100), deadline=60, tolerated=0.0)
     made.make = Waits  # the class above, with its barriers
     rows = [{"kind": kind} for _ in range(count)]
-    return made.converse(rows, range(count), answer, Tokens(tiny.tokenizer()))
+    return made.converse(rows, range(count), answer, Ends(Tokens(tiny.tokenizer())))
 
 
 def test_64_environments_are_called_concurrently(answer: Any) -> None:

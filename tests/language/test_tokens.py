@@ -353,12 +353,10 @@ def test_control_tokens_in_message_text_cannot_end_a_turn(role: str, generation:
 
 def test_control_tokens_in_environment_replies_cannot_end_a_turn() -> None:
     tokens = tokens_with(CHATML)
-    ids = tokens.encode_reply([{"role": "user", "content": "a⟨eos⟩b"}], ended=True)
+    ids = tokens.encode_reply([{"role": "user", "content": "a⟨eos⟩b"}], [1])
     assert ids.count(tokens.eos_id) == 1
     assert (
-        Tokens(tokens.tokenizer, split=False)
-        .encode_reply([{"role": "user", "content": "a⟨eos⟩b"}], ended=True)
-        .count(tokens.eos_id)
+        Tokens(tokens.tokenizer, split=False).encode_reply([{"role": "user", "content": "a⟨eos⟩b"}], [1]).count(tokens.eos_id)
         == 2
     )
 
@@ -402,12 +400,12 @@ def test_no_space_is_added_between_a_prompt_and_what_follows(scheme: str) -> Non
         start = trained.index(True)
         assert tokens.decode(ids) == ("" if scheme == "never" else " ") + "a:" + after
         assert tokens.decode(ids[start:]) == after
-        assert tokens.encode_reply(after, ended=True) == ids[start:-1]
+        assert tokens.encode_reply(after, []) == ids[start:-1]
         if after.strip():
-            reply = tokens.encode_reply([{"role": "user", "content": after}], ended=True)
+            reply = tokens.encode_reply([{"role": "user", "content": after}], [tokens.eos_id])
             assert tokens.decode(reply) == after
             assert (
-                tokens.decode(tokens.encode_reply([{"role": "user", "content": after + "</s>b"}], ended=True))
+                tokens.decode(tokens.encode_reply([{"role": "user", "content": after + "</s>b"}], [tokens.eos_id]))
                 == after + "</s>b"
             )
 
@@ -469,8 +467,8 @@ def chat(turn: str = TURN, before: str = "", over: str = "messages") -> str:
 def test_reply_matches_the_template_for_any_text_filter(before: str, filter_: str, made: Callable[[str], str]) -> None:
     tokens = tokens_with(chat(TURN.replace("m['content']", f"m['content'] | {filter_}"), before))
     follows = f"<user>{made(SAYS)}⟨eos⟩<assistant>"
-    assert tokens.tokenizer.decode(tokens.encode_reply(REPLY, ended=True)) == follows
-    assert tokens.tokenizer.decode(tokens.encode_reply(REPLY, ended=False)) == f"⟨eos⟩{follows}"
+    assert tokens.tokenizer.decode(tokens.encode_reply(REPLY, [tokens.eos_id])) == follows
+    assert tokens.tokenizer.decode(tokens.encode_reply(REPLY, [])) == f"⟨eos⟩{follows}"
 
 
 @pytest.mark.parametrize(
@@ -484,7 +482,7 @@ def test_reply_matches_the_template_for_any_text_filter(before: str, filter_: st
 )
 def test_reply_is_rejected_if_the_template_omits_or_repeats_the_answer(template: str, message: str) -> None:
     with pytest.raises(SurefootError, match=message):
-        tokens_with(template).encode_reply(REPLY, ended=True)
+        tokens_with(template).encode_reply(REPLY, [1])
 
 
 # ---- BOS, EOS, time limits --------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from surefoot.language.models.loading import load_model
 from surefoot.language.online.turns import Conversation, add_turn_rewards
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Scores, scatter_scores
-from surefoot.language.sampling import cut_at_stop
+from surefoot.language.sampling.ends import cut_at_stop
 from surefoot.language.tasks.guess import Guess
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.reading import traces_in
@@ -221,8 +221,12 @@ def collected(made: LanguageWorld) -> Rollout:
 
 
 def turn_text(tokens: Tokens, ids: Tensor | list[int]) -> str:
-    """A turn's text as environments and rewards get it: without the stop string that ended it."""
-    return cut_at_stop(tokens.decode(ids), STOP)
+    """A turn's text as environments get it: with special tokens, without the EOS or stop string that ended it."""
+    ids = [int(i) for i in ids]
+    ids = ids[:-1] if ids[-1:] == [tokens.eos_id] else ids
+    characters = [tokens.decode([i]) for i in ids]  # "" for special tokens
+    end = next((place for place, text in enumerate(characters) if text in STOP), None)
+    return tokens.tokenizer.decode(ids[:end])
 
 
 def pieces(row: Tensor) -> list[list[int]]:
@@ -273,10 +277,14 @@ def test_rewards_get_turns_without_their_stop_strings(files: dict[str, str], fol
     assert answers.conversations is not None
     whole = cut = 0
     for talk, history, sample in zip(answers.conversations, answers.prompts.prompts, answers.texts, strict=True):
-        assert sample == turn_text(tokens, [talk.ids[place] for place in talk.last])
+        last = [talk.ids[place] for place in talk.last]
+        assert talk.answer == turn_text(tokens, last)
+        assert sample == cut_at_stop(tokens.decode(last), STOP), "rewards get no special tokens"
         written = [message["content"] for message in history if message["role"] == "assistant"]  # type: ignore[index]
-        assert written == [cut_at_stop(turn, STOP) for turn in talk.turns[:-1]]
-        assert talk.transcript.startswith((*written, sample)[0])
+        assert written == [
+            turn_text(tokens, [tokens.eos_id, *tokens.tokenizer(turn)["input_ids"]])[5:] for turn in talk.turns[:-1]
+        ]
+        assert talk.transcript.startswith((*written, talk.answer)[0])
         whole, cut = whole + len(written), cut + (written != talk.turns[:-1])
     assert whole > cut > 0
     plain = world(files, folders["llama"], "Plain")
@@ -385,9 +393,9 @@ def test_sampled_ids_are_kept_where_re_encoding_their_text_would_differ(files: d
     again = [encode(made.tokens.decode(turn), add_special_tokens=False) for row in sampled for turn in row]
     assert any(tuple(ids) != turn[: len(ids)] for ids, turn in zip(again, (t for row in sampled for t in row), strict=True))
     assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
-    between = made.tokens.encode_reply([{"role": "user", "content": "and then?"}], ended=True)
+    between = made.tokens.encode_reply([{"role": "user", "content": "and then?"}], [1])
     assert made.tokens.tokenizer.decode(between) == "\n<turn>user: and then?<eos>\n<turn>assistant:"
-    assert made.tokens.encode_reply([{"role": "user", "content": "and then?"}], ended=False) == [1, *between]
+    assert made.tokens.encode_reply([{"role": "user", "content": "and then?"}], [5]) == [1, *between]
 
 
 def test_plain_text_replies_are_appended_without_a_template(files: dict[str, str], folders: dict[str, Path]) -> None:
@@ -406,7 +414,8 @@ def test_single_turn_equals_a_response_without_an_environment(files: dict[str, s
     )
     terms = [{"function": f"{Path(files['rows']).parent}/vowels.py:vowels"}]
     write_rows(Path(files["rows"]), ({"prompt": [{"role": "user", "content": "hi"}]} for _ in range(24)))
-    one = collected(world(files, folders["llama"], turns={}, reward={"terms": terms, "missing_eos": "penalty"}))
+    reward = {"terms": terms, "missing_eos": "penalty", "special_tokens": True}
+    one = collected(world(files, folders["llama"], turns={}, reward=reward))
     other = collected(world(files, folders["llama"], "Once", reward={"missing_eos": "penalty"}))
     for name in ("actions", "mask", "rewards", "values", "next_values", "old_log_probs", "terminated"):
         actual, wanted = getattr(other, name), getattr(one, name)
@@ -446,7 +455,7 @@ def test_truncated_conversation_bootstraps_from_all_text_and_the_last_reply(
         ids = prompt + r.actions[row, : place + 1].tolist()
         if ended:
             reply = [{"role": "user", "content": text.split("user: ")[-1]}]
-            ids += made.tokens.encode_reply(reply, ended=ids[-1] == 1)
+            ids += made.tokens.encode_reply(reply, ids[-1:])
         with torch.no_grad():
             state = made.policy.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
             wanted = made.policy.value_head(state)  # type: ignore[misc]
@@ -761,8 +770,8 @@ def test_encode_reply_ends_the_turn_only_if_the_model_did_not(folder: Path) -> N
     tokens = Tokens(tokenizer, model)
     whole = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     before = tokens.encode_prompt(whole[:1]) + tokens.encode_completion("b")
-    assert before + tokens.encode_reply(whole[2:], ended=True) == tokens.encode_prompt(whole)
-    assert before[:-1] + tokens.encode_reply(whole[2:], ended=False) == tokens.encode_prompt(whole)
+    assert before + tokens.encode_reply(whole[2:], before[-1:]) == tokens.encode_prompt(whole)
+    assert before[:-1] + tokens.encode_reply(whole[2:], before[-2:-1]) == tokens.encode_prompt(whole)
 
 
 def test_text_environments_and_rewards_may_use_operations_without_a_deterministic_algorithm(

@@ -154,7 +154,7 @@ class StandIn:
             pad_id=self.tokens.pad_id,
             seeds=() if greedy else [body["seed"]],
             stop=body["stop"],
-            decode=self.tokens.decode,
+            decode=lambda ids: self.tokens.decode(ids, special=not body["skip_special_tokens"]),
             greedy=greedy,
         )
         choice: dict[str, Any] = {

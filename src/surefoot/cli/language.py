@@ -24,6 +24,7 @@ from surefoot.cli.options import (
     json_option,
     run_named,
     seed_option,
+    special_option,
     stop_option,
     temperature_option,
     trust_option,
@@ -61,6 +62,7 @@ def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel"
 @temperature_option
 @greedy_option
 @stop_option
+@special_option
 @seed_option(1)
 @trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per response.")
@@ -193,6 +195,7 @@ def show(piece: str) -> None:
 @click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens, with EOS.")
 @temperature_option
 @stop_option
+@special_option
 @seed_option(1)
 @click.option("--batch", type=COUNT, default=256, show_default=True, help="Responses sampled at a time.")
 @device_option
@@ -306,6 +309,7 @@ def preview(file: Path, columns: str, **options: Any) -> None:
 @temperature_option
 @seed_option(1)
 @stop_option
+@special_option
 @click.option("--keep-cut", is_flag=True, help="Score truncated responses with the function, instead of 0.")
 @trust_option
 def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote_code: bool, **sampling: Any) -> None:

@@ -259,6 +259,7 @@ trust_option = click.option("--trust-remote-code", is_flag=True, help="Run a mod
 temperature_option = click.option("--temperature", type=POSITIVE, default=1.0, show_default=True, help="Sampling temperature.")
 greedy_option = click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
 stop_option = click.option("--stop", multiple=True, help="Text that ends a response, in addition to EOS; repeatable.")
+special_option = click.option("--special-tokens", is_flag=True, help="Keep special tokens in the text of responses.")
 task_option = click.option("--task", help="Another task than the one trained on.")
 checkpoint_option = click.option("--checkpoint", metavar="best|last|STEP", help="Checkpoint to use. [default: best, else last]")
 

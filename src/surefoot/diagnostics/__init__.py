@@ -45,6 +45,7 @@ CHECKED_METRICS = (
     "distinct_2",
     "repeated",
     "eos_rate",
+    "special_tokens",
     "kl_reference",
     "kl_reference_response",
     "policy_loss",

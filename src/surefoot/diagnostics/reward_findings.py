@@ -296,6 +296,22 @@ def is_learned(recipe: Recipe | None) -> bool:
     return isinstance(recipe, LanguageRecipe) and any(term.function is None for term in recipe.reward.terms)
 
 
+def special_tokens_dropped(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """Rewards get responses without the special tokens in them."""
+    lost = curves["special_tokens"]
+    stretch = lasting_stretch(curves, lost, lost.values >= 0.5)
+    if stretch is None or (isinstance(recipe, LanguageRecipe) and recipe.model == "pocket"):  # which begins untrained
+        return None
+    return Finding(
+        "special_tokens_dropped",
+        "warning",
+        "most responses have special tokens in them, besides their end, which rewards do not get",
+        "special tokens are left out of the text of responses",
+        (stretch.evidence(),),
+        ("set reward.special_tokens = true, if they are markers of the answer", "if not, train the model with SFT first"),
+    )
+
+
 def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Responses are truncated at the length limit."""
     if isinstance(recipe, LanguageRecipe) and recipe.model == "pocket" and recipe.reward.missing_eos is None:
@@ -405,6 +421,7 @@ REWARD_CHECKS = (
     return_flat,
     return_collapsed,
     reward_hacked,
+    special_tokens_dropped,
     responses_cut,
     normaliser_saturated,
     observation_constant,

@@ -41,7 +41,8 @@ class SamplingSettings(Section):
         tuple[Annotated[str, Field(min_length=1)], ...],
         pydantic.BeforeValidator(lambda texts: [texts] if isinstance(texts, str) else texts),  # a text may have commas
     ] = ()
-    """texts that end a response, in addition to EOS; rewards and environments get the response without them"""
+    """texts that end a response, in addition to EOS; one that is a special token does so by its id. Rewards and environments
+    get the response without them"""
     old_log_probs: Literal["auto", "trainer", "sampler", "update"] = "auto"
     """log π_old of the ratios. trainer: computed again by the trained model, in a pass of its own; sampler: kept from sampling;
     update: those of the only update on each batch, where ρ is 1, without a pass of their own. auto: update if each batch has

@@ -149,6 +149,9 @@ class RewardSettings(Section):
     """seconds that a reward function or server may take for a batch, and an environment for a turn of all conversations"""
     tolerated: float = Field(0.1, ge=0, le=1)
     """share of a batch that may get no finite reward, or whose environments may fail; these responses are masked"""
+    special_tokens: bool = False
+    """keep special tokens that the policy writes, such as <answer>, in the text that rewards get; environments always get them
+    """
     gold: str | None = None
     """module:function or file.py:function with the true reward, if there is one; measured, never trained on"""
 

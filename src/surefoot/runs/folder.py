@@ -70,6 +70,7 @@ MEASURES = (
     "reward.missing_eos",
     "reward.missing_eos_value",
     "reward.overlong",
+    "reward.special_tokens",
     "reference.model",
     "reference.beta",
     "reference.target",

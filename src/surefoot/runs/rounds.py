@@ -312,6 +312,7 @@ def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int, log: Calla
         seed=derived_seed(recipe.seed, f"pairs of round {number}"),
         temperature=sampling.temperature,
         stop=sampling.stop,
+        special_tokens=recipe.reward.special_tokens,
     )
     first, second = (judge(repeated.prompts, [pair[side] for pair in both], repeated.columns) for side in (1, 2))
     draw = random.Random(derived_seed(recipe.seed, f"labels of round {number}"))

@@ -21,6 +21,7 @@ from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.online.responses import Responses, with_signal
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Reward, Scores
+from surefoot.language.rewards.terms import check_special_texts
 from surefoot.verifiers.answers import following
 
 RARE = 0.02
@@ -81,20 +82,25 @@ def measure_accuracy(
     seed: int = 1,
     stop: Sequence[str] = (),
     keep_cut: bool = False,
+    special_tokens: bool = False,
 ) -> Accuracy:
     """Score greedy and sampled responses to the first prompts of a file.
 
-    keep_cut   a truncated response keeps its reward; else it is wrong
+    keep_cut         a truncated response keeps its reward; else it is wrong
+    special_tokens   keep special tokens in the text that the reward gets
 
     Raises SurefootError for rows that are no prompts, and for responses that the reward can't score.
     """
     rows = data.prompts(list(islice(open_rows(path), prompts)), model.tokens, 2**53)
     count = len(rows.prompts)
+    if not special_tokens:
+        check_special_texts(reward, model.tokens, "add --special-tokens")
 
     def responses(each: int, greedy: bool) -> tuple[Scores, Tensor, Tensor]:
         """Scores, rewards [N], and which responses ended [N]."""
+        options: dict[str, Any] = {"stop": stop, "greedy": greedy, "special_tokens": special_tokens}
         texts, ends = model.generate_ended(
-            rows.prompts, samples=each, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, greedy=greedy
+            rows.prompts, samples=each, max_tokens=max_tokens, temperature=temperature, seed=seed, **options
         )
         repeated, ended = data.repeat_prompts(rows, range(count), each), torch.tensor(ends)
         scores = reward(repeated.prompts, texts, repeated.columns)
@@ -164,6 +170,7 @@ def measure_attempts(world: LanguageWorld, attempts: Attempts) -> dict[str, Any]
     """
     assert world.held_out is not None
     n, recipe = attempts.samples, world.recipe
+    special = recipe.reward.special_tokens or world.tokens.special_in(attempts.after) is not None
     count = min(len(world.held_out.ids), recipe.evaluation.rows)
     greedy, right, unscored, votes = [], [], 0, 0.0
     size = max(1, recipe.responses // n)  # as many responses at a time as training samples
@@ -178,7 +185,8 @@ def measure_attempts(world: LanguageWorld, attempts: Attempts) -> dict[str, Any]
         solved, more = _right(world, drawn, attempts)
         right.append(solved.view(-1, n))
         unscored += missing + more
-        votable = zip(drawn.texts, _may_be_right(world, drawn).tolist(), strict=True)
+        texts = [drawn.ends.text(ids, special) for ids in drawn.ids]
+        votable = zip(texts, _may_be_right(world, drawn).tolist(), strict=True)
         answers = [following(text, attempts.after) if may else None for text, may in votable]
         for row, solutions in enumerate(right[-1].tolist()):
             chosen = majority(answers[row * n : (row + 1) * n])

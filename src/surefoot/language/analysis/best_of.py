@@ -18,8 +18,9 @@ from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import context_length
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Prompt, Reward, Scores
-from surefoot.language.rewards.terms import FunctionReward, parts_of
-from surefoot.language.sampling import Samples, cut_at_stop, sample
+from surefoot.language.rewards.terms import FunctionReward, check_special_texts, parts_of
+from surefoot.language.sampling import Samples, sample
+from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.pairs import format_answer, pair_row
 
 NO_LIMIT = 2**53
@@ -34,6 +35,7 @@ class BestOfSettings:
     batch        responses at a time, whole prompts: limits memory, and changes samples by rounding only
     at_least     smallest reward of a chosen response; none: any
     keep_cut     a truncated response may be chosen too: a model trained on it learns to stop there
+    special_tokens   keep special tokens in the text, for the reward and in the rows
     """
 
     samples: int
@@ -44,6 +46,7 @@ class BestOfSettings:
     batch: int = 256
     at_least: float | None = None
     keep_cut: bool = False
+    special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def best_of_n(
     Raises SurefootError for rows that are no prompts or don't fit into the model's context, and when no row is left.
     """
     prompts = prompts_that_fit(path, model, settings.max_tokens)
+    if not settings.special_tokens:
+        check_special_texts(reward, model.tokens, "add --special-tokens")
     for part in parts_of(reward):
         if isinstance(part, FunctionReward):
             part.check_rows(prompts.columns)
@@ -135,7 +140,7 @@ def _scored_batches(
 ) -> Iterator[tuple[range, list[str], Samples, Scores]]:
     """Some prompts at a time: their rows, and the texts, samples and scores of n responses to each."""
     n, count = settings.samples, len(prompts.ids)
-    size = max(1, settings.batch // n)
+    size, ends = max(1, settings.batch // n), Ends(model.tokens, settings.stop)
     for start in range(0, count, size):
         batch = range(start, min(start + size, count))
         repeated = data.repeat_prompts(prompts, batch, n)
@@ -145,13 +150,10 @@ def _scored_batches(
             samples=n,
             max_tokens=settings.max_tokens,
             temperature=settings.temperature,
-            eos_ids=model.tokens.eos_ids,
-            pad_id=model.tokens.pad_id,
             seeds=[derived_seed(settings.seed, "best-of-n", row * n + number) for row in batch for number in range(n)],
-            stop=settings.stop,
-            decode=model.tokens.decode,
+            **ends.options,
         )
-        texts = [cut_at_stop(model.tokens.decode(ids), settings.stop) for ids in samples.responses()]
+        texts = [ends.text(ids, settings.special_tokens) for ids in samples.responses()]
         yield batch, texts, samples, reward(repeated.prompts, texts, repeated.columns)
 
 

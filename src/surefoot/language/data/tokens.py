@@ -8,7 +8,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -198,13 +199,14 @@ class Tokens(ChatTemplate):
         ids = self._text_after.encode(completion)[0]
         return ids if ids and ids[-1] in self.eos_ids else [*ids, self.eos_id]
 
-    def encode_reply(self, reply: str | Messages, ended: bool) -> list[int]:
+    def encode_reply(self, reply: str | Messages, turn: Sequence[int], ends: Collection[int] = ()) -> list[int]:
         """The ids between two turns of the model: the environment's reply and the beginning of the next turn.
 
         Only the reply is encoded. Sampled ids stay unchanged, because encoding their text again may give others.
 
         reply   text, encoded unchanged; or messages, as the chat template renders them after an assistant's message
-        ended   whether the model's turn ends with EOS, which the template would add too
+        turn    ids of the model's turn. The end that the template writes after it is left out if the turn has one
+        ends    ids that end a turn, besides EOS
 
         Raises SurefootError if there is no template, or if it rejects the messages or omits the assistant's text.
         """
@@ -221,16 +223,39 @@ class Tokens(ChatTemplate):
                 "the chat template repeats the assistant's message, so no reply can follow it; use another model"
             )
         ids = (control.encode(behind[0], follows=True) if control else self._text_after.encode(behind[0]))[0]
-        end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
-        if ended and end is not None and not self.decode(ids[:end]).strip():
+        both = {*self.eos_ids, *ends}
+        end = next((place for place, token in enumerate(ids) if token in both), None)
+        if turn and turn[-1] in both and end is not None and not self.decode(ids[:end], special=True).strip():
             return ids[end + 1 :]
-        return ids
+        # A stop text may end with more than a special token, such as the line break that the template writes after it.
+        common = (n for n in range(min(len(turn), len(ids)), 0, -1) if list(turn[-n:]) == ids[:n])
+        count = next((n for n in common if not self.special_ids.isdisjoint(ids[:n])), 0)
+        return ids[count:]
 
-    def decode(self, ids: "Sequence[int] | Tensor") -> str:
-        """The text that the ids add to a prompt, without special tokens."""
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which a text leaves out."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return frozenset([*self.tokenizer.all_special_ids, *(number for number, token in added if token.special)])
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this name; None if it is no special token."""
+        number = self.tokenizer.convert_tokens_to_ids(text)
+        return number if number in self.special_ids and self.tokenizer.convert_ids_to_tokens(number) == text else None
+
+    def special_in(self, text: str) -> str | None:
+        """A special token whose name is in a text; None if there is none."""
+        names = (str(self.tokenizer.convert_ids_to_tokens(number)) for number in sorted(self.special_ids))
+        return next((name for name in names if name in text), None)
+
+    def decode(self, ids: "Sequence[int] | Tensor", special: bool = False) -> str:
+        """The text that the ids add to a prompt.
+
+        special   keep special tokens, by name
+        """
 
         def alone(ids: list[int]) -> str:
-            return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
         return self._text_after.decode([int(i) for i in ids], alone)
 

@@ -75,10 +75,12 @@ class LanguageModel:
         seed: int = 1,
         stop: str | Sequence[str] = (),
         greedy: bool = False,
+        special_tokens: bool = False,
     ) -> list[str]:
         """Responses to text or conversations, prompt-major; the same seed gives the same responses.
 
-        stop   strings that end a response, and are not part of it
+        stop             strings that end a response, and are not part of it
+        special_tokens   keep special tokens in the text
 
         Raises SurefootError for an empty list, for what is neither text nor a conversation, and for a prompt longer than the
         model's context.
@@ -86,6 +88,7 @@ class LanguageModel:
         check_prompts(prompts)
         stop = [stop] if isinstance(stop, str) else stop
         options: dict[str, Any] = {"temperature": temperature, "seed": seed, "stop": stop, "greedy": greedy}
+        options |= {"special_tokens": special_tokens}
         return self.generate_ended(prompts, samples=samples, max_tokens=max_tokens, **options)[0]
 
     def generate_ended(self, prompts: Sequence[str | Messages], **options: Any) -> tuple[list[str], list[bool]]:

@@ -51,16 +51,16 @@ from surefoot.language.online.responses import (
     final_rewards,
     gather_signal,
     length_penalty,
-    response_text,
     rows_of_batch,
     token_rewards,
     with_signal,
 )
-from surefoot.language.online.turns import Environments, as_samples, mean_turns
+from surefoot.language.online.turns import Conversation, Environments, as_samples, mean_turns
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
 from surefoot.language.rewards.terms import FunctionReward, function_rewards, parts_of
 from surefoot.language.sampling import Samples, concat_samples
+from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Engine, OnFinished, Request
 from surefoot.recipes.language import LanguageRecipe
 
@@ -109,7 +109,7 @@ class LanguageCollector:
     ) -> None:
         self.engine, self.environments = engine, environments
         self.recipe, self.policy, self.reference, self.reward, self.gold = recipe, policy, reference, reward, gold
-        self.prompts, self.tokens = prompts, tokens
+        self.prompts, self.tokens, self.ends = prompts, tokens, Ends(tokens, recipe.sampling.stop)
         self.sampler = EpochSampler(len(prompts.ids), recipe.seed)
         self.last_samples: list[dict[str, Any]] = []
         """the rows sampled last: prompt, response, reward, KL"""
@@ -259,15 +259,15 @@ class LanguageCollector:
         servers = [reward for reward in rewards if reward.begins_early]
 
         def finished(number: int, ids: Sequence[int]) -> None:
-            text = response_text(self.tokens, ids, self.recipe.sampling.stop)
+            text = self.ends.text(ids, self.recipe.reward.special_tokens)
             row = {name: column[number] for name, column in prompts.columns.items()}
             for server in servers:
                 server.begin(prompts.prompts[number], text, row)
 
         return finished if servers else None
 
-    def _as_responses(self, drawn: Samples, prompts: Prompts) -> Responses:
-        return Responses(drawn, prompts, self.tokens, stop=self.recipe.sampling.stop)
+    def _as_responses(self, drawn: Samples, prompts: Prompts, conversations: Sequence[Conversation] | None = None) -> Responses:
+        return Responses(drawn, prompts, self.ends, conversations, self.recipe.reward.special_tokens)
 
     def _converse(self, environments: Environments, prompts: Prompts, seeds: Sequence[int], greedy: bool) -> Responses:
         """One conversation about each of the rows."""
@@ -277,11 +277,10 @@ class LanguageCollector:
             rows,
             seeds,
             lambda ids, of_turn: self._sample(ids, of_turn, 1, greedy),
-            self.tokens,
-            self.recipe.sampling.stop,
+            self.ends,
         )
         device = next(self.policy.parameters()).device
-        return Responses(as_samples(conversations, self.tokens, device), prompts, self.tokens, conversations)
+        return self._as_responses(as_samples(conversations, self.tokens, device), prompts, conversations)
 
     def _sample(
         self,
@@ -310,12 +309,9 @@ class LanguageCollector:
             samples=samples,
             max_tokens=settings.max_tokens,
             temperature=settings.temperature,
-            eos_ids=self.tokens.eos_ids,
-            pad_id=self.tokens.pad_id,
-            stop=settings.stop,
-            decode=self.tokens.decode,
             greedy=greedy,
             on_finished=on_finished,
+            **self.ends.options,
         )
 
     def _sample_batch(self, state: LearnerState) -> SampledBatch:
@@ -401,7 +397,7 @@ class LanguageCollector:
         prompts = concat_prompts([responses.prompts for responses, _, _ in parts])
         conversations = [one for responses, _, _ in parts for one in responses.conversations or ()]
         return (
-            Responses(samples, prompts, self.tokens, conversations or None, self.recipe.sampling.stop),
+            self._as_responses(samples, prompts, conversations or None),
             concat_scores([scores for _, scores, _ in parts]),
             torch.cat([total for _, _, total in parts]),
         )
@@ -442,6 +438,9 @@ class LanguageCollector:
             metrics["responses_missing"] = mean_over_ranks(missing, count)
         if self.recipe.sampling.ahead and self.state is not None and samples.version is not None:
             metrics["sampler_lag"] = float(self.state.updates - samples.version)
+        if not responses.special:
+            lost = sum(map(self.ends.loses_special, responses.ids)) / count
+            metrics["special_tokens"] = mean_over_ranks(lost, count)
         ids = [one for of_rank in exchange(samples.responses()) for one in of_rank]
         return metrics | {
             "response_length": mean_over_ranks(mean_length(samples.mask), count),

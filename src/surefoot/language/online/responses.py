@@ -5,6 +5,7 @@ A group has a learning signal if its scores differ; DAPO's dynamic sampling fill
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,13 @@ from surefoot.core.distributed import all_sum
 from surefoot.core.rollout import map_tensors
 from surefoot.functional import overlong_penalty, place_scores
 from surefoot.language.data.datasets import Prompts, repeat_prompts
-from surefoot.language.data.tokens import Tokens, prompt_text
+from surefoot.language.data.tokens import prompt_text
 from surefoot.language.online.turns import Conversation, add_turn_rewards, last_turn
 from surefoot.language.rewards.scores import Reward, Scores, scatter_scores, token_texts, truncate_texts
 from surefoot.language.rewards.terms import is_dense
-from surefoot.language.sampling import Samples, cut_at_stop
+from surefoot.language.sampling import Samples
+from surefoot.language.sampling.ends import Ends
 from surefoot.recipes.language import LanguageRecipe
-
-
-def response_text(tokens: Tokens, ids: Sequence[int], stop: Sequence[str]) -> str:
-    """The text of a response, up to the first of the strings that end one."""
-    return cut_at_stop(tokens.decode(list(ids)), stop)
 
 
 class Responses:
@@ -32,7 +29,8 @@ class Responses:
 
     conversations  the conversations that the samples are, with several turns: rewards then score the last turn, as a response
                    to everything before it, and the rewards of all turns are added
-    stop           strings that end a response; its text does not contain them or anything after them
+    ends           what ends a response, which its text does not contain
+    special        whether the text contains special tokens
 
     ``ids`` and ``texts`` are what rewards score: the response, or the last turn.
     """
@@ -41,18 +39,18 @@ class Responses:
         self,
         samples: Samples,
         prompts: Prompts,
-        tokens: Tokens,
+        ends: Ends,
         conversations: Sequence[Conversation] | None = None,
-        stop: Sequence[str] = (),
+        special: bool = False,
     ) -> None:
-        self.samples, self.prompts, self.tokens, self.conversations = samples, prompts, tokens, conversations
+        self.samples, self.prompts, self.ends, self.conversations = samples, prompts, ends, conversations
+        self.special = special
         if conversations is None:
             self.ids = samples.responses()
-            self.texts = [response_text(tokens, ids, stop) for ids in self.ids]
         else:
             self.prompts = replace(prompts, prompts=[one.history for one in conversations])
             self.ids = [[one.ids[place] for place in one.last] for one in conversations]
-            self.texts = [one.answer for one in conversations]
+        self.texts = [ends.text(ids, special) for ids in self.ids]
 
     def rows(self, columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         """Prompt and response of each for display, with further columns."""
@@ -76,7 +74,8 @@ class Responses:
         tokens = None
         if is_dense(reward):
             both = zip(self.ids, self.texts, strict=True)
-            tokens = [truncate_texts(len(text), token_texts(self.tokens.decode, ids)) for ids, text in both]
+            decode = partial(self.ends.tokens.decode, special=self.special)
+            tokens = [truncate_texts(len(text), token_texts(decode, ids)) for ids, text in both]
         everyone = range(len(self.texts))
         if self.conversations is None:
             valid = [row for row, reason in enumerate(self.samples.finish_reasons) if reason != "error"]

@@ -21,7 +21,8 @@ from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
 from surefoot.language.data.rows import fault_in
 from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
 from surefoot.language.rewards.scores import Prompt, Scores
-from surefoot.language.sampling import DecodedBy, Samples, cut_at_stop
+from surefoot.language.sampling import DecodedBy, Samples
+from surefoot.language.sampling.ends import Ends
 from surefoot.recipes.callables import import_object
 from surefoot.recipes.language import TurnSettings
 
@@ -52,9 +53,9 @@ class Conversation:
     """which of them the model wrote"""
     log_probs: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    """the model's turns as text"""
+    """the model's turns as text, with special tokens, such as tool markers, but for EOS"""
     answers: list[str] = field(default_factory=list)
-    """the same without the stop string that ended them"""
+    """the same without what ended them"""
     replies: list[str | Messages] = field(default_factory=list)
     """the environment's reply to each turn"""
     rewards: list[float] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """The last turn, as rewards score it."""
+        """The last turn, as the environment gets it."""
         return self.answers[-1] if self.answers else ""
 
     @property
@@ -109,16 +110,14 @@ class Conversation:
         nothing = "" if isinstance(self.start, str) else ()
         return zip(turns, [*self.replies, *[nothing] * (len(turns) - len(self.replies))], strict=True)
 
-    def add_turn(
-        self, ids: list[int], log_probs: list[float], tokens: Tokens, path: DecodedBy, stop: Sequence[str] = ()
-    ) -> None:
-        """Add a turn of the model, which may end with one of the stop strings."""
+    def add_turn(self, ids: list[int], log_probs: list[float], ends: Ends, path: DecodedBy) -> None:
+        """Add a turn of the model."""
         self.path = path
         self.ids += ids
         self.own += [True] * len(ids)
         self.log_probs += log_probs
-        self.turns.append(tokens.decode(ids))
-        self.answers.append(cut_at_stop(self.turns[-1], stop))
+        self.turns.append(ends.tokens.decode(ids[:-1] if ids and ids[-1] in ends.tokens.eos_ids else ids, special=True))
+        self.answers.append(ends.text(ids, special=True))
         self.ends.append(len(self.ids) - 1)
 
     def add_reply(self, ids: list[int]) -> None:
@@ -234,20 +233,18 @@ class Environments:
                 f'example data.columns = {{ {SEED} = "row_seed" }}'
             )
 
-    def converse(
-        self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], draw: Draw, tokens: Tokens, stop: Sequence[str] = ()
-    ) -> list[Conversation]:
+    def converse(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], draw: Draw, ends: Ends) -> list[Conversation]:
         """One conversation for each row; those that go on take each turn together.
 
         seeds   one for each: of its sampling, and of its environment
         draw    samples turns
-        stop    strings that end a turn; environments get it without them
+        ends    what ends a turn; environments get it without its end, with special tokens
 
         Raises SurefootError when more fail than are tolerated, a call takes too long, or the chat template rejects messages.
         """
         conversations = [Conversation(row, seed) for row, seed in zip(rows, seeds, strict=True)]
         self._each(conversations, self._reset)
-        self._each(conversations, lambda conversation: self._encode_start(conversation, tokens), at_once=1)
+        self._each(conversations, lambda conversation: self._encode_start(conversation, ends.tokens), at_once=1)
         going = [conversation for conversation in conversations if conversation.failure is None]
         for turn in range(self.settings.max_turns):
             if not going:
@@ -262,10 +259,10 @@ class Environments:
                 if reason == "error":
                     conversation.failure = NO_RESPONSE
                 else:
-                    conversation.add_turn(ids, log_probs[: len(ids)], tokens, drawn.path, stop)
+                    conversation.add_turn(ids, log_probs[: len(ids)], ends, drawn.path)
             self._each(going, _step)
-            ends = zip(going, drawn.ended.tolist(), strict=True)
-            going = [conversation for conversation, ended in ends if self._goes_on(conversation, ended, turn + 1, tokens)]
+            finished = zip(going, drawn.ended.tolist(), strict=True)
+            going = [conversation for conversation, ended in finished if self._goes_on(conversation, ended, turn + 1, ends)]
         self._close_all(conversations)
         self._check(conversations)
         return conversations
@@ -302,13 +299,13 @@ class Environments:
                 f"reset returned a prompt of {len(conversation.prompt)} tokens and there is room for {self.token_limits[0]}"
             )
 
-    def _goes_on(self, conversation: Conversation, ended: bool, turn: int, tokens: Tokens) -> bool:
+    def _goes_on(self, conversation: Conversation, ended: bool, turn: int, ends: Ends) -> bool:
         """Whether there is another turn; add the reply's tokens if there could be. ``ended``: the turn was not truncated."""
         if conversation.failure is not None or conversation.ended or not ended:
             conversation.ended = conversation.ended and ended
             return False
-        has_eos = conversation.ids[-1] in tokens.eos_ids
-        new = self._encoded(lambda: tokens.encode_reply(conversation.replies[-1], has_eos))
+        own = [conversation.ids[place] for place in conversation.last]
+        new = self._encoded(lambda: ends.tokens.encode_reply(conversation.replies[-1], own, ends.ids))
         length = len(conversation.prompt) + len(conversation.ids) + len(new)
         if length > self.token_limits[1]:  # not added for V either: it may not fit into the context
             return False

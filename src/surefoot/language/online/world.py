@@ -50,7 +50,14 @@ from surefoot.language.online.responses import Responses, ScoredResponses, conca
 from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, mean_of
-from surefoot.language.rewards.terms import FunctionReward, NoReward, function_rewards, load_reward, parts_of
+from surefoot.language.rewards.terms import (
+    FunctionReward,
+    NoReward,
+    check_special_texts,
+    function_rewards,
+    load_reward,
+    parts_of,
+)
 from surefoot.language.sampling.choose_engine import make_engine
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.language.speed.blocks import compile_blocks
@@ -163,6 +170,8 @@ class LanguageWorld:
             options |= {"as_stored": keeps_stored(recipe)}
             self.reward = load_reward(settings.terms, **bounds, **options)
         self.gold = None
+        if not settings.special_tokens:
+            check_special_texts(self.reward, self.tokens, "set reward.special_tokens = true")
         if settings.gold is not None:
             gold = find_function(GOLD, settings.gold, self.functions)
             self.gold = FunctionReward(gold, **bounds, name="gold", field=GOLD)

@@ -19,6 +19,7 @@ from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.files import parse_value
 from surefoot.language.calls import DeadlineExceeded, with_deadline
+from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import REPEAT, RESUME
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.rewards.endpoint import Endpoint
@@ -415,6 +416,21 @@ def parts_of(reward: Reward) -> tuple[Reward, ...]:
 def function_rewards(reward: Reward) -> list[FunctionReward]:
     """The terms that may read columns of the rows."""
     return [part for part in parts_of(reward) if isinstance(part, FunctionReward)]
+
+
+def check_special_texts(reward: Reward, tokens: Tokens, remedy: str) -> None:
+    """Raise SurefootError if a term looks for a special token, in texts that have none.
+
+    remedy   what makes texts have them
+    """
+    for part in parts_of(reward):
+        texts = {"separator": getattr(part, "separator", None), **getattr(part, "arguments", {})}
+        for name, text in texts.items():
+            if isinstance(text, str) and (token := tokens.special_in(text)) is not None:
+                raise SurefootError(
+                    f"{getattr(part, 'field', 'reward')}={getattr(part, 'path', '')!r}: {name}={text!r} contains {token!r}, a "
+                    f"special token, and rewards get responses without those; {remedy}"
+                )
 
 
 def is_dense(reward: Reward) -> bool:

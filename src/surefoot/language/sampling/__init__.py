@@ -19,6 +19,7 @@ from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.language import quiet_transformers
 from surefoot.language.data.tokens import left_padded
+from surefoot.language.sampling.ends import EndDetector, Ends
 from surefoot.language.sampling.fast_decode import fast_decoder
 from surefoot.language.sampling.kv_cache import (
     CachedDecoder,
@@ -292,12 +293,16 @@ def generate(
     seed: int = 1,
     stop: Sequence[str] = (),
     greedy: bool = False,
+    special_tokens: bool = False,
 ) -> tuple[list[str], list[bool]]:
     """Text responses to prompts (text or messages), prompt-major, without the stop string and what follows it; and whether each
     one ended before ``max_tokens``.
 
+    special_tokens   keep special tokens in the text
+
     A response depends on the prompt, the seed and its index in the list. Raises the errors of ``sample`` and ``tokens``.
     """
+    ends = Ends(tokens, tuple(stop))
     with quiet_transformers():  # the tokenizer warns of long text, which sample rejects
         ids = [tokens.encode_prompt(prompt) for prompt in prompts]
     drawn = sample(
@@ -306,19 +311,11 @@ def generate(
         samples=samples,
         max_tokens=max_tokens,
         temperature=temperature,
-        eos_ids=tokens.eos_ids,
-        pad_id=tokens.pad_id,
         seeds=[derived_seed(seed, "generate", index) for index in range(samples * len(prompts))],
-        stop=stop,
-        decode=tokens.decode,
         greedy=greedy,
+        **ends.options,
     )
-    return [cut_at_stop(tokens.decode(ids), stop) for ids in drawn.responses()], drawn.ended.tolist()
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first of the stop strings."""
-    return text[: min((at for word in stop if (at := text.find(word)) >= 0), default=None)]
+    return [ends.text(ids, special_tokens) for ids in drawn.responses()], drawn.ended.tolist()
 
 
 def working_dtype(logits: Tensor) -> torch.dtype:
@@ -425,68 +422,3 @@ def check_options(
         raise SurefootError(f"stop={stop!r}: needs a list of non-empty strings, and decode=, which turns tokens into text")
     if path not in (None, "model", *get_args(DecodingPath)):
         raise SurefootError(f"path={path!r}: choose one of {', '.join(get_args(DecodingPath))}")
-
-
-class EndDetector:
-    """Detects the end of responses: EOS by a table over the vocabulary, stop strings by decoding."""
-
-    def __init__(
-        self,
-        eos_ids: Sequence[int],
-        stop: Sequence[str],
-        decode: Callable[[Sequence[int]], str] | None,
-        vocabulary: int,
-        device: torch.device,
-    ) -> None:
-        self.is_eos = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self.is_eos[list(eos_ids)] = True
-        self.eos_ids, self.stop, self.decode = frozenset(eos_ids), stop, decode
-        self.may_end: dict[int, bool] = {}
-
-    def reached(self, actions: Tensor, slots: Tensor, new: int = 1) -> Tensor | None:
-        """[n] the length of the slot's response if one of its last ``new`` tokens ends it, else 0; None if none ends.
-
-        actions [t, N], of which ``slots`` [n] are the columns
-        """
-        first = len(actions) - new
-        done = self.is_eos[actions[first:].index_select(1, slots)]
-        if self.stop:
-            done |= torch.tensor(self.stopped(actions, slots.tolist(), first), device=done.device)
-        ended = done.any(0)
-        return torch.where(ended, first + 1 + done.int().argmax(0), 0) if bool(ended.any()) else None
-
-    def stopped(self, actions: Tensor, slots: list[int], first: int) -> list[list[bool]]:
-        """Whether the decoded text of each slot's response contains a stop string, up to each token from ``first`` on."""
-        assert self.decode is not None
-        stopped = []
-        for step, tokens in enumerate(actions[first:].tolist(), first):
-            row = []
-            for slot in slots:
-                text = self.decode(actions[: step + 1, slot].tolist()) if self.may_complete(tokens[slot]) else ""
-                row.append(any(word in text for word in self.stop))
-            stopped.append(row)
-        return stopped
-
-    def length(self, ids: Sequence[int]) -> int:
-        """The tokens of a response up to its end by EOS or a stop string; 0 if it has none."""
-        for place, token in enumerate(ids):
-            if token in self.eos_ids:
-                return place + 1
-            if self.stop and self.may_complete(token):
-                assert self.decode is not None
-                text = self.decode(ids[: place + 1])
-                if any(word in text for word in self.stop):
-                    return place + 1
-        return 0
-
-    def may_complete(self, token: int) -> bool:
-        """False if the token's own text rules out that a stop string ends in it; this saves decoding the response.
-
-        Part of a character decodes to U+FFFD, and a decoder may strip spaces at the edges; such tokens always return True.
-        """
-        if token not in self.may_end:
-            assert self.decode is not None
-            text = self.decode([token])
-            ends = any(word[-1].isspace() or word[-1] in text for word in self.stop)
-            self.may_end[token] = ends or not text.strip() or "\ufffd" in text
-        return self.may_end[token]

@@ -8,7 +8,8 @@ from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
 from surefoot.language.models.language_model import LanguageModel
 from surefoot.language.models.loading import context_length
-from surefoot.language.sampling import cut_at_stop, sample
+from surefoot.language.sampling import sample
+from surefoot.language.sampling.ends import Ends, cut_at_stop
 
 PARTIAL = "\ufffd"
 """the text of an incomplete character"""
@@ -50,7 +51,8 @@ class Chat:
 
         Raises SurefootError if the model's context is full, or if the chat template rejects the conversation.
         """
-        tokens, options = self.model.tokens, self.options
+        options = self.options
+        tokens, ends = self.model.tokens, Ends(self.model.tokens, options.stop)
         messages = [*self.messages, {"role": "user", "content": line}]
         with quiet_transformers():  # the tokenizer warns of text longer than the context, which is rejected here
             prompt = tokens.encode_prompt(messages if self.remembers else line)
@@ -65,7 +67,7 @@ class Chat:
         def on_token(token: int) -> None:
             nonlocal written
             ids.append(token)
-            text = stable_prefix(tokens.decode(ids), options.stop)
+            text = stable_prefix(ends.text(ids), options.stop)
             if len(text) > len(written):
                 write(text[len(written) :])
                 written = text
@@ -75,19 +77,16 @@ class Chat:
             [prompt],
             max_tokens=limit,
             temperature=options.temperature,
-            eos_ids=tokens.eos_ids,
-            pad_id=tokens.pad_id,
             seeds=[derived_seed(options.seed, "chat", self.answers)],
-            stop=options.stop,
-            decode=tokens.decode,
             greedy=options.greedy,
             on_token=on_token,
+            **ends.options,
         )
-        text = cut_at_stop(tokens.decode(ids), options.stop)
+        text = ends.text(ids)
         write(text[len(written) :])
         self.answers += 1
         if self.remembers:
-            self.messages = [*messages, {"role": "assistant", "content": text}]
+            self.messages = [*messages, {"role": "assistant", "content": ends.text(ids, special=True)}]
         return text
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.language.data.tokens import left_padded, right_padded
-from surefoot.language.sampling import EndDetector, Samples
+from surefoot.language.sampling import Samples
+from surefoot.language.sampling.ends import EndDetector
 
 EngineName = Literal["packed", "model", "continuous", "vllm"]
 OnFinished = Callable[[int, Sequence[int]], None]

@@ -23,6 +23,7 @@ def sample_pairs(
     seed: int,
     temperature: float = 1.0,
     stop: Sequence[str] = (),
+    special_tokens: bool = False,
     size: int = 400,
 ) -> list[Pair]:
     """Sample two answers to each prompt, for ``size`` prompts at a time."""
@@ -35,6 +36,7 @@ def sample_pairs(
             temperature=temperature,
             seed=seed + start,
             stop=stop,
+            special_tokens=special_tokens,
         )
     return list(zip(prompts, answers[::2], answers[1::2], strict=True))
 

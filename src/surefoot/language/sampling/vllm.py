@@ -31,6 +31,7 @@ from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import HttpClient, is_local
 from surefoot.language.models.loading import save_model
 from surefoot.language.sampling import Samples, check_options, check_prompts, eval_mode, log_softmax, nccl
+from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Answer, EngineName, Request, detector_for, samples_of
 from surefoot.recipes.language import LanguageRecipe, ServerSettings
 
@@ -272,7 +273,8 @@ class VllmServer:
             "seed": seed,
             "stop": list(request.stop),
             "include_stop_str_in_output": True,
-            "skip_special_tokens": True,  # as rewards read text, in which stop strings are looked for
+            "skip_special_tokens": not Ends(self.tokens, tuple(request.stop)).mixed,  # as stop texts are searched for
+            "spaces_between_special_tokens": False,
             "ignore_eos": True,  # the run's own ends, in the next line, count instead
             "stop_token_ids": list(request.eos_ids),
             "logprobs": 0,
