@@ -383,7 +383,7 @@ def test_sampled_and_greedy_evaluations_differ() -> None:
 
 
 def test_evaluating_on_a_task_with_other_spaces_is_rejected() -> None:
-    with pytest.raises(SurefootError, match=r"task='Pendulum-v1': has spaces .* the agent was trained on"):
+    with pytest.raises(SurefootError, match=r"task='Pendulum-v1': has observations .* the agent was trained on"):
         surefoot.evaluate(cartpole(steps=1), "Pendulum-v1")
 
 

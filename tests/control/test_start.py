@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 import surefoot
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.runs.events import Message
 from surefoot.runs.folder import checkpoint_to_load
 
 TASK = "Pendulum-v1"
@@ -93,7 +97,7 @@ def test_an_agent_that_was_passed_is_kept_for_a_run_that_starts_again(run: Path,
     [
         (
             {"task": "CartPole-v1"},
-            r"^start='.*': has spaces \(Box.*, the task has \(Box.*; choose an agent of the same spaces$",
+            r"^start='.*': the task has observations Box.*, the agent was trained on Box.*; choose an agent of the same",
         ),
         ({"network": {"hidden": (32,)}}, r"^network\.hidden=\(32,\): start='.*' was trained with \(64, 64\); set that$"),
         (
@@ -109,6 +113,56 @@ def test_an_agent_that_does_not_fit_is_rejected_and_leaves_no_folder(
     with pytest.raises(SurefootError, match=line):
         trained(**{"start": str(run), "run_dir": tmp_path / "new", **fields})
     assert not (tmp_path / "new").exists()
+
+
+class Prices(gymnasium.Env[Any, Any]):
+    """Prices up to a highest one, as numbers and as a picture, and an action with bounds."""
+
+    def __init__(self, high: int = 100, bound: float = 1.0, kind: Any = np.float32) -> None:
+        self.observation_space = spaces.Dict(now=spaces.Box(0, high, (3,), kind), map=spaces.Box(0, high, (36, 36), np.uint8))
+        self.action_space, self.high = spaces.Box(-bound, bound, (2,)), high
+
+    def seen(self) -> dict[str, Any]:
+        now = self.np_random.uniform(0, self.high, 3).astype(self.observation_space["now"].dtype)
+        return {"now": now, "map": np.full((36, 36), now[0], np.uint8)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self.seen(), 1.0, False, self.t >= 10, {}
+
+
+def test_other_bounds_of_observations_are_a_note_wherever_an_agent_meets_them_and_anything_else_an_error(
+    tmp_path: Path,
+) -> None:
+    """An image keeps the scale that the agent was trained with."""
+    small: dict[str, Any] = {"rollout": {"environments": 2, "steps": 32}, "evaluation": {"episodes": 0}}
+    small |= {"network": {"hidden": []}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}}
+    agent = surefoot.train(Prices, steps=64, seed=1, run_dir=tmp_path / "run", **small)
+    assert surefoot.evaluate(agent, Prices, episodes=1).note == ""
+    other = lambda: Prices(120)  # noqa: E731
+    note = 'has other bounds than the agent was trained on (observation "now": 0 to 120 instead of 0 to 100; '
+    assert note in surefoot.evaluate(agent, other, episodes=1).note
+    heard: list[str] = []
+    tell = lambda event: heard.append(event.text) if isinstance(event, Message) else None  # noqa: E731
+    resumed = surefoot.resume(tmp_path / "run", task=other, steps=128, display=tell)
+    begun = surefoot.train(other, steps=64, seed=1, start=agent, display=tell, **small)
+    assert sum(note in line for line in heard) == 2
+    for each in (resumed, begun):
+        assert [float(x) for name, x in each.policy.named_buffers() if name.endswith("range")] == [100, 100]
+    for differs in (lambda: Prices(bound=2.0), lambda: Prices(kind=np.float64)):
+        tries: list[Any] = [
+            lambda task: surefoot.evaluate(agent, task, episodes=1),
+            lambda task: surefoot.resume(tmp_path / "run", task=task, steps=192),
+            lambda task: surefoot.train(task, steps=64, seed=1, start=agent, **small),
+        ]
+        for attempt in tries:
+            with pytest.raises(SurefootError, match=r"has (actions|observations) .*, the agent was trained on [^;]*(; \w+|$)"):
+                attempt(differs)
 
 
 def test_a_language_recipe_with_start_gets_a_hint_at_model() -> None:

@@ -281,7 +281,7 @@ def test_an_error_in_the_middle_keeps_the_old_video(tmp_path: Path) -> None:
 
 
 def test_a_task_with_other_spaces_is_rejected(agent: surefoot.Agent, tmp_path: Path) -> None:
-    with pytest.raises(SurefootError, match="task='Pendulum-v1': has spaces"):
+    with pytest.raises(SurefootError, match="task='Pendulum-v1': has observations"):
         record_video(agent, tmp_path / "video.mp4", "Pendulum-v1")
 
 

@@ -84,6 +84,8 @@ def evaluate(
     if as_json:
         echo_json({**played.to_json(), "checkpoint": str(checkpoint)})
         return
+    if played.note:
+        echo(f"note: {played.note}", err=True)
     echo(f"return {played.mean_return:.2f} ± {played.std_return:.2f} over {episodes} greedy episodes (seed {seed})")
     if numbers := [f"{name} {mean:.4g}" for name, mean in played.info.items() if mean is not None]:
         echo(f"mean {', '.join(numbers)}")

@@ -30,6 +30,7 @@ from surefoot.control.spaces import (
     SpaceError,
     as_float32,
     check_action_space,
+    check_agreement,
     choices,
     observation_parts,
     read_mask,
@@ -281,15 +282,22 @@ class Agent(nn.Module):
         """Load the weights and normalisers of a checkpoint; SurefootError if they don't fit."""
         load_weights(self, weights, where)
 
-    def start_from(self, other: "Agent", name: str) -> None:
+    @property
+    def spaces(self) -> tuple[Any, Any]:
+        """The spaces of observations and actions."""
+        return self.observation_space, self.action_space
+
+    def start_from(self, other: "Agent", name: str) -> str:
         """Take the weights and normalisers of another agent, which ``name`` stands for in errors.
 
         A critic stays new if the other agent has none; rewards are normalised by new statistics unless both normalise them.
-        Raises SurefootError if the spaces, the networks, or the scales of observations and actions differ.
+        Returns a note if the bounds of observations differ, else an empty text. Raises SurefootError if the spaces, the
+        networks, or the scales of observations and actions differ otherwise.
         """
-        ours, theirs = ((a.observation_space, a.action_space) for a in (self, other))
-        if ours != theirs:
-            raise SurefootError(f"start={name!r}: has spaces {theirs}, the task has {ours}; choose an agent of the same spaces")
+        try:
+            note = check_agreement(other.spaces, self.spaces)
+        except SpaceError as error:
+            raise SurefootError(f"start={name!r}: the task has {error}; choose an agent of the same spaces") from None
         before, now = (
             {f"network.{key}": value for key, value in a.recipe.network}
             | {f"normalise.{key}": getattr(a.recipe.normalise, key) for key in ("observations", "actions")}
@@ -304,6 +312,7 @@ class Agent(nn.Module):
             self.observation_normaliser.load_state_dict(other.observation_normaliser.state_dict())
         if self.reward_normaliser is not None and other.reward_normaliser is not None:
             self.reward_normaliser.load_state_dict(other.reward_normaliser.state_dict())
+        return note
 
     @classmethod
     def from_parts(cls, parts: dict[str, Any], where: Path, functions: Functions | None = None) -> "Agent":

@@ -1,7 +1,7 @@
 """Evaluate agents: whole episodes, each with its own seed and frozen normalisers; or one greedy episode step by step."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from surefoot.control.environments.observations import (
     not_finite_message,
     score_and_life,
 )
-from surefoot.control.spaces import MASK, Array
+from surefoot.control.spaces import MASK, Array, SpaceError, check_agreement
 from surefoot.core.distributed import exchange, rank, together, world_size
 from surefoot.core.seeding import any_algorithm, stream
 from surefoot.errors import NotFiniteError, SurefootError, announce
@@ -47,6 +47,8 @@ class EvaluationResult:
     checkpoint: str | None = None
     info: dict[str, float | None] = field(default_factory=dict)
     """means of the numbers in the last info of the episodes, by the names in ``rollout.info``"""
+    note: str = ""
+    """how the task differs from the one trained on, if that does not prevent an evaluation"""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain values."""
@@ -69,7 +71,7 @@ def evaluate_agent(
     The same call always gives the same result, on episodes that training has not seen.
     shared   each rank runs its share of the episodes; all of them must call this, and get the result of one process
 
-    Raises SurefootError when the task's spaces are not the agent's.
+    Raises SurefootError when the task's spaces are not the agent's, bounds of observations aside.
     """
     for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):
         if not isinstance(value, (int, np.integer)) or value < least:
@@ -79,8 +81,8 @@ def evaluate_agent(
     try:
         if not isinstance(environments, LoopedEnvironments):
             raise SurefootError(f"task={task_name(task)!r}: evaluation needs single environments, not a vector environment")
-        check_same_spaces(agent, environments, task_name(task))
-        return _run(agent, environments, episodes, seed, deterministic, shared)
+        note = check_same_spaces(agent, environments, task_name(task))
+        return replace(_run(agent, environments, episodes, seed, deterministic, shared), note=note)
     finally:
         environments.close()
 
@@ -228,10 +230,13 @@ def _failure(name: str, error: Exception, call: str, episode: int, step: int) ->
     return SurefootError(f"task={name!r}: {what}, episode {episode}, step {step}; fix the environment")
 
 
-def check_same_spaces(agent: Agent, environment: gymnasium.Env[Any, Any] | LoopedEnvironments, name: str) -> None:
-    """Raise SurefootError unless the environment has the spaces that the agent was trained on."""
-    spaces_ = (environment.observation_space, environment.action_space)
-    if spaces_ != (agent.observation_space, agent.action_space):
-        raise SurefootError(
-            f"task={name!r}: has spaces {spaces_}, the agent was trained on ({agent.observation_space}, {agent.action_space})"
-        )
+def check_same_spaces(agent: Agent, environment: gymnasium.Env[Any, Any] | LoopedEnvironments, name: str) -> str:
+    """A note if the bounds of observations differ from those that the agent was trained on; else an empty text.
+
+    Raises SurefootError if something else differs.
+    """
+    try:
+        note = check_agreement(agent.spaces, (environment.observation_space, environment.action_space))
+    except SpaceError as error:
+        raise SurefootError(f"task={name!r}: has {error}") from None
+    return note and f"{name} has {note}"

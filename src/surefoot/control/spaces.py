@@ -4,7 +4,7 @@ An observation, nested or not, is a flat dict of its parts: path -> array. The k
 joined by dots; a space without parts has the path "observation". An action mask is one more entry.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gymnasium
@@ -264,6 +264,32 @@ def read_mask(mask: Any, sizes: tuple[int, ...] | None, batch: tuple[int, ...] =
     if not np.logical_or.reduceat(allowed, np.cumsum((0, *sizes[:-1])), axis=-1).all():
         raise SpaceError("an action mask that allows no action (all false)")
     return allowed
+
+
+def check_agreement(trained: Sequence[Any], found: Sequence[Any]) -> str:
+    """Compare the spaces of observations and actions that an agent was trained on with others.
+
+    Parts of observations must agree in name, kind, shape and type, and choices and actions in their bounds. Returns a note if
+    the bounds of Boxes in observations differ, else an empty text. Raises SpaceError.
+    """
+    names, differ = [], []
+    before, now = (observation_parts(space) for space, _ in (trained, found))
+    for part, other in zip(before.values(), now.values(), strict=False):
+        boxes = isinstance(part.space, spaces.Box) and isinstance(other.space, spaces.Box)
+        same = (part.shape, part.dtype, part.space.dtype) == (other.shape, other.dtype, other.space.dtype)
+        if part.keys != other.keys or not (part.space == other.space or (boxes and same)):
+            names.append(part.path)
+        elif part.space != other.space:
+            differ.append(f"{part.named().removeprefix('an ')}: {_range(other.space)} instead of {_range(part.space)}")
+    if names or len(before) != len(now):
+        raise SpaceError(f"observations {found[0]}, the agent was trained on {trained[0]}")
+    if trained[1] != found[1]:
+        raise SpaceError(f"actions {found[1]}, the agent was trained on {trained[1]}")
+    return f"other bounds than the agent was trained on ({'; '.join(differ)})" if differ else ""
+
+
+def _range(space: spaces.Box) -> str:
+    return f"{space.low.min():g} to {space.high.max():g}"
 
 
 # ---- JSON -------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from surefoot.control.environments.vector import EnvPool, VectorEnvironments, ch
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.control.replay import origin
-from surefoot.control.spaces import MASK
+from surefoot.control.spaces import MASK, SpaceError, check_agreement, space_from_json
 from surefoot.core.distributed import check_device, exchange, share, together, world_size
 from surefoot.core.rollout import EvaluationReport, Rollout
 from surefoot.errors import SurefootError
@@ -103,7 +103,8 @@ class ControlWorld:
             if "spaces" not in parts:
                 raise SurefootError(f"start={name!r}: has no agent; name an agent or a run in environments")
             agent = Agent.from_parts(parts, checkpoint, self.functions)
-        self.agent.start_from(agent, name)
+        if note := self.agent.start_from(agent, name):
+            self.warnings.append(f"{task_name(self.task)} has {note}")
 
     def use_eager(self) -> ControlRecipe:
         """Go on without compiled programs; the recipe of the rest of the run."""
@@ -128,21 +129,29 @@ class ControlWorld:
 
     def load(self, parts: dict[str, Any], where: Path) -> list[str]:
         """Restore the agent and the environments from a checkpoint; return warnings about inexact restoration."""
+        trained, name = [space_from_json(parts["spaces"][kind]) for kind in ("observation", "action")], task_name(self.task)
+        try:
+            note = check_agreement(trained, self.agent.spaces)
+        except SpaceError as error:
+            raise SurefootError(f"task={name!r}: has {error}; resume with the task of the run") from None
         self.agent.load(parts["agent"], where)
+        notes = [f"{name} has {note}"] if note else []
         with together():
             self.collector.load_state_dict(parts["collector"])
         first = self.environments.first
         lost = [index for rows in exchange([first + row for row in self.collector.lost]) for index in rows]
         if not lost:
-            return []
+            return notes
         if isinstance(self.environments, TensorEnvironments):
             return [
-                f"{task_name(self.task)}: its environments have no state_dict that fits: all {len(lost):,} start new episodes, "
-                "so this resume is not exact"
+                *notes,
+                f"{name}: its environments have no state_dict that fits: all {len(lost):,} start new episodes, "
+                "so this resume is not exact",
             ]
         return [
-            f"environments {lost} of {task_name(self.task)} did not replay to the same observation: they start new "
-            "episodes, so this resume is not exact"
+            *notes,
+            f"environments {lost} of {name} did not replay to the same observation: they start new "
+            "episodes, so this resume is not exact",
         ]
 
     def evaluate(self) -> EvaluationReport | None:

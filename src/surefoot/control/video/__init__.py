@@ -21,7 +21,7 @@ from surefoot.control.video.rendering import (
     render_frame,
     use_headless_rendering,
 )
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, announce
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def record_video(
     task = agent.recipe.task if task is None else task
     name = task_name(task)
     with closing(make_renderable(task, name, arguments)) as environment:
-        check_same_spaces(agent, environment, name)
+        if note := check_same_spaces(agent, environment, name):
+            announce(note)
         prepare_mujoco(environment, name, width, height - caption_height(height) if caption else height)
         ends: list[EpisodeStep] = []
         with Encoder(path, width, height, fps or frames_per_second(environment, seed)) as encoder:
