@@ -118,7 +118,7 @@ def cell(task: str, algorithm: str, seed: int, rate: float | None, second: float
         changes |= {"steps": Sizes().problems, "reference": {"beta": LAMBDA if algorithm == "ORPO" else BETA}}
     elif algorithm == "PROCESS_REWARD":
         terms = [{"model": str(process_reward(folder, seed)), "per": "step", "separator": ""}]
-        changes |= {"algorithm": "PPO_CLIP", "reward": {"terms": terms, "missing_eos_value": -5.0}}
+        changes |= {"algorithm": "PPO_CLIP", "reward": {"terms": terms, "missing_eos": "penalty", "missing_eos_value": -5.0}}
         changes |= {"data": {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")}}
     else:
         base, own = VARIANTS.get(algorithm, (algorithm, OWN.get(algorithm, {})))

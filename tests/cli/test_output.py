@@ -1,11 +1,14 @@
 """Commands print through one function, which makes control characters visible."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
 import surefoot
+from surefoot.cli.output import result_line
+from surefoot.recipes.reading import make_recipe
 from surefoot.terminal import shown_on
 
 SOURCE = Path(surefoot.__file__).parent / "cli"
@@ -19,6 +22,13 @@ def test_commands_print_through_one_function(path: Path) -> None:
     named = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
     printing = (used | named) & {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
     assert printing <= EXCEPTIONS.get(path.name, set())
+
+
+def test_the_summary_has_the_share_of_truncated_answers(tmp_path: Path) -> None:
+    table = {"kind": "language", "model": "m", "data": {"train": "p.jsonl"}, "reward": {"terms": [{"function": "a.py:f"}]}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 1, "steps": 64, "reward": 0.25, "eos_rate": 0.75}) + "\n")
+    line, _ = result_line(make_recipe(table), tmp_path)  # type: ignore[arg-type]
+    assert line == f"m, seed 1: reward 0.25 after 64 steps, 25% of the last answers truncated -> {tmp_path}"
 
 
 def test_text_for_a_terminal_keeps_its_lines_and_shows_control_characters() -> None:

@@ -339,7 +339,7 @@ def test_rewards_lie_on_tokens_before_the_kl_and_their_sum_is_the_metric(
 
 @pytest.mark.parametrize("treatment", ["none", "penalty", "subtract", "bootstrap"])
 def test_a_truncated_response_is_treated_as_configured(treatment: str, files: dict[str, str], folders: dict[str, Path]) -> None:
-    reward = {"missing_eos": treatment, "missing_eos_value": -4.0}
+    reward = {"missing_eos": treatment, **({} if treatment == "none" else {"missing_eos_value": -4.0})}
     made, r = collected(files, folders["llama"], "places", reward=reward)
     cut = r.mask.all(-1) & (r.actions[:, -1] != made.tokens.eos_id)
     assert cut.any()

@@ -142,7 +142,7 @@ def test_responses_without_eos_are_treated_as_configured(
     settings = {
         "terms": [{"function": f"{files['rewards']}:length"}],
         "missing_eos": treatment,
-        "missing_eos_value": -2.0,
+        **({} if treatment == "none" else {"missing_eos_value": -2.0}),
     }
     made = world(files, folders["llama"], reward=settings, sampling={"prompts": 8, "max_tokens": 8})
     made.policy.value_head.bias.data.fill_(3.0)  # type: ignore[union-attr, operator]

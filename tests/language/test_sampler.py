@@ -441,10 +441,11 @@ def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
             for name, weight in model.named_parameters():
                 if weight.ndim == 2 and "A_log" not in name and "embed" not in name:
                     weight.mul_(4)
-    drawn = draw(model)
+    prompts = [[30, 31 + i] for i in range(len(PROMPTS))] if kind == "xlstm" else PROMPTS  # it ignores masks
+    drawn = draw(model, prompts)
     assert drawn.path == path
     assert drawn.lengths.unique().numel() > 3
-    expect_own_log_probs(model, PROMPTS, drawn, 1.0, within=1e-4)
+    expect_own_log_probs(model, prompts, drawn, 1.0, within=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -431,7 +431,7 @@ def test_single_turn_equals_a_response_without_an_environment(files: dict[str, s
 def test_unfinished_conversation_is_truncated_and_keeps_earlier_rewards(
     treatment: str, last: float, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
-    reward = {"missing_eos": treatment, "missing_eos_value": -2.0}
+    reward = {"missing_eos": treatment, **({} if treatment == "none" else {"missing_eos_value": -2.0})}
     made = world(files, folders["llama"], "Endless", reward=reward, reference={"beta": 0.0})
     r = collected(made)
     assert r.metrics["eos_rate"] == 0
@@ -495,7 +495,11 @@ def test_token_rewards_of_the_last_turn_add_to_turn_rewards(
 ) -> None:
     code = "def each(tokens):\n    return [[float(1 + i) for i in range(len(row))] for row in tokens]\neach.per = 'token'\n"
     (tmp_path / "each.py").write_text(code)
-    reward = {"missing_eos": treatment, "missing_eos_value": -2.0, "terms": [{"function": f"{tmp_path / 'each.py'}:each"}]}
+    reward = {
+        "missing_eos": treatment,
+        **({} if treatment == "none" else {"missing_eos_value": -2.0}),
+        "terms": [{"function": f"{tmp_path / 'each.py'}:each"}],
+    }
     made = world(files, folders["llama"], "Endless", reward=reward, reference={"beta": 0.0})
     r = collected(made)
     for row in range(len(r.mask)):

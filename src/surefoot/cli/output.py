@@ -60,7 +60,9 @@ def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
     text = "not known yet" if score is None else number(score)
     label = SHOWN[name][0] if name in SHOWN else name
     before = first_and_best(name, rows)
-    return f"{recipe.trained}, seed {recipe.seed}: {label} {text} after {last['steps']:,} steps{before} -> {folder}", score
+    truncated = "" if (ended := last.get("eos_rate")) is None else f", {1 - ended:.0%} of the last answers truncated"
+    line = f"{recipe.trained}, seed {recipe.seed}: {label} {text} after {last['steps']:,} steps{before}{truncated}"
+    return f"{line} -> {folder}", score
 
 
 def first_and_best(name: str, rows: Sequence[Mapping[str, Any]]) -> str:

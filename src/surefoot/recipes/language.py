@@ -147,7 +147,7 @@ class CriticSettings(Section):
 
 
 ALGORITHM_SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "DAPO": {"sampling": {"rounds": 10}, "reward": {"overlong": 0.2, "missing_eos": None}},
+    "DAPO": {"sampling": {"rounds": 10}, "reward": {"overlong": 0.2}},
 }
 """settings outside the objective that belong to a named algorithm"""
 GROUP_SIZES = {"group": 8, "leave_one_out": 8, "pair": 2}
@@ -276,6 +276,7 @@ class LanguageRecipe(ModelRecipe):
         self._check_idle_roles()
         self._check_old_log_probs()
         self._check_critic()
+        self._check_missing_eos()
         return self
 
     def _check_batch(self) -> None:
@@ -461,6 +462,15 @@ class LanguageRecipe(ModelRecipe):
         for reader, reads in readers.items():
             if reads:
                 raise SurefootError(f"sampling.old_log_probs='update': computes no log π_old, and {reader}; set 'auto'")
+
+    def _check_missing_eos(self) -> None:
+        """A penalty needs ``reward.missing_eos``."""
+        value = self.reward.missing_eos_value
+        if self.reward.missing_eos is None and value != RewardSettings.model_fields["missing_eos_value"].default:
+            raise SurefootError(
+                f"reward.missing_eos_value={value:g}: has no effect, because truncated responses are scored like others; set "
+                "reward.missing_eos = 'penalty'"
+            )
 
     def _check_critic(self) -> None:
         """Settings of a critic need a critic."""

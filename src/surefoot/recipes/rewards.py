@@ -137,7 +137,7 @@ class RewardSettings(Section):
     terms: tuple[RewardTerm, ...] = ()
     """terms of the reward, added up; may be empty if the environment rewards turns. A text, such as file.py:function, is a term
     with only a function, a model or a URL"""
-    missing_eos: Literal["penalty", "subtract", "bootstrap"] | None = "penalty"
+    missing_eos: Literal["penalty", "subtract", "bootstrap"] | None = None
     """for a response truncated by a length limit, or a conversation that did not end. penalty: it earns missing_eos_value
     (for its last turn) instead; subtract: it loses that much; bootstrap: V stands for the rest; none: scored like any other"""
     missing_eos_value: float = -1.0
