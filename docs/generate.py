@@ -543,13 +543,14 @@ def described_finding(finding: Finding) -> str:
 def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
     """A symptom, and its finding as it comes out of each run; a row that is None is a line that can't be read.
 
-    A table in place of rows has the errors of trackers.
+    A table in place of rows has the errors of trackers, a text what shows that checkpoints are lost.
     """
     parts = [f"### {heading}"]
     for run in runs:
-        lines, failures = ([], run) if isinstance(run, dict) else (run, {})
+        lines = run if isinstance(run, list) else []
+        failures, lost = run if isinstance(run, dict) else {}, run if isinstance(run, str) else None
         history = History("".join("?\n" if row is None else json.dumps(row) + "\n" for row in lines).encode())
-        findings = {finding.name: finding for finding in findings_in(history, failures=failures)}
+        findings = {finding.name: finding for finding in findings_in(history, failures=failures, lost=lost)}
         assert name in findings, f"the run that is to show {name} shows {list(findings)}"
         parts.append(described_finding(findings[name]))
     title = Path(more.partition("#")[0]).stem.replace("-", " ")

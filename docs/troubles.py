@@ -112,6 +112,13 @@ TROUBLES: dict[str, Symptoms] = {
             [{"mlflow": "MlflowException: API request failed: connection refused"}],
         ),
     },
+    "It does not resume": {
+        "checkpoints_lost": (
+            "The checkpoints are not there",
+            "how-to/resume.md#further-details",
+            ["there is no checkpoint, but there is best/8192"],
+        ),
+    },
     "A number looks wrong": {
         "wrong_start": (
             "The ratio is not 1 before the first step",

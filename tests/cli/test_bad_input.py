@@ -176,7 +176,7 @@ def test_a_finished_run_is_rejected(command, run):
 def test_an_empty_folder_is_rejected(command, tmp_path):
     (tmp_path / "empty").mkdir()
     for verb in ("resume", "evaluate"):
-        rejected(command(verb, "empty"), "is empty")
+        rejected(command(verb, "empty"), "has no run yet")
 
 
 def test_a_folder_with_other_files_is_rejected_and_kept(command, tmp_path):
@@ -550,4 +550,4 @@ def test_an_existing_name_is_rejected_before_models_are_loaded(command, tmp_path
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "notes.txt").write_text("mine")
     monkeypatch.setattr(launch, "make_world", None)
-    rejected(command("train", "CartPole-v1", "--steps", "64", "--name", "mine"), "runs/mine: contains a run or other files")
+    rejected(command("train", "CartPole-v1", "--steps", "64", "--name", "mine"), "runs/mine: contains other files (notes.txt)")

@@ -128,7 +128,7 @@ def test_several_seeds_are_all_checked_before_the_first_trains(command, tmp_path
     taken.mkdir(parents=True)
     (taken / "notes.txt").touch()
     code, _, err = command("train", "CartPole-v1", "--steps", "256", "--seeds", "2", "--name", "many", "--quiet")
-    assert (code, "many-seed2: contains a run or other files" in err) == (2, True), err
+    assert (code, "many-seed2: contains other files (notes.txt)" in err) == (2, True), err
     assert not (tmp_path / "runs" / "many-seed1").exists()
     code, _, err = command("train", "CartPole-v1", "--steps", "256", "--seeds", "2", "--seed", str(2**53), "--quiet")
     assert (code, "--seeds=2: the last seed would be above" in err) == (2, True), err

@@ -196,7 +196,7 @@ def test_a_cell_without_its_recipe_is_kept(whole, tmp_path):
     (cell / "config.toml").unlink()
     shutil.rmtree(cell / "checkpoints" / "256")
     before = sorted(path for path in cell.rglob("*") if path.name != ".lock")
-    with pytest.raises(SurefootError, match=r"A2C-seed1: .*has a run without its config\.toml; restore that, or move"):
+    with pytest.raises(SurefootError, match=r"A2C-seed1: .*no config\.toml of a run; restore that"):
         compared(tmp_path / "run")
     assert sorted(path for path in cell.rglob("*") if path.name != ".lock") == before
 

@@ -130,7 +130,7 @@ def test_invalid_rows_are_rejected_and_leave_no_run_folder(rows: Any, message: s
 def test_passed_rows_do_not_modify_an_existing_run_folder(tmp_path: Path) -> None:
     surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"]))
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))}
-    with pytest.raises(SurefootError, match="contains a run or other files"):
+    with pytest.raises(SurefootError, match="contains a run; continue it"):
         surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", ROWS["sft"][:2]))
     assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "run").rglob("*"))} == before
 

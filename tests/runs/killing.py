@@ -6,13 +6,15 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
@@ -45,10 +47,21 @@ FILES = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 """functions of os by which a run changes what is on the disk, beside writing into a file that is open"""
 
 
+@contextmanager
+def suppress_finished() -> Iterator[None]:
+    """A kill may come when nothing is left to do."""
+    try:
+        yield
+    except SurefootError as error:
+        if "finished" not in str(error):
+            raise
+
+
 def begin_or_continue(path: Path, task: str, fields: dict[str, Any] | None = None) -> None:
     """Train from the start, or from the last checkpoint, to the end."""
     if (path / "config.toml").exists():
-        api.resume(path)
+        with suppress_finished():
+            api.resume(path)
     else:
         api.start(find_recipe(task, fields or RECIPES[task]), path)
 

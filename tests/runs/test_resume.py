@@ -21,7 +21,7 @@ from surefoot.cli import main as cli
 from surefoot.control import evaluate
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.store.manifest import fault_of
 
 SECONDS = {}
@@ -67,8 +67,7 @@ def killed_at_random(path, task, rng, kills):
         for _ in range(kills):
             if unfinished(path, task):
                 hits += in_child(path, task, delay=scale * rng.uniform(0.05, 0.7) * SECONDS[task]) == -signal.SIGKILL
-        if unfinished(path, task):
-            assert in_child(path, task) == 0
+        assert in_child(path, task) == 0
         if hits:
             break
     return hits
@@ -116,19 +115,6 @@ def test_a_kill_inside_a_removal_changes_nothing(uninterrupted, tmp_path, name, 
     assert in_child(path, "CartPole-v1") == 0
     assert_same(uninterrupted("CartPole-v1"), outcome(path))
     assert not list(path.glob("**/.*.tmp")), "what the kill left half-removed was not cleared away"
-
-
-def test_a_run_in_which_an_older_version_was_killed_inside_a_removal_resumes(uninterrupted, tmp_path):
-    """It removed files in place, and a folder without a manifest rejected the checkpoint that was to be saved there."""
-    path = tmp_path / "run"
-    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda metrics: metrics["steps"] >= 600)
-    for place, steps in (("best", 1024), ("checkpoints", 1280), ("checkpoints", 7)):
-        folder = path / place / str(steps)
-        folder.mkdir(parents=True)
-        (folder / "agent.json").write_text("{}")
-    api.resume(path)
-    assert_same(uninterrupted("CartPole-v1"), outcome(path))
-    assert not (path / "checkpoints" / "7").exists()
 
 
 @pytest.mark.parametrize("name", ["1", ".notes"])
@@ -301,24 +287,6 @@ def test_changes_to_an_algorithm_with_another_kind_of_trust_region_are_never_all
         api.resume(path, allow_changes=True)
     config.write_text(text)
     assert_same(before, outcome_without_best(path))
-
-
-def test_a_field_that_an_older_version_lacks_has_its_default(tmp_path):
-    """In its recipe and in its checkpoint; another value of it is a change like any."""
-    path = tmp_path / "run"
-    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda m: m["steps"] >= 1024)
-    checkpoint = latest_checkpoint(path / "checkpoints")
-    parts = load_checkpoint(checkpoint)
-    del parts["recipe"]["objective"]["router_coefficient"], parts["recipe"]["optimizer"]["warmup"]
-    shutil.rmtree(checkpoint)
-    save_checkpoint(checkpoint, parts)
-    config = path / "config.toml"
-    kept = [line for line in config.read_text().splitlines() if not line.startswith(("router_coefficient", "warmup"))]
-    config.write_text("\n".join([line.replace("[optimizer]", "[optimizer]\nwarmup = 0.1") for line in kept]))
-    with pytest.raises(SurefootError, match=r"changed since the checkpoint \(optimizer.warmup: 0.0 -> 0.1\)"):
-        api.resume(path)
-    config.write_text("\n".join(kept))
-    api.resume(path)
 
 
 def test_another_architecture_is_rejected_by_tensor(tmp_path):

@@ -6,7 +6,6 @@ finished cells are skipped, interrupted ones resume exactly. A command with othe
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -202,9 +201,6 @@ def train_or_resume(
 ) -> None:
     """Train a recipe in a run folder; if the folder has a run of it already, resume that."""
     if not (path / "config.toml").exists():
-        if reached(path) or (path / FILE).exists():
-            raise SurefootError(f"{path}: has a run without its config.toml; restore that, or move the folder away")
-        shutil.rmtree(path, ignore_errors=True)  # left by a kill before the run started
         api.start(recipe, path, callback=callback, callbacks=callbacks, display=display)
         return
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(path / ".lock", timeout=30):

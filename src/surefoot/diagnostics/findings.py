@@ -13,16 +13,17 @@ from typing import Any
 from surefoot.diagnostics import SEVERITIES, Evidence, Finding, RunCurves
 from surefoot.diagnostics.reward_findings import REWARD_CHECKS
 from surefoot.diagnostics.update_findings import UPDATE_CHECKS
-from surefoot.errors import cause_of
+from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import checkpoints_in
 from surefoot.runs.events import Event, IterationEnd, RunEnd, RunStart
-from surefoot.runs.folder import changed_since
+from surefoot.runs.folder import changed_since, lost_checkpoints
 from surefoot.runs.metrics import METRICS
 from surefoot.runs.reading import History, check_is_run, read_trackers
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history, read_metrics
+from surefoot.store.manifest import MANIFEST
 
 RUN_CHECKS = (*REWARD_CHECKS, *UPDATE_CHECKS)
 """every check of a run: takes its curves and its recipe (or None), and returns a finding or None"""
@@ -78,9 +79,33 @@ def check_run(folder: str | Path) -> RunCheck:
     failures = {name: str(entry["failed"]) for name, entry in read_trackers(path).items() if "failed" in entry}
     history, recipe = read_history(path), make_recipe(read_toml(path / "config.toml"))
     checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
-    rows = history.rows
+    rows, findings = history.rows, findings_in(history, recipe, failures, _lost_checkpoints(path, recipe))
     steps = int(rows[-1]["steps"]) if rows else 0
-    return RunCheck(findings_in(history, recipe, failures), len(rows), steps, changed_since(checkpoint, recipe))
+    return RunCheck(findings, len(rows), steps, changed_since(checkpoint, recipe))
+
+
+def _lost_checkpoints(run: Path, recipe: Recipe) -> str | None:
+    """What shows that a run has lost its checkpoints, or why the newest is none any more."""
+    try:
+        lost = lost_checkpoints(run, recipe)
+    except SurefootError as error:
+        return str(error)
+    newest = next(reversed(checkpoints_in(run / "checkpoints")), None)
+    if newest is not None and not (newest / MANIFEST).exists():
+        return f"checkpoints/{newest.name} has no {MANIFEST}"
+    return lost and f"there is no checkpoint, but {lost}"
+
+
+def checkpoints_lost(what: str) -> Finding:
+    """The finding for a run whose checkpoints are not there."""
+    return Finding(
+        "checkpoints_lost",
+        "serious",
+        f"the run can't be resumed: {what}",
+        "its checkpoints are on a disk that is not mounted, were moved, or were copied in part",
+        (),
+        ("mount the disk, or copy the checkpoints again from where they are whole", "begin another run with its config.toml"),
+    )
 
 
 def of_run(folder: str | Path) -> list[Finding]:
@@ -91,12 +116,16 @@ def of_run(folder: str | Path) -> list[Finding]:
     return check_run(folder).findings
 
 
-def findings_in(history: History, recipe: Recipe | None = None, failures: Mapping[str, str] | None = None) -> list[Finding]:
+def findings_in(
+    history: History, recipe: Recipe | None = None, failures: Mapping[str, str] | None = None, lost: str | None = None
+) -> list[Finding]:
     """The findings of a run's metrics, including damage to the file, and of its trackers.
 
     failures   name of a tracker -> the error that stopped it
+    lost       what shows that the run has lost its checkpoints
     """
     stopped = [tracker_failed(name, cause) for name, cause in (failures or {}).items()]
+    stopped += [checkpoints_lost(lost)] if lost else []
     findings = _worst_first([*stopped, *findings_of(history.rows, recipe)])
     if history.fault is None:
         return findings

@@ -36,10 +36,12 @@ from surefoot.files import check_shown, copy_file, is_temporary, read_table, rea
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe, to_table, to_toml
 from surefoot.recipes.rows import with_row_fields
-from surefoot.runs.checkpoint import check_numbered, checkpoints_in, clear_checkpoints, latest_checkpoint
+from surefoot.runs.checkpoint import check_numbered, checkpoints_in, latest_checkpoint
 from surefoot.runs.hub import LISTING, is_hub_name, local_folder
-from surefoot.runs.reading import FINISHED, LOCK, acquire, check_is_run
+from surefoot.runs.reading import ENVIRONMENT, FINISHED, LOCK, ROWS, acquire, check_is_run, others_in
+from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
 from surefoot.store.manifest import clear, fingerprint, flush, is_checkpoint, read_listed_table, write_listed
+from surefoot.terminal import visible
 
 FREE = (
     "check_memory",
@@ -79,11 +81,9 @@ MEASURES = (
 """recipe fields that define the score of an evaluation"""
 ASKING = ("batch", "retries", "token_from")
 """fields of a reward term that change how it is computed, not its value"""
+FIRST_CHECKPOINT = 60.0
+"""seconds after which a run saves its first checkpoint, at the end of the iteration"""
 OTHER_FOLDER = "choose another --run-dir"
-START = "start"
-"""the folder in a run of the agent that it started from, if that was passed as an object"""
-ROWS = "rows"
-"""the folder in a run of the rows that were passed as objects; the name of a file in it is unique to its content"""
 SAVED_ROWS = re.compile(r"(?:.*[\\/])?rows[\\/](\w+-[0-9a-f]{16}\.jsonl)")
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
 
@@ -91,10 +91,14 @@ PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", 
 def check_free(path: Path) -> None:
     """Raise SurefootError if a new run can't have this folder, because it already holds something."""
     check_shown("run_dir", path.resolve().name)
-    # A kill before begin() leaves rows, which the next attempt may write again.
-    if path.exists() and (not path.is_dir() or any(p.name not in (LOCK, ROWS) for p in path.iterdir())):
+    if (path / "config.toml").is_file():
+        raise SurefootError(f"{path}: contains a run; continue it with: surefoot resume {path}; or choose another --name")
+    if path.exists() and not path.is_dir():
+        raise SurefootError(f"{path}: is not a folder; choose another --name")
+    if path.exists() and (others := others_in(path)):  # what a kill before begin() leaves is written again
+        names = ", ".join([*map(visible, others[:3]), *(["…"] if len(others) > 3 else [])])
         raise SurefootError(
-            f"{path}: contains a run or other files; continue it with: surefoot resume {path}; or choose another --name"
+            f"{path}: contains other files ({names}), and no config.toml of a run; restore that, or choose another --name"
         )
 
 
@@ -126,6 +130,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path, shown)
             run._acquire()
+            clear(path)
             try:
                 for file in rows:
                     run._keep(file)
@@ -154,16 +159,15 @@ class RunFolder:
         facts   those of ``environment`` from before the task was made, which may change the working folder; default: now
         """
         with writing(self.path, OTHER_FOLDER):
-            write_text(self.path / "config.toml", to_toml(recipe))
-            write_listed(
-                self.path / "environment.json", json.dumps({**(facts or environment(recipe)), "preset": preset}, indent=1)
-            )
+            facts = facts or environment(recipe)
+            write_listed(self.path / ENVIRONMENT, json.dumps({**facts, "preset": preset}, indent=1))
+            write_text(self.path / "config.toml", to_toml(recipe))  # last: without it, a killed run begins again
         self._rows = []
 
     def change_engine(self, recipe: Recipe) -> None:
         """Record that the run goes on with another engine than it began with."""
         self.write_recipe(recipe)
-        file = self.path / "environment.json"
+        file = self.path / ENVIRONMENT
         write_listed(file, json.dumps({**read_listed_table(file), "engine": recipe.engine}, indent=1))
 
     def discard(self) -> None:
@@ -186,13 +190,10 @@ class RunFolder:
             raise SurefootError(
                 f"{path}: comes from the hub, without what resuming needs; begin a new run, with start or model = {str(path)!r}"
             )
-        for name in ("checkpoints", "best"):
-            check_numbered(path / name)
         run = cls(path)
         run._acquire()
-        clear(path)
-        clear_checkpoints(run.checkpoints)
-        clear_checkpoints(run.best)
+        for folder in (run.path, run.checkpoints, run.best):
+            clear(folder)
         return run
 
     def _acquire(self) -> None:
@@ -214,7 +215,7 @@ class RunFolder:
     def began_in(self) -> str | None:
         """The working folder for the recipe's relative paths; None if unknown."""
         try:
-            return str(read_listed_table(self.path / "environment.json")["working_folder"])
+            return str(read_listed_table(self.path / ENVIRONMENT)["working_folder"])
         except (SurefootError, KeyError):
             return None
 
@@ -230,13 +231,44 @@ class RunFolder:
         """Record that the export is complete."""
         write_listed(self.path / FINISHED, json.dumps({"steps": steps}))
 
-    def latest(self) -> Path | None:
-        """The newest sound checkpoint."""
+    def latest(self, recipe: Recipe) -> Path | None:
+        """The newest sound checkpoint; None if the run, of this recipe, was stopped before its first one.
+
+        Raises SurefootError if there is none although the run has saved one: starting again would replace what it left.
+        """
+        if lost := lost_checkpoints(self.path, recipe):
+            raise SurefootError(
+                f"{self.shown / 'checkpoints'}: has no checkpoint, but {lost}; bring it back, or begin another run with: "
+                f"surefoot train {self.shown / 'config.toml'} --run-dir OTHER"
+            )
         return latest_checkpoint(self.checkpoints)
 
     def close(self) -> None:
         """Release the lock."""
         self._lock.release()
+
+
+def lost_checkpoints(run: Path, recipe: Recipe) -> str | None:
+    """What in a run's folder shows that it has saved checkpoints, none of which is there now; None if nothing does.
+
+    The first one is on the disk before an iteration follows the one that saves it, and before best/ is written.
+    """
+    for name in ("checkpoints", "best"):
+        check_numbered(run / name)
+    if checkpoints_in(run / "checkpoints"):
+        return None
+    if best := checkpoints_in(run / "best"):
+        return f"there is {best[-1].parent.name}/{best[-1].name}"
+    if exported := [name for name in (FINISHED, "model", "adapter") if os.path.lexists(run / name)]:
+        return f"there is {exported[0]}"
+    rows, periods = read_metrics(run / FILE), (recipe.checkpoint_every, recipe.evaluate_every)
+    seconds, before = 0.0, 0
+    for row in rows[:-1]:
+        seconds += max(row.get("seconds_collecting") or 0, row.get("seconds_learning") or 0)
+        if seconds >= FIRST_CHECKPOINT or any(row["steps"] // every > before // every for every in periods):
+            return f"metrics.jsonl has {rows[-1]['iteration']:,} iterations, after the first of which one was saved"
+        before = row["steps"]
+    return None
 
 
 def with_own_rows(table: Mapping[str, Any], run: Path) -> dict[str, Any]:

@@ -19,8 +19,8 @@ import filelock
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 from surefoot.errors import SurefootError
-from surefoot.files import RUNS, parsed, steps_named
-from surefoot.store.manifest import read_listed, read_listed_table
+from surefoot.files import RUNS, is_temporary, parsed, steps_named
+from surefoot.store.manifest import MANIFEST, read_listed, read_listed_table
 
 if TYPE_CHECKING:
     from surefoot.core.traces import TracedRow
@@ -33,6 +33,13 @@ PROFILE = "profile"
 """the folder in a run of what ``--profile`` measured"""
 SUMMARY = "summary.json"
 LOCK = ".lock"
+START = "start"
+"""the folder in a run of the agent that it started from, if that was passed as an object"""
+ROWS = "rows"
+"""the folder in a run of the rows that were passed as objects; the name of a file in it is unique to its content"""
+ENVIRONMENT = "environment.json"
+BEGINNING = (LOCK, ROWS, START, ENVIRONMENT, MANIFEST)
+"""what a run's folder has before config.toml, which makes it a run"""
 LOCK_WAIT = 0.2
 """seconds to wait for a lock, because ``in_use`` has it for a moment"""
 
@@ -60,6 +67,11 @@ def in_use(run: Path) -> bool:
     return False
 
 
+def others_in(folder: Path) -> list[str]:
+    """The names in a folder that a run which was killed before it began does not leave."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in BEGINNING and not is_temporary(path))
+
+
 def check_is_run(path: Path) -> None:
     """Raise SurefootError unless ``path`` is a run folder."""
     if not path.exists():
@@ -68,10 +80,11 @@ def check_is_run(path: Path) -> None:
         raise SurefootError(f"{path}: no such run folder; {remedy}")
     if not path.is_dir():
         raise SurefootError(f"{path}: is a file; a run is a folder, such as runs/cartpole-v1-ppo_clip-1")
-    if not any(p.name != LOCK for p in path.iterdir()):
-        raise SurefootError(f"{path}: is empty; begin a run with: surefoot train TASK --run-dir {path}")
-    if not (path / "config.toml").is_file():
-        raise SurefootError(f"{path}: is not a run folder (no config.toml)")
+    if (path / "config.toml").is_file():
+        return
+    if not others_in(path):
+        raise SurefootError(f"{path}: has no run yet; begin one with: surefoot train TASK --run-dir {path}")
+    raise SurefootError(f"{path}: is not a run folder (no config.toml)")
 
 
 def traces_in(folder: Path) -> list[Path]:

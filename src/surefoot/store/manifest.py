@@ -131,7 +131,7 @@ def listed_files(manifest: Path, where: str | None = None) -> Listed:
 def fault_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, and the remedy if it has one of its own; None for a sound folder."""
     if not (folder / MANIFEST).exists():
-        return f"no {MANIFEST}: not a checkpoint, or one that was never finished"
+        return f"no {MANIFEST}: it was removed, or lost in a copy"
     return _fault_in(folder, MANIFEST, lambda path: True, fingerprint)
 
 

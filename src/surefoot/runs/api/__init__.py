@@ -161,8 +161,8 @@ def resume(
 ) -> Any:
     """Continue an interrupted run as if it had not stopped, or extend a finished one to ``steps``.
 
-    A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending
-    changes the schedule from here on. ``display`` is that of ``train``.
+    A run that was stopped before its first checkpoint starts again from its recipe, and says so. With a linear
+    schedule, extending changes the schedule from here on. ``display`` is that of ``train``.
     A run whose task, reward, network, schedule or symmetry was passed to ``train`` as a function or class needs it again in
     the same argument, unless it can be imported: ``task=make``, ``reward=function``, ``network={"custom": Net}``,
     ``optimizer={"schedule": function}``, ``rollout={"symmetry": function}``.

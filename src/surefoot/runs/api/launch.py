@@ -29,8 +29,8 @@ from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, 
 from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.events import Listener
 from surefoot.runs.factory import make_world, start_from, with_engine
-from surefoot.runs.folder import START, RunFolder, check_free, environment, table_differences
-from surefoot.runs.reading import FINISHED
+from surefoot.runs.folder import RunFolder, check_free, environment, table_differences
+from surefoot.runs.reading import FINISHED, START
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
 
@@ -72,7 +72,8 @@ def start(
         check_trackers(recipe, run_dir)
     run_dir = from_first(run_dir)
     place = None if run_dir is None else run_dir.absolute()  # an environment may change the working folder
-    if run_dir is not None and on_first(lambda: note(f"began {run_dir}")):  # and then a rank died
+    if run_dir is not None and on_first(lambda: note(f"began {run_dir}") and (run_dir / "config.toml").is_file()):
+        # and then a rank died
         if on_first(lambda: _is_finished(run_dir, recipe)):
             return load(run_dir)
         return continue_run(run_dir, lambda recipe: functions or {}, display, callback, several, task, agent)
@@ -99,10 +100,10 @@ def start(
         with together():
             if main and place is not None:  # last, so that a rejected recipe leaves no folder
                 session.folder = folder = folder or RunFolder.reserve(place, shown=run_dir)
-                folder.begin(recipe, None if origin is None else asdict(origin), facts)
                 if agent is not None:
                     agent.save(place / START)
                 note(f"began {run_dir}", "yes")
+                folder.begin(recipe, None if origin is None else asdict(origin), facts)
         session.run()
         return world.result
     finally:
@@ -149,6 +150,8 @@ def continue_run(
             session = Session(recipe, world, folder, _listeners(display, callback), callbacks, functions)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
+        else:
+            session.opening = (f"{run_dir}: was stopped before its first checkpoint, so it begins again at step 0",)
         if restarts():
             session.opening = (f"restart {restarts()}, because a rank died: all continue from step {session.state.steps:,}",)
         with together():
@@ -181,10 +184,11 @@ def _to_continue(folder: RunFolder | None, steps: int | None) -> tuple[Recipe, P
     """Recipe and latest checkpoint of a run that is resumed, and the working folder where it began."""
     assert folder is not None, "only rank 0 asks"
     recipe = folder.recipe()
+    checkpoint = folder.latest(recipe)
     if steps is not None:
         recipe = make_recipe({**to_table(recipe), "steps": steps})
     check_trackers(recipe, folder.path)
-    return recipe, folder.latest(), folder.began_in
+    return recipe, checkpoint, folder.began_in
 
 
 def _is_finished(run_dir: Path, recipe: Recipe) -> bool:

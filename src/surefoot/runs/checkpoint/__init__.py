@@ -148,22 +148,33 @@ def load_checkpoint(folder: Path, in_files: Sequence[str] = ()) -> dict[str, Any
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Checkpoint folders named by their step, oldest first, sound or not."""
+    """Folders named by their step, oldest first: checkpoints, sound or not."""
     if not folder.is_dir():
         return []
-    paths = (path for path in folder.iterdir() if steps_named(path.name) is not None and (path / MANIFEST).exists())
+    paths = (path for path in folder.iterdir() if steps_named(path.name) is not None and path.is_dir())
     return sorted(paths, key=lambda path: int(path.name))
 
 
+def _replaceable(folder: Path) -> list[Path]:
+    """Checkpoints that newer ones may replace, oldest first. What has lost its manifest stays: a person decides about it."""
+    return [path for path in checkpoints_in(folder) if (path / MANIFEST).exists()]
+
+
 def check_numbered(folder: Path) -> None:
-    """Raise SurefootError if something other than a folder has the name of a checkpoint, so none can be saved there."""
+    """Raise SurefootError if something other than a folder has the name of a checkpoint, or of their folder itself, such as a
+    link to a disk that is not mounted.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        if folder.is_symlink():
+            raise SurefootError(f"{folder}: is a link to {os.readlink(folder)}, which is no folder; mount it, or bring it back")
+        raise SurefootError(f"{folder}: is not a folder; move it away")
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if steps_named(path.name) is not None and not path.is_dir():
             raise SurefootError(f"{path}: is not a folder, but has the name of a checkpoint; move it away")
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder of them; None where there is none. What a kill left half-written is not one.
+    """The newest checkpoint in a folder of them; None where there is none. What a kill left half-written has another name.
 
     Raises SurefootError when the newest is damaged, and says which older one is sound: going back is the user's decision.
     The same if something else has the name of a checkpoint.
@@ -178,7 +189,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if REMEDY in problem:
         raise SurefootError(f"{candidates[-1]}: {problem}")
     sound = next((path for path in reversed(candidates[:-1]) if fault_of(path) is None), None)
-    remedy = f"to go back to {sound}, remove {candidates[-1]}" if sound else f"remove it to do without {folder.name}/"
+    remedy = f"to go back to {sound}, remove {candidates[-1]}" if sound else "copy it again from where it is whole"
+    if not sound and folder.name == "best":
+        remedy = "remove it to do without best/"
     raise SurefootError(f"{candidates[-1]}: {problem}; {remedy}")
 
 
@@ -191,30 +204,24 @@ def written_before(checkpoint: Path) -> dict[str, Any] | None:
         return None
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` checkpoints, and what a kill left."""
-    checkpoints = checkpoints_in(folder)
-    for path in checkpoints[: max(0, len(checkpoints) - keep)]:
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Remove all but the last ``keep`` checkpoints, which are returned, and what a kill left."""
+    checkpoints = _replaceable(folder)
+    removed = checkpoints[: max(0, len(checkpoints) - keep)]
+    for path in removed:
         remove_folder(path)
-    clear_checkpoints(folder)
+    clear(folder)
+    return removed
 
 
 def keep_only_this(checkpoint: Path) -> None:
     """Remove every other checkpoint in the folder, even later ones, since a resumed run may differ from before; and what a kill
     left.
     """
-    for path in checkpoints_in(checkpoint.parent):
+    for path in _replaceable(checkpoint.parent):
         if path != checkpoint:
             remove_folder(path)
-    clear_checkpoints(checkpoint.parent)
-
-
-def clear_checkpoints(folder: Path) -> None:
-    """The same in a run's folder of checkpoints, where a numbered folder without a manifest is a part of one."""
-    clear(folder)
-    for path in folder.glob("[0-9]*"):
-        if path.name.isdigit() and path.is_dir() and not (path / MANIFEST).exists():
-            remove_folder(path)
+    clear(checkpoint.parent)
 
 
 def require(parts: CheckpointParts, names: tuple[str, ...], where: Path) -> None:

@@ -1,6 +1,7 @@
 """A run from its recipe to its end: the loop with evaluation, checkpoints and signals, published as events."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -46,7 +47,7 @@ from surefoot.runs.events import (
     UpdateEnd,
 )
 from surefoot.runs.factory import make_learner
-from surefoot.runs.folder import RunFolder, recipe_differences, scored_alike
+from surefoot.runs.folder import FIRST_CHECKPOINT, RunFolder, recipe_differences, scored_alike
 from surefoot.runs.metrics import MachineUse
 from surefoot.runs.profile import Profile
 from surefoot.runs.session.arithmetic import arithmetic
@@ -55,6 +56,7 @@ from surefoot.runs.traces import SampleFolder, TraceFolder
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
 from surefoot.signals import SignalHandler
+from surefoot.store.manifest import MANIFEST
 
 
 class Session:
@@ -97,6 +99,13 @@ class Session:
         self.best: float | None = None
         self.since_best = 0
         """evaluations since the best one"""
+        self.best_at: int | None = None
+        """the steps of the best one"""
+        self.lacks_best = False
+        """whether best/ lacks the weights of the checkpoint that the run continues from"""
+        self.saved = False
+        """whether a checkpoint is on the disk or being written; the first one is on the disk before training goes on"""
+        self.began = time.monotonic()
         self.metrics_file: MetricsFile | None = None
         self.pending: dict[str, Any] | None = None
         """an iteration whose evaluation failed: its metrics, and the steps before it"""
@@ -136,7 +145,9 @@ class Session:
                 self._load_learner(parts["learner"], checkpoint)
                 self.state.load_state_dict(parts["state"])
             best = checkpoint.parent.parent / "best"
-            self.best, self.since_best = on_first(lambda: self._best_of(parts["progress"], best))
+            self.lacks_best = self._lacks_best(parts)
+            self.best, self.since_best, self.best_at = on_first(lambda: self._best_of(parts, best))
+        self.saved = True
 
     def _read(self, checkpoint: Path, allow_changes: bool) -> dict[str, Any]:
         """The parts of a checkpoint from which this run can continue."""
@@ -162,7 +173,7 @@ class Session:
             )
         exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
         pending = parts.get("pending") or None
-        if done >= self.recipe.steps and exported and pending is None:
+        if done >= self.recipe.steps and exported and pending is None and not self._lacks_best(parts):
             raise SurefootError(f"{run_folder}: finished, {done} steps are done; extend it with --steps above {done}")
 
     def _load_learner(self, saved: dict[str, Any], checkpoint: Path) -> None:
@@ -173,15 +184,24 @@ class Session:
             )
         self.learner.load_state_dict(saved)
 
-    def _best_of(self, progress: dict[str, Any], folder: Path) -> tuple[float | None, int]:
-        """The best score, if the recipe saved with the best weights measures scores as this one, and evaluations since."""
-        best = latest_checkpoint(folder)
-        if best is None or progress["best"] is None:
-            return None, 0
-        if scored_alike(load_checkpoint(best)["recipe"], to_table(self.recipe)):
-            return float(progress["best"]), int(progress.get("since_best", 0))
+    def _lacks_best(self, parts: dict[str, Any]) -> bool:
+        """Whether a kill came between the first checkpoint and the best weights, which are the same."""
+        at = parts["progress"].get("best_at")
+        return from_first(
+            at == parts["state"]["steps"] and self.folder is not None and not (self.folder.best / str(at) / MANIFEST).exists()
+        )
+
+    def _best_of(self, parts: dict[str, Any], folder: Path) -> tuple[float | None, int, int | None]:
+        """The best score, if it was measured as this recipe measures scores, the evaluations since, and its steps."""
+        best, progress = latest_checkpoint(folder), parts["progress"]
+        score, at = progress["best"], progress.get("best_at")
+        if score is None or (best is None and not self.lacks_best):
+            return None, 0, None
+        measured = parts["recipe"] if best is None else load_checkpoint(best)["recipe"]
+        if scored_alike(measured, to_table(self.recipe)):
+            return float(score), int(progress.get("since_best", 0)), at
         self.message("the evaluation settings have changed: the best score so far no longer counts")
-        return None, 0
+        return None, 0, None
 
     # ---- run ---------------------------------------------------------------------------------------------------------------
 
@@ -205,6 +225,7 @@ class Session:
             self._publish_opening()
             with self.signals, announced(self.message), arithmetic(self.recipe):
                 self._publish_initial_samples()
+                self._write_missing_best()
                 self._begin_profile()
                 if not self._finish_pending():
                     self._train()
@@ -367,25 +388,28 @@ class Session:
                 metrics |= self._evaluate_or_save(metrics)
         with together():
             stop = self.publish(IterationEnd(state, metrics)) or self.signals.stop_requested
-        stop = self._agree(stop or (evaluating and self._out_of_patience()))
+        stop, waited = self._agree(stop or (evaluating and self._out_of_patience()))
+        first = not self.saved and (waited or evaluating)
         with state.timer.detail("checkpoint"):
-            if finished or stop or self._crossed(self.recipe.checkpoint_every):
+            if finished or stop or first or self._crossed(self.recipe.checkpoint_every):
                 self._save()
             self.saver.write()
         self.previous_steps = state.steps
         return stop
 
-    def _agree(self, stop: bool) -> bool:
-        """Whether any rank stops; the first one publishes the messages of the others."""
+    def _agree(self, stop: bool) -> tuple[bool, bool]:
+        """Whether any rank stops, and whether the first checkpoint is due; the first rank publishes the others' messages."""
+        waited = time.monotonic() - self.began >= FIRST_CHECKPOINT
         if world_size() == 1:
-            return stop
-        stops, signalled, lines = zip(*exchange((stop, self.signals.stop_requested, self.lines)), strict=True)
+            return stop, waited
+        values = exchange((stop, self.signals.stop_requested, self.lines, waited))
+        stops, signalled, lines, late = zip(*values, strict=True)
         self.lines = []
         for number, of_rank in enumerate(lines if rank() == 0 else ()):
             for line in of_rank:
                 self.message(f"rank {number}: {line}")
         self.signals.stop_requested = any(signalled)
-        return any(stops)
+        return any(stops), any(late)
 
     def _publish_update(self, metrics: Metrics) -> Metrics:
         """Publish an update with its trace; its metrics, which begin with the counts."""
@@ -421,7 +445,8 @@ class Session:
         with together():
             if self.best is None and self.folder is not None:
                 # No best score was restored, so anything in best/ has scores that can't be compared.
-                prune(self.folder.best, keep=0)
+                for path in prune(self.folder.best, keep=0):
+                    self.message(f"removed {self.folder.as_shown(str(path))}: its score can't be compared with those to come")
         if report is None:
             return {}
         self._keep_best(report)
@@ -434,11 +459,20 @@ class Session:
         self.since_best += int(score is not None)
         if score is None or (self.best is not None and score <= self.best):
             return
-        self.best, self.since_best = score, 0
+        self.best, self.since_best, self.best_at = score, 0, self.state.steps
+        self._copy_best()
+
+    def _copy_best(self) -> None:
         if not self.kept:
             return
         best = None if self.folder is None else self.folder.best / str(self.state.steps)
         self.saver.copy(best, self.world.checkpoint_parts, keep_only_this)
+
+    def _write_missing_best(self) -> None:
+        """Write the best weights, those of the first checkpoint, if a kill came between the two."""
+        if self.lacks_best:
+            self._copy_best()
+            self.saver.write()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -454,6 +488,9 @@ class Session:
             prune(written.parent, self.recipe.checkpoint.keep)
 
         self.saver.copy(path, lambda: self._checkpoint_parts(collector), clean, self.metrics_file, resumable=True)
+        if not self.saved:  # so a folder without checkpoints belongs to a run that has saved none
+            self.saver.write_first()
+            self.saved = True
 
     def _publish_checkpoint(self, path: Path) -> None:
         """Publish a checkpoint that is on the disk now, but not the best one."""
@@ -467,7 +504,7 @@ class Session:
             "learner": self.learner.state_dict(),
             "collector": collector,
             "state": self.state.state_dict(),
-            "progress": {"best": self.best, "since_best": self.since_best},
+            "progress": {"best": self.best, "since_best": self.since_best, "best_at": self.best_at},
             "pending": self.pending or {},
         }
 

@@ -75,6 +75,11 @@ class Saver:
         if waits:
             self.wait()
 
+    def write_first(self) -> None:
+        """Write the first checkpoint of a run before the best weights of its iteration."""
+        self.copies.reverse()
+        self.write()
+
     def report(self) -> None:
         """Report the checkpoints that have been written since the last call. Raises an error of the thread."""
         self._report(self.writer.finished())
