@@ -1,11 +1,15 @@
 """A call in a bigger program takes nothing that belongs to the process, and leaves all of it as it found it."""
 
 import contextlib
+import copy
 import ctypes
 import faulthandler
 import io
 import logging
+import multiprocessing
 import os
+import pickle
+import queue
 import random
 import signal
 import subprocess
@@ -14,6 +18,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +302,58 @@ def test_a_run_survives_any_stream(make: Callable[[], Any], monkeypatch: pytest.
 def test_only_one_function_asks_whether_a_stream_is_a_terminal() -> None:
     source = Path(surefoot.__file__).parent
     assert [path.name for path in source.rglob("*.py") if ".isatty()" in path.read_text("utf-8")] == ["terminal.py"]
+
+
+# ---- agents in other places -------------------------------------------------------------------------------------------------
+
+
+class Doubled(torch.nn.Module):
+    """A network that is passed as an object."""
+
+    def __init__(self, space: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 8)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.layer(2 * observation)
+
+
+def act(agent: Any, results: Any) -> None:
+    observations = np.linspace(-0.1, 0.1, 64).reshape(16, 4)
+    results.put([agent.predict(observations)[0].tolist(), agent.value(observations).tolist()])
+
+
+@pytest.mark.parametrize("network", [{}, {"custom": Doubled}, {"lstm": 4}], ids=["plain", "custom", "lstm"])
+def test_an_agent_passes_through_pickle_and_copy_with_its_next_sample(network: dict[str, Any]) -> None:
+    agent = train(steps=64, network=network, normalise={"observations": True, "rewards": True})
+    agent.predict(np.zeros(4))
+    for again in (pickle.loads(pickle.dumps(agent)), copy.deepcopy(agent), copy.copy(agent)):
+        ours, theirs = queue.Queue[Any](), queue.Queue[Any]()
+        state = agent.generator.get_state()
+        act(agent, ours)
+        agent.generator.set_state(state)
+        act(again, theirs)
+        assert ours.get() == theirs.get()
+        assert (again.recipe, again.training, again.masked) == (agent.recipe, agent.training, agent.masked)
+        parts = zip(agent.state_dict().items(), again.state_dict().items(), strict=True)
+        assert all(name == same and torch.equal(one, other) for (name, one), (same, other) in parts)
+
+
+def test_an_agent_is_an_argument_of_a_process_and_of_threads(warm: Any) -> None:
+    """A spawned process takes it as a forkserver's does, the default of Python 3.14: by the pickles of multiprocessing."""
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    agent = copy.deepcopy(warm)
+    child = context.Process(target=act, args=(agent, results))
+    child.start()
+    there = results.get()
+    child.join(60)
+    here = queue.Queue[Any]()
+    act(agent, here)
+    assert there == here.get()
+    greedy = partial(warm.predict, np.linspace(-0.1, 0.1, 64).reshape(16, 4), deterministic=True)
+    with ThreadPoolExecutor(4) as threads:
+        assert len({tuple(future.result()[0]) for future in [threads.submit(greedy) for _ in range(20)]}) == 1
 
 
 # ---- systems ----------------------------------------------------------------------------------------------------------------

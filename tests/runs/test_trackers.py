@@ -256,7 +256,7 @@ def test_a_run_that_an_error_ended_and_that_was_resumed_is_in_a_store_with_each_
 
 
 def test_runs_that_the_program_has_open_stay_its_own(offline, monkeypatch):
-    """Also the trial of a sweep, whose id W&B would give every run of the process; in the steps that the program has reached."""
+    """Also the trial of a sweep, whose id W&B would give every run of the process."""
     import mlflow
     import trackio
     import wandb

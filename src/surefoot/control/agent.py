@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -38,16 +39,18 @@ from surefoot.control.spaces import (
     space_to_json,
 )
 from surefoot.core.optimizer import flatten_parameters, parameter_groups
-from surefoot.core.seeding import stream
+from surefoot.core.seeding import as_found, stream
 from surefoot.core.steps.compiled import FAST
 from surefoot.core.steps.programs import Program, program_of, structure
 from surefoot.errors import SurefootError
 from surefoot.files import made_from
-from surefoot.recipes.callables import Functions
+from surefoot.recipes.callables import NETWORK, Functions
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import control_recipe, to_table
 from surefoot.runs.checkpoint import load_weights, require, save_checkpoint
 
+GENERATOR = "generator"
+"""name of the state of ``predict`` beside the weights, whose names have a dot"""
 Act = Callable[[Observations, Tensor | None, Array], tuple[Tensor, Array, Tensor | None]]
 TensorAct = Callable[[dict[str, Tensor], Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -80,6 +83,7 @@ class Agent(nn.Module):
         self.bounds = ActionBounds(action_space, normalise.actions) if isinstance(action_space, spaces.Box) else None
         self.policy.to(recipe.device)
         self.generator = stream(recipe.seed, "predict")
+        self.functions = {field: made for field, made in (functions or {}).items() if field == NETWORK}
 
     def __repr__(self) -> str:
         """One line; ``agent.policy`` shows the layers."""
@@ -278,6 +282,13 @@ class Agent(nn.Module):
         """Write the agent to a folder that ``surefoot.load`` reads: weights, normalisers, spaces and recipe; no pickle."""
         save_checkpoint(Path(folder), self.checkpoint_parts())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, ``copy`` and other processes: what ``save`` writes as bytes, never a tensor in memory that is shared."""
+        parts = self.checkpoint_parts()
+        state = {name: x.detach().cpu().contiguous().clone() for name, x in parts.pop("agent").items()}
+        state[GENERATOR] = self.generator.get_state()
+        return _restored, (parts, save(state), self.functions, str(self.device), self.training)
+
     def load(self, weights: dict[str, Tensor], where: Path) -> None:
         """Load the weights and normalisers of a checkpoint; SurefootError if they don't fit."""
         load_weights(self, weights, where)
@@ -338,6 +349,19 @@ class Agent(nn.Module):
             flatten_parameters(group)
             for parameter in group:
                 parameter.grad = None
+
+
+@as_found
+def _restored(parts: dict[str, Any], content: bytes, functions: Functions, device: str, training: bool) -> Agent:
+    """The agent of ``Agent.__reduce__``, on its device if this process has that, else on the CPU."""
+    weights = load(content)
+    generator = weights.pop(GENERATOR)
+    agent = Agent.from_parts({**parts, "agent": weights}, Path("agent"), functions)
+    agent.recipe = control_recipe(parts["recipe"])
+    if not device.startswith("cuda") or torch.cuda.is_available():
+        agent.to(device)._flatten_parameters()
+    agent.generator.set_state(generator)
+    return agent.train(training)
 
 
 def with_lstm_state(inputs: dict[str, Tensor], state: Tensor | None, starts: Array | Tensor | None) -> dict[str, Tensor]:

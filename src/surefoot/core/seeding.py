@@ -1,4 +1,5 @@
-"""What makes a run repeat itself: random generators, all derived from its one seed, and deterministic algorithms on GPUs.
+"""What makes a run repeat itself: random generators, all derived from its one seed, deterministic algorithms on GPUs, and
+PyTorch's modes, whatever those of the program are.
 
 Streams differ by name, never by adding to the seed: seed 1's second stream must not be seed 2's first. Without deterministic
 algorithms a GPU sums the gradient of attention, among others, in the order in which its threads finish.
@@ -9,9 +10,10 @@ Importing this needs no torch: a worker process needs seeds and no torch, which 
 import gc
 import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from surefoot.errors import SurefootError
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+Call = TypeVar("Call", bound=Callable[..., Any])
 MAX_SEED = 2**53
 """the largest seed of a recipe: a float64, and so any JSON, holds integers up to it exactly"""
 NO_ALGORITHM = "does not have a deterministic implementation"
@@ -114,3 +117,54 @@ def _algorithms(only_deterministic: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fills
+
+
+# ---- modes ------------------------------------------------------------------------------------------------------------
+
+
+def as_found(call: Call) -> Call:
+    """The call in modes of its own: with gradients, in float32, on the CPU, whatever modes the program has entered.
+
+    Afterwards PyTorch's settings, its threads and the working folder are those from before.
+    """
+
+    @wraps(call)
+    def calling(*arguments: Any, **named: Any) -> Any:
+        with _own_modes():
+            return call(*arguments, **named)
+
+    return cast(Call, calling)
+
+
+@contextmanager
+def _own_modes() -> Iterator[None]:
+    import torch
+
+    settings: tuple[tuple[Callable[[], Any], Callable[[Any], object], Any], ...] = (
+        (torch.get_num_threads, torch.set_num_threads, None),
+        (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+        (lambda: os.environ.get(WORKSPACE), _set_workspace, None),
+    )
+    with ExitStack() as after:
+        with suppress(OSError):  # the working folder was removed
+            after.callback(os.chdir, os.getcwd())
+        for get, put, own in settings:
+            after.callback(put, get())
+            if own is not None:
+                put(own)
+        if torch.get_default_device() != torch.device("cpu"):
+            after.enter_context(torch.device("cpu"))  # not always: it makes every call of torch slower
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(kind):
+                after.enter_context(torch.autocast(kind, enabled=False))
+        after.enter_context(torch.inference_mode(False))
+        after.enter_context(torch.enable_grad())
+        yield
+
+
+def _set_workspace(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(WORKSPACE, None)
+    else:
+        os.environ[WORKSPACE] = value

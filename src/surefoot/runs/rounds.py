@@ -21,7 +21,7 @@ import torch
 
 from surefoot.core.distributed import on_first
 from surefoot.core.ranks import join_ranks
-from surefoot.core.seeding import derived_seed
+from surefoot.core.seeding import as_found, derived_seed
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_toml, writing
 from surefoot.language.analysis.metrics import win_rate
@@ -197,6 +197,7 @@ def _claim(settings: RoundsSettings, folder: Path, lock: ExitStack) -> None:
         match_settings(file, settings.to_json(), "choose another --name", [f"recipe.{name}" for name in FREE])
 
 
+@as_found
 def _round(
     settings: RoundsSettings, folder: Path, number: int, display_for: DisplayFor, log: Callable[[str], None]
 ) -> dict[str, Any]:

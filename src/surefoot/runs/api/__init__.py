@@ -13,6 +13,7 @@ from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.core.algorithms import Objective
 from surefoot.core.ranks import join_ranks
+from surefoot.core.seeding import as_found
 from surefoot.errors import SurefootError
 from surefoot.recipes.arguments import AgentTask, Arguments, ControlArguments, ModelTask, RewardModelTask
 from surefoot.recipes.callables import take_objects
@@ -33,7 +34,6 @@ from surefoot.runs.api.objects import (
     task_place,
     task_reference,
 )
-from surefoot.runs.api.process import as_found
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks
 from surefoot.runs.display import display_here
 from surefoot.runs.events import Listener

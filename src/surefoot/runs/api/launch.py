@@ -14,7 +14,7 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.distributed import exchange, from_first, on_first, rank, together, world_size
 from surefoot.core.ranks import choose_gpu, join_ranks, note, restarts
 from surefoot.core.rollout import World
-from surefoot.core.seeding import prepare_gpu
+from surefoot.core.seeding import as_found, prepare_gpu
 from surefoot.errors import SurefootError
 from surefoot.files import steps_named
 from surefoot.recipes.base import Recipe
@@ -24,7 +24,6 @@ from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.recipes.rows import with_row_fields
 from surefoot.runs import hub
 from surefoot.runs.api.loading import load
-from surefoot.runs.api.process import as_found
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
 from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.events import Listener

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from surefoot.core.seeding import as_found
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import hub
 from surefoot.runs.api.objects import as_path, functions_again, reject
-from surefoot.runs.api.process import as_found
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.folder import checkpoint_to_load, is_model
 
