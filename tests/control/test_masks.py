@@ -10,6 +10,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit
 
 import surefoot
 from surefoot import PPO_CLIP, REINFORCE, SurefootError
@@ -17,6 +18,7 @@ from surefoot.control.environments.looped import LoopedEnvironments
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.policy import ActorCritic
 from surefoot.core.seeding import stream
+from surefoot.diagnostics.recipe import check_environment
 from surefoot.functional import fisher_vector_product
 from surefoot.recipes.control import Network
 from surefoot.runs.events import Message
@@ -293,6 +295,91 @@ def test_at_the_end_of_an_episode_no_mask_is_needed() -> None:
     for _ in range(8):
         step = environments.step(np.zeros(2, int))
         assert step.observations["action_mask"].tolist() == [[True, False, True]] * 2
+
+
+# ---- masks elsewhere ----------------------------------------------------------------------------------------------------
+
+
+class Method(Odd):
+    """Its masks are those of sb3-contrib's method; none is asked for where no action follows."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.over = False
+
+    def action_masks(self) -> Any:
+        assert not self.over
+        return np.array([False, self.t % 2 == 0, self.t % 2 == 1])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.over = False
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        assert self.action_masks()[action], "a forbidden action"
+        observation, reward, self.over, *rest = super().step(action)
+        return observation, reward, self.over, *rest
+
+
+def test_the_method_action_masks_is_used_like_the_info_wherever_an_environment_acts() -> None:
+    """In training, evaluation and checks; behind wrappers too."""
+    few: dict[str, Any] = {"rollout": {"environments": 2, "steps": 16}, "objective": small(PPO_CLIP)}
+    agent = surefoot.train(lambda: TimeLimit(Method(), 100), PPO_CLIP, steps=64, seed=1, **few)
+    assert agent.masked
+    assert surefoot.evaluate(agent, Method, episodes=2).lengths == [3, 3]
+    assert not [check for check in check_environment(Method, {}) if "forbidden" in check.what]
+
+
+class Listed(Odd):
+    """Has a switch, and a method that needs a state."""
+
+    action_masking = False
+
+    def action_mask(self, state: int) -> Any: ...
+
+
+MASK = np.array([1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"action_masks": MASK},
+        {"mask": MASK},
+        {"Action-Mask": MASK.tolist()},
+        {"legal_actions": MASK == 1},
+        {"valid_mask": MASK[:2]},
+    ],
+    ids=lambda info: next(iter(info)),
+)
+@pytest.mark.parametrize("when", ["at the reset", "at the first step"])
+def test_a_mask_under_another_name_in_the_info_is_an_error(info: dict[str, Any], when: str) -> None:
+    infos = [info] if when == "at the reset" else [{}, info]
+    line = r"gave no info\['action_mask'\], but info\['.*'\], which looks like an action mask; return it as info"
+    with pytest.raises(SurefootError, match=line):
+        surefoot.train(lambda: Odd(*infos), PPO_CLIP, steps=100)
+    with pytest.raises(SurefootError, match=line):
+        surefoot.train(
+            lambda: SyncVectorEnv([lambda: Odd(*infos)] * 2),
+            PPO_CLIP,
+            steps=100,
+            rollout={"environments": 2, "steps": 16},
+            evaluation={"episodes": 0},
+        )
+
+
+@pytest.mark.parametrize("name", ["valid_action_mask", "get_action_masks"])
+def test_a_method_that_looks_like_a_mask_is_an_error(name: str) -> None:
+    kind = type("Near", (Odd,), {name: lambda self: MASK})
+    with pytest.raises(SurefootError, match=rf"gave no info\['action_mask'\], but {name}\(\), which looks"):
+        surefoot.train(lambda: kind({}), PPO_CLIP, steps=100)
+
+
+def test_what_only_sounds_like_a_mask_is_none() -> None:
+    """A flag, a mask of something else, a switch, and a method that needs a state."""
+    infos = [{"valid_action": True, "mask": np.ones(7), "legal_moves": [0, 2], "masked": 1.0}]
+    fields: dict[str, Any] = {"rollout": {"environments": 2, "steps": 16}, "objective": small(PPO_CLIP)}
+    assert surefoot.train(lambda: Listed(*infos), PPO_CLIP, steps=32, evaluation={"episodes": 0}, **fields).masked is False
 
 
 # ---- resuming ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ An observation, nested or not, is a flat dict of its parts: path -> array. The k
 joined by dots; a space without parts has the path "observation". An action mask is one more entry.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -189,7 +190,7 @@ def observation_parts(space: gymnasium.Space[Any], task: str = "") -> dict[str, 
             )
         if path in parts:
             raise SurefootError(f'{where}observation space part "{path}": two parts have this name; rename one')
-        if path == MASK:
+        if re.fullmatch(r"(\w+_)?action_?masks?", str(keys[-1]).lower() if keys else ""):
             raise SurefootError(
                 f'{where}observation space part "{path}": is not an observation; put masks in info["action_mask"] instead'
             )

@@ -16,7 +16,7 @@ from gymnasium.utils.env_checker import check_env
 from surefoot.control.collect.scoring import constant_parts, steps_outside
 from surefoot.control.environments import is_tensor_environment, maker, task_name
 from surefoot.control.environments.looped import MakeEnvironment
-from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite
+from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite, with_masks
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.normalise import ActionBounds, action_converter, normalised_parts
 from surefoot.control.spaces import (
@@ -196,7 +196,7 @@ def _as_read(space: Any, observation: Any) -> Any:
 
 
 def _checked(name: str, environment: "gymnasium.Env[Any, Any]") -> Finding:
-    own = environment.unwrapped if name in gymnasium.registry else environment
+    own = with_masks(environment.unwrapped) if name in gymnasium.registry else environment
     verdict = _gymnasium_verdict(name, own)
     return verdict if verdict.severity == "ok" else _gymnasium_verdict(name, _AsTrained(own))
 

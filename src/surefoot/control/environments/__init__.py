@@ -17,6 +17,7 @@ from gymnasium.vector import VectorEnv
 
 from surefoot.control.environments.atari import ATARI, make_atari
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment, close_all
+from surefoot.control.environments.observations import masks_elsewhere, with_masks
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.errors import SurefootError, cause_of, place_of, to_install
 from surefoot.recipes.callables import append_working_folder, import_object
@@ -68,13 +69,17 @@ def make_environments(
 
             return TensorEnvironments(made[0], torch.device(device), seed, name, first)
         if isinstance(made[0], VectorEnv):
-            return VectorEnvironments(made[0], seed, name, first)
+            vector = VectorEnvironments(made[0], seed, name, first)
+            vector.reader.elsewhere = masks_elsewhere(made[0])
+            return vector
         if not isinstance(made[0], gymnasium.Env):
             raise SurefootError(f"task={name!r}: made a {type(made[0]).__name__}, not a gymnasium.Env")
         if len({id(environment) for environment in made}) < count:
             raise SurefootError(f"task={name!r}: returned the same environment twice; make a new one on every call")
         ready = iter(made)
-        return LoopedEnvironments(lambda: next(ready), count, seed, name, purpose, first)
+        looped = LoopedEnvironments(lambda: next(ready), count, seed, name, purpose, first)
+        looped.reader.elsewhere = masks_elsewhere(made[0])
+        return looped
     except BaseException:
         close_all(made)
         raise
@@ -102,7 +107,7 @@ def maker(
             from surefoot.control.environments.tensor import SingleEnvironment
 
             made = SingleEnvironment(made, name)
-        return made
+        return with_masks(made)
 
     return make_and_log
 

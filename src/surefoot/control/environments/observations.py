@@ -3,7 +3,9 @@
 The first reset decides whether a task masks actions: ``info["action_mask"]`` is present, or absent, in every later step too.
 """
 
+import inspect
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +32,16 @@ SUCCESS = ("is_success", "success")
 """numbers in ``info`` that become metrics if an environment has them"""
 RESUME_OR_REPEAT = "resume the run, or repeat the command"
 """remedy after a failed evaluation, which may belong to either"""
+METHOD = "action_masks"
+"""the method of sb3-contrib's environments whose result is used like ``info["action_mask"]``"""
+LIKE_A_MASK = re.compile(
+    r"(action|move|valid|legal|avail|allowed|possible).*mask|mask.*(action|move|valid|legal|avail|allowed)"
+)
+MAYBE_A_MASK = re.compile(
+    r"^masks?$|(valid|legal|avail|allowed|possible).*(action|move)|(action|move).*(valid|legal|avail|allowed)"
+)
+LOOKED_AT = 8
+"""infos of an environment in which a mask under another name is searched for"""
 STEP = ("observation", "reward", "terminated", "truncated", "info")
 RESET = ("observation", "info")
 
@@ -48,6 +60,9 @@ class Reader:
         self.choices = choices(check_action_space(action_space, task))
         self.masked: bool | None = None
         """whether the task masks actions; None before the first reset"""
+        self.elsewhere = ""
+        """what seems to return masks instead of ``info``"""
+        self.unseen = LOOKED_AT * count
 
     def empty(self) -> Observations:
         """Arrays for all environments, to be filled by ``store``."""
@@ -79,6 +94,8 @@ class Reader:
     def masks(self, infos: dict[str, Any], needed: Array) -> Observations:
         """The masks in a vector environment's infos, all true for rows that need none; empty if the task has no masks."""
         present = needed & np.broadcast_to(infos.get(f"_{MASK}", MASK in infos), needed.shape)
+        if MASK not in infos:
+            self._look_elsewhere(infos)
         masks = self._all_allowed()
         for index in np.flatnonzero(needed):
             info = {MASK: infos[MASK][index]} if present[index] else {}
@@ -91,6 +108,8 @@ class Reader:
 
     def _has_mask(self, info: dict[str, Any]) -> bool:
         present = MASK in info
+        if not present and self.unseen:
+            self._look_elsewhere(info)
         if self.masked is None:
             self.masked = present
         if present != self.masked:
@@ -99,8 +118,87 @@ class Reader:
             )
         return present
 
+    def _look_elsewhere(self, info: Mapping[str, Any]) -> None:
+        """Raise SpaceError if there is a mask under another name."""
+        if self.unseen == 0 or self.masked or self.choices is None:
+            return
+        self.unseen -= 1
+        if place := self.elsewhere or near_mask(info, self.choices):
+            raise SpaceError(f"no info['{MASK}'], but {place}, which looks like an action mask; return it as info['{MASK}']")
+
     def _all_allowed(self) -> Array:
         return np.ones((self.count, sum(self.choices or ())), bool)
+
+
+class MaskMethod(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Puts what ``action_masks()`` returns into ``info["action_mask"]``, if an action follows and no mask is there."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        observation, info = check_tuple(self.env.reset(seed=seed, options=options), RESET)
+        return observation, self._with_mask(info)
+
+    def step(self, action: Any) -> Any:
+        *outcome, terminated, truncated, info = check_tuple(self.env.step(action), STEP)
+        over = np.any(terminated) or np.any(truncated)
+        return *outcome, terminated, truncated, info if over else self._with_mask(info)
+
+    def _with_mask(self, info: Any) -> Any:
+        if (info is not None and not isinstance(info, dict)) or MASK in (info or {}):
+            return info
+        return {**(info or {}), MASK: self.env.get_wrapper_attr(METHOD)()}
+
+
+def with_masks(environment: Any) -> Any:
+    """A single environment whose masks are in its infos, if sb3-contrib's method returns them; any other as it is."""
+    if not isinstance(environment, gymnasium.Env) or not environment.has_wrapper_attr(METHOD):
+        return environment
+    return MaskMethod(environment) if callable(environment.get_wrapper_attr(METHOD)) else environment
+
+
+def masks_elsewhere(environment: Any) -> str:
+    """A method or an array of an environment that looks like action masks, as in a message; empty if there is none."""
+    if isinstance(environment, gymnasium.vector.VectorEnv):
+        inner = getattr(environment.unwrapped, "envs", ())
+        has = hasattr(environment, METHOD) or any(each.has_wrapper_attr(METHOD) for each in inner)
+        return f"{METHOD}()" if has else ""
+    layers = [environment]
+    while isinstance(layers[-1], gymnasium.Wrapper):
+        layers.append(layers[-1].env)
+    for layer in () if isinstance(environment, MaskMethod) else layers:
+        for name in (name for name in dir(layer) if not name.startswith("_") and LIKE_A_MASK.search(name.lower())):
+            value = getattr(layer, name, None)
+            if callable(value) and not _needs_arguments(value):
+                return f"{name}()"
+            if isinstance(value, (np.ndarray, list, tuple)):
+                return name
+    return ""
+
+
+def near_mask(info: Mapping[str, Any], sizes: Sequence[int]) -> str:
+    """The entry of an info, or of those of a vector environment, that looks like an action mask; empty if none does."""
+    for key, value in info.items():
+        name = str(key).lower().replace("-", "_")
+        if name.startswith("_") or not (LIKE_A_MASK.search(name) or MAYBE_A_MASK.search(name)):
+            continue
+        try:
+            array = np.asarray(value)
+            fits = array.ndim > 0 and array.shape[-1] == sum(sizes) and array.dtype.kind in "biuf"
+            fits = fits and bool(((array == 0) | (array == 1)).all())
+        except ValueError:  # lists that differ in length
+            array, fits = np.zeros(1), False
+        if fits or (array.ndim > 0 and LIKE_A_MASK.search(name)):
+            return f"info[{key!r}]"
+    return ""
+
+
+def _needs_arguments(function: Any) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters
+    )
 
 
 def copied(observations: Observations) -> Observations:

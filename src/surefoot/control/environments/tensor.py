@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from surefoot.control.environments.looped import close_all
+from surefoot.control.environments.observations import near_mask
 from surefoot.control.spaces import (
     MASK,
     ObservationPart,
@@ -181,6 +182,10 @@ class TensorEnvironments:
 
     def _mask(self, infos: Mapping[str, Any]) -> dict[str, Tensor]:
         present = MASK in infos
+        if self.masked is None and not present and self.choices is not None:
+            arrays = {key: x.cpu().numpy() if isinstance(x, Tensor) else x for key, x in infos.items()}
+            if place := near_mask(arrays, self.choices):
+                raise SpaceError(f"no infos['{MASK}'], but {place}, which looks like an action mask; return it as '{MASK}'")
         self.masked = present if self.masked is None else self.masked
         if present != self.masked:
             raise SpaceError(f"{'an' if present else 'no'} action mask, unlike at its first reset")
