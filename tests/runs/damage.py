@@ -10,12 +10,17 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from surefoot.cli import main as cli
+from surefoot.errors import SurefootError
+from surefoot.inspector.catalog import Catalog
+from surefoot.inspector.folders import RunFolders
+from surefoot.inspector.traces import Traces
 
 LONGEST = 60
 """seconds, after which a command is taken to hang"""
@@ -53,19 +58,20 @@ class Campaign:
             path for path in self.run.rglob("*") if path.is_file() and path.name != ".lock" and "events" not in path.name
         )
 
-    def replace_each(self, scratch: Path, kinds: Sequence[str]) -> list[Outcome]:
-        """Put something else in the place of each file, and give every command each run; what comes of it."""
-        for words in self.commands:
-            self.sound[" ".join(words)] = self._called(words, self._copy(scratch))[:2]
-        outcomes = []
-        copy = self._copy(scratch)
-        for path in self.files():
+    def replace_each(
+        self, scratch: Path, kinds: Sequence[str], commands: Sequence[list[str]], below: str = ""
+    ) -> list[Outcome]:
+        """Put something else in the place of each file ``below`` a folder, and give every command each run."""
+        copy, outcomes = self._copy(scratch), []
+        for words in commands:
+            self.sound[" ".join(words)] = self._called(words, copy)[:2]
+        for path in (path for path in self.files() if path.is_relative_to(self.run / below)):
             for kind in kinds:
                 place = copy / path.relative_to(self.run)
                 place.unlink()
                 with placed(kind, place):
                     where = f"{kind} for {path.relative_to(self.run)}"
-                    outcomes += [self._judged(where, words, copy) for words in self.commands]
+                    outcomes += [self._judged(where, words, copy) for words in commands]
                 shutil.copy2(path, place)
         return outcomes
 
@@ -118,6 +124,8 @@ class Campaign:
         resource.setrlimit(resource.RLIMIT_AS, (_size() + MEMORY, limits[1]))
         try:
             with redirect_stdout(out), redirect_stderr(error):
+                if words[0] == "inspector":
+                    return 0, inspected(folder), ""
                 cli.main()
         except SystemExit as leaving:
             return int(leaving.code or 0), self._timeless(out.getvalue()).replace(str(folder), "RUN"), error.getvalue()
@@ -136,6 +144,34 @@ class Campaign:
         table = json.loads(out)
         table.pop("seconds", None)
         return json.dumps(table)
+
+
+def inspected(run: Path) -> str:
+    """All that the inspector sends of a run, and its errors."""
+    answers: list[str] = []
+    try:
+        folders = RunFolders([run])
+        traces, steps = Traces(folders), folders.runs()[0]["steps"]
+    except SurefootError as error:
+        return f"inspected: {error}"
+    asked: list[Callable[[], Any]] = [
+        lambda: folders.curves([0], ["steps"], 0, 1e9, 10, 0),
+        lambda: folders.findings(0),
+        lambda: folders.recipe(0),
+        lambda: folders.profile(0),
+        lambda: folders.samples(0, steps),
+        lambda: traces.rows(0, steps),
+        lambda: traces.most_clipped(0),
+        lambda: traces.find(0, "best"),
+        lambda: Catalog([run.parent]).table(),
+    ]
+    for ask in asked:
+        try:
+            answers.append(str(ask()))
+        except SurefootError as error:
+            answers.append(str(error))
+    assert not any("\n" in answer for answer in answers)
+    return "inspected"
 
 
 def _size() -> int:

@@ -4,12 +4,13 @@ import json
 import os
 
 import pytest
-from damage import Campaign
+from damage import PLACED, Campaign
 
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 
 CASES = int(os.environ.get("SUREFOOT_DAMAGE", "60"))
+ASKED = ["--prompt", "a: ", "--max-tokens", "3", "--greedy"]
 BAD = {"traceback", "hang", "not one line", "another answer"}
 
 
@@ -31,7 +32,38 @@ def language(tmp_path_factory):
     changes = {"model": "pocket", "data": data, "steps": 32, "checkpoint": {"every": 8}, "evaluation": {"every": 8, "rows": 4}}
     api.start(find_recipe("sft", changes), folder / "run", callback=lambda metrics: metrics["steps"] >= 16)
     words = [["evaluate", "RUN", "--json"], ["check", "RUN", "--json"], ["resume", "RUN", "--quiet"]]
-    return Campaign(folder / "run", [*words, ["generate", "RUN", "--prompt", "a: ", "--max-tokens", "3", "--greedy"]])
+    return Campaign(folder / "run", [*words, ["generate", "RUN", *ASKED]])
+
+
+def left_by(campaign, scratch, kinds, commands, below=""):
+    scratch = scratch / "s"
+    scratch.mkdir(exist_ok=True)
+    outcomes = campaign.replace_each(scratch, kinds, commands, below)
+    return [outcome for outcome in outcomes if outcome.kind in BAD and not outcome.text.startswith("inspected: ")]
+
+
+@pytest.mark.parametrize("kind", PLACED)
+@pytest.mark.parametrize("world", ["control", "language"])
+def test_what_is_no_regular_file_is_one_line_and_never_read(request, tmp_path, monkeypatch, world, kind):
+    """A pipe would block, a device has no end."""
+    monkeypatch.chdir(tmp_path)
+    campaign = request.getfixturevalue(world)
+    assert left_by(campaign, tmp_path, [kind], [["check", "RUN"], ["inspector"]]) == []
+    if kind == "pipe":
+        used = ["evaluate", "RUN", "--episodes", "1"] if world == "control" else ["generate", "RUN/model", *ASKED]
+        assert left_by(campaign, tmp_path, [kind], [used], "best" if world == "control" else "model") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("world", ["control", "language"])
+def test_no_command_reads_what_is_no_regular_file(request, tmp_path, monkeypatch, world):
+    monkeypatch.chdir(tmp_path)
+    campaign = request.getfixturevalue(world)
+    commands = [["report", "RUN", "--out", "r.html"], ["compare", "RUN", str(campaign.run)]]
+    commands += [["push", "RUN", "a/b", "--dry-run", "--out", "hub", "--episodes", "0"], *campaign.commands[:1]]
+    commands += [["generate", "RUN", *ASKED]] if world == "language" else []
+    assert left_by(campaign, tmp_path, PLACED, commands) == []
 
 
 def unnoticed(campaign, cases, flips, seed, scratch):

@@ -57,9 +57,9 @@ def program_of(
     known = None
     if decided_by is not None:
         known = cache_folder() / f"{_hash(_code(), function.__qualname__, operations, decided_by, _shapes(arguments))}.key"
-    if known is not None and known.exists():
+    if known is not None and known.is_file():
         library = cache_folder() / known.read_text()
-        if library.exists():
+        if library.is_file():
             return _load(library)
     try:
         with torch.no_grad():
@@ -194,7 +194,7 @@ def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library:
         with ExitStack() as stack:
             with suppress(NotImplementedError, OSError):  # no locks here, another user's, held too long
                 stack.enter_context(filelock.FileLock(library.with_suffix(".lock"), timeout=LONGEST_WAIT))
-            if library.exists():  # another rank, or another run, was faster
+            if library.is_file():  # another rank, or another run, was faster
                 return
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=library.parent))
             stack.enter_context(warnings.catch_warnings())

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from surefoot.files import read_json
 from surefoot.language.data.cache import cache_folder, remove_unused
 
 P = ParamSpec("P")
@@ -91,7 +92,7 @@ def _stored(key: str) -> Any:
         if key in counts:
             return counts[key]
     with suppress(OSError, ValueError):
-        stored = json.loads((_folder() / f"{key}.json").read_text("utf-8"))
+        stored = read_json(_folder() / f"{key}.json")
         os.utime(_folder())  # its last use
         return stored
     return None

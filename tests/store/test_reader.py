@@ -1,0 +1,99 @@
+"""One reader for files: it opens plain files alone, and nothing else in the package opens what a run or a person left."""
+
+import ast
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import surefoot
+from surefoot.errors import SurefootError
+from surefoot.files import copy_file, open_file, read_bytes, read_table, read_text, read_toml
+from surefoot.language.data.sources.formats import READERS, saved_rows
+from surefoot.store.manifest import check_listed, fingerprint, read_listed
+from surefoot.store.tensors import read_tensors
+
+SOURCE = Path(surefoot.__file__).parent
+OWN = {
+    "cli/new.py": "templates of the package",
+    "core/ranks.py": "source of the package",
+    "core/sharding/files.py": "files of a checkpoint whose manifest was compared",
+    "core/steps/programs.py": "the cache of compiled programs, and source of the package",
+    "inspector/clip_table.py": "pages of the package",
+    "language/data/cache.py": "a map of a file that was checked",
+    "language/memory/check.py": "files of the kernel",
+    "language/memory/counts.py": "counts and source of the package",
+    "language/models/language_model.py": "a temporary folder of this process",
+    "language/models/mapped.py": "a temporary file of this process",
+    "language/speed/machines.py": "times of other processes of this command",
+    "sandbox/__init__.py": "pipes, and a program of the package",
+    "store/tensors.py": "the reader of safetensors",
+}
+"""modules that open files in another way, and which"""
+READ = {"read_text", "read_bytes", "safe_open", "load_file", "memmap", "fromfile", "copyfile", "copy2", "ParquetFile"}
+
+
+def opened_otherwise(tree: ast.AST) -> Iterator[str]:
+    """Calls that read a file, and are not those of the reader."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            text = ast.unparse(node)
+            ours = isinstance(node.func, ast.Name) and name in ("read_text", "read_bytes")
+            if (name in READ and not ours) or (name == "open" and "'rb'" in text):
+                yield text
+
+
+def test_every_module_reads_files_by_the_reader() -> None:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        calls = [call for call in opened_otherwise(ast.parse(path.read_text("utf-8"))) if "ParquetFile(plain)" not in call]
+        if calls and name not in (*OWN, "files.py"):
+            found[name] = calls
+    assert found == {}, "use open_file, read_text, read_bytes, read_tensors or copy_file"
+
+
+@pytest.fixture(params=["pipe", "device", "socket", "folder", "link to a pipe"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = Path("x.json")
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "link to a pipe":
+        os.mkfifo("pipe")
+        path.symlink_to("pipe")
+    elif request.param == "device":
+        path.symlink_to("/dev/zero")
+    elif request.param == "folder":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(path))
+    return path
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_regular_file_is_rejected_at_once(place: Path) -> None:
+    readers = [open_file, read_bytes, read_text, read_table, read_toml, fingerprint, read_tensors, read_listed, check_listed]
+    for read in readers:
+        with pytest.raises(SurefootError, match=r"not a regular file|is not in .*manifest"):
+            read(place)
+    with pytest.raises(SurefootError, match="not a regular file"):
+        copy_file(place, Path("copy"))
+    assert not Path("copy").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("suffix", [*READERS, ".jsonl.gz", ".arrow"])
+def test_rows_are_not_read_from_a_pipe(suffix: str, tmp_path: Path) -> None:
+    from surefoot.language.data.sources.formats import rows_of
+
+    path = tmp_path / f"rows{suffix}"
+    os.mkfifo(path)
+    if suffix == ".arrow":
+        (tmp_path / "state.json").write_text(f'{{"_data_files": [{{"filename": "{path.name}"}}]}}')
+    with pytest.raises(SurefootError, match="not a regular file"):
+        list(saved_rows(tmp_path) if suffix == ".arrow" else rows_of(path))
