@@ -12,6 +12,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from numbers import Integral
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -126,6 +127,27 @@ def read_toml(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise SurefootError(f"{path}: not TOML ({error})") from None
     return tables
+
+
+def as_path(value: object, field: str) -> Path:
+    """A path that was passed as an argument. Raises SurefootError for anything else."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise SurefootError(f"{field}={value!r}: must be the path of a folder")
+    return Path(value)
+
+
+def check_flags(**arguments: object) -> None:
+    """Raise SurefootError for an argument that is not True or False, such as the text "False", which counts as true."""
+    for name, value in arguments.items():
+        if type(value).__name__ not in ("bool", "bool_"):  # of Python and NumPy
+            raise SurefootError(f"{name}={value!r}: must be True or False")
+
+
+def check_whole(least: int, **arguments: object) -> None:
+    """Raise SurefootError for an argument that is not a whole number of at least ``least``."""
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise SurefootError(f"{name}={value!r}: must be a whole number of at least {least}")
 
 
 BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")

@@ -320,15 +320,17 @@ def test_unsuitable_preference_settings_are_rejected_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_reward_models_need_both_labels(folders: dict[str, Path], tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i}", "completion": "b", "label": True} for i in range(3)]
-    with pytest.raises(SurefootError, match="all 3 answers are good; a reward model needs good and bad ones"):
-        SupervisedWorld(recipe(folders["llama"], write(tmp_path / "a.jsonl", rows), "reward"))
+@pytest.mark.parametrize(("kind", "learner"), [("reward", "a reward model"), ("dpo", "KTO")])
+def test_reward_models_and_kto_need_both_labels(kind: str, learner: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "completion": "b", "label": 1.0} for i in range(3)]
+    with pytest.raises(SurefootError, match=f"all 3 answers are good; {learner} needs good and bad ones"):
+        SupervisedWorld(recipe(folders["llama"], write(tmp_path / "a.jsonl", rows), kind))
 
 
 def test_kto_evaluates_rows_of_one_label_without_comparison_metrics(folders: dict[str, Path], tmp_path: Path) -> None:
-    rows = write(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "b", "label": True} for i in range(8)])
-    world = SupervisedWorld(recipe(folders["llama"], rows, data={"held_out": rows, "batch": 4}))
+    good = [{"prompt": f"{i}", "completion": "b", "label": True} for i in range(8)]
+    rows, both = write(tmp_path / "a.jsonl", good), write(tmp_path / "b.jsonl", [*good, {**good[0], "label": 0.0}])
+    world = SupervisedWorld(recipe(folders["llama"], both, data={"held_out": rows, "batch": 4}))
     report = world.evaluate()
     assert report is not None
     assert set(report.metrics) == {"held_out_loss", "held_out_chosen_log_prob"}

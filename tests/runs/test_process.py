@@ -356,6 +356,34 @@ def test_an_agent_is_an_argument_of_a_process_and_of_threads(warm: Any) -> None:
         assert len({tuple(future.result()[0]) for future in [threads.submit(greedy) for _ in range(20)]}) == 1
 
 
+# ---- arguments --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_argument_of_another_type_is_one_line(warm: Any, tmp_path: Path) -> None:
+    """Not another value: the text "False" would count as true, and True as one episode."""
+    for message, call in (
+        ("episodes=True: must be a whole number of at least 1", lambda: surefoot.evaluate(warm, episodes=True)),
+        ("seed=False: must be a whole number", lambda: surefoot.evaluate(warm, seed=False)),
+        ("deterministic='False': must be True or False", lambda: surefoot.evaluate(warm, deterministic="False")),  # type: ignore[call-overload]
+        ("deterministic='no': must be True or False", lambda: warm.predict(np.zeros(4), deterministic="no")),
+        ("profile='False'", lambda: train(profile="False")),
+        ("display='False'", lambda: train(display="False")),
+        ("allow_changes='False'", lambda: surefoot.resume(tmp_path, allow_changes="False")),  # type: ignore[arg-type]
+        ("trust_remote_code='False'", lambda: surefoot.load(tmp_path, trust_remote_code="False")),  # type: ignore[arg-type]
+        ("folder=None: must be the path of a folder", lambda: warm.save(None)),
+    ):
+        with pytest.raises(SurefootError, match=message):
+            call()
+
+
+def test_a_recipe_is_a_path_and_an_evaluation_has_its_checkpoint(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('task = "CartPole-v1"\nsteps = 64\nrollout = {environments = 2, steps = 32}\n')
+    surefoot.train(recipe, run_dir=tmp_path / "run")
+    result = surefoot.evaluate(tmp_path / "run", episodes=1)
+    assert Path(str(result.checkpoint)).name == "64"
+
+
 # ---- systems ----------------------------------------------------------------------------------------------------------------
 
 

@@ -80,9 +80,9 @@ def evaluate(
     from surefoot.runs import api
 
     with announced(partial(echo, err=True)):
-        played = api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed)
+        played = api.evaluate(checkpoint, task, episodes=episodes, seed=seed)
     if as_json:
-        echo_json({**played.to_json(), "checkpoint": str(checkpoint)})
+        echo_json(played.to_json())
         return
     if played.note:
         echo(f"note: {played.note}", err=True)

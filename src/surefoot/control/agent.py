@@ -43,7 +43,7 @@ from surefoot.core.seeding import as_found, stream
 from surefoot.core.steps.compiled import FAST
 from surefoot.core.steps.programs import Program, program_of, structure
 from surefoot.errors import SurefootError
-from surefoot.files import made_from
+from surefoot.files import as_path, check_flags, made_from
 from surefoot.recipes.callables import NETWORK, Functions
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import control_recipe, to_table
@@ -194,6 +194,7 @@ class Agent(nn.Module):
         ``action_mask`` [choices] or [B, choices] is True where an action is allowed; without it all are.
         Raises SurefootError for an observation or a mask of the wrong shape, and for an observation that is not finite.
         """
+        check_flags(deterministic=deterministic)
         observations, batch = self.read(observation)
         if action_mask is not None:
             try:
@@ -280,7 +281,7 @@ class Agent(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """Write the agent to a folder that ``surefoot.load`` reads: weights, normalisers, spaces and recipe; no pickle."""
-        save_checkpoint(Path(folder), self.checkpoint_parts())
+        save_checkpoint(as_path(folder, "folder"), self.checkpoint_parts())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle, ``copy`` and other processes: what ``save`` writes as bytes, never a tensor in memory that is shared."""

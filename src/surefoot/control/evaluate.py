@@ -24,6 +24,7 @@ from surefoot.control.spaces import MASK, Array, SpaceError, check_agreement
 from surefoot.core.distributed import exchange, rank, together, world_size
 from surefoot.core.seeding import any_algorithm, stream
 from surefoot.errors import NotFiniteError, SurefootError, announce
+from surefoot.files import check_flags, check_whole
 
 EVALUATION_ENVIRONMENTS = 10
 """environments that step together, at most"""
@@ -73,9 +74,9 @@ def evaluate_agent(
 
     Raises SurefootError when the task's spaces are not the agent's, bounds of observations aside.
     """
-    for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):
-        if not isinstance(value, (int, np.integer)) or value < least:
-            raise SurefootError(f"{name}={value!r}: must be a whole number of at least {least}")
+    check_whole(1, episodes=episodes)
+    check_whole(0, seed=seed)
+    check_flags(deterministic=deterministic)
     width = min(episodes, EVALUATION_ENVIRONMENTS)
     environments = make_environments(task, arguments, width, seed, "evaluation")
     try:

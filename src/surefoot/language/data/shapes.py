@@ -191,10 +191,10 @@ def label_of(row: Row) -> bool:
 
 
 def _label(value: Any, numbers: bool = False) -> bool | None:
-    """A boolean, or what CSV makes of one; with ``numbers`` also 0 and 1; None for any other value, such as a class."""
+    """A boolean, or what CSV makes of one; with ``numbers`` also 0, 1, 0.0, 1.0; None for any other value, such as a class."""
     if isinstance(value, str):
         return LABELS.get(value.strip().lower())
-    return LABELS.get(value) if isinstance(value, bool) or (numbers and isinstance(value, int)) else None
+    return LABELS.get(value) if isinstance(value, bool) or (numbers and isinstance(value, (int, float))) else None
 
 
 def as_prompt(row: Row, chat: bool) -> Row:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from surefoot.core.sharding.files import stored_tensors
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.files import read_table
+from surefoot.files import as_path, read_table
 from surefoot.language import quiet_transformers, require_transformers
 from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.pocket import pocket, pocket_config
@@ -81,7 +81,7 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
 
     Raises SurefootError if the folder contains something else, or if writing fails.
     """
-    with new_model_folder(Path(folder)) as temporary:
+    with new_model_folder(as_path(folder, "folder")) as temporary:
         write_weights(model, temporary)
         tokenizer.save_pretrained(temporary)
 

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from surefoot.core.distributed import exact_device, in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.files import check_flags, check_whole
 from surefoot.language import quiet_transformers
 from surefoot.language.data.tokens import left_padded
 from surefoot.language.sampling.ends import EndDetector, Ends
@@ -381,8 +382,7 @@ def check_prompts(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int,
     """Raise SurefootError for prompts that this model can't answer."""
     if not prompts:
         raise SurefootError("prompts: the list is empty; give at least one prompt")
-    if max_tokens < 1:
-        raise SurefootError(f"max_tokens={max_tokens}: must be at least 1")
+    check_whole(1, max_tokens=max_tokens)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, ids in [("eos_ids", eos_ids), *((f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts))]:
@@ -412,8 +412,8 @@ def check_options(
     path: Decoding | None,
 ) -> None:
     """Raise SurefootError for invalid sampling options."""
-    if samples < 1:
-        raise SurefootError(f"samples={samples}: must be at least 1")
+    check_whole(1, samples=samples)
+    check_flags(greedy=greedy)
     if not 0 < temperature < float("inf"):
         raise SurefootError(f"temperature={temperature}: must be a positive number; for the most likely token, set greedy")
     if not greedy and len(seeds) != samples * prompts:

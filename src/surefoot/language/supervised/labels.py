@@ -150,11 +150,14 @@ def kto_rows(
 
     limit_reason   how messages call the limit (``data.token_limit``)
     settings       names of columns, and the treatment of control tokens
-    weights        of good and of bad answers, for the notes
+    weights        of good and of bad answers, if they are to learn from
 
-    Raises SurefootError, with file and line, for an invalid file, and when every answer is too long or has the same prompt.
+    Raises SurefootError, with file and line, for an invalid file, and when every answer is too long, or all have one prompt, or
+    one label to learn from.
     """
     answers = data.labelled(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
+    if weights is not None:
+        _check_both_labels("KTO", path, answers)
     starts = answers.facts.once("starts", lambda: [trained.index(True) for trained in answers.trained])
 
     def mismatches() -> list[int]:
@@ -212,9 +215,7 @@ def scored_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", s
     Raises SurefootError, with file and line, for an invalid file, when every answer is too long, and when all have one label.
     """
     answers = data.labelled(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
-    if all(answers.good) or not any(answers.good):
-        label = "good" if answers.good[0] else "bad"
-        raise SurefootError(f"{path}: all {len(answers.good)} answers are {label}; a reward model needs good and bad ones")
+    _check_both_labels("a reward model", path, answers)
 
     def tensors(rows: Sequence[int]) -> Batch:
         ids, mask = right_padded([answers.ids[row] for row in rows], tokens.pad_id)
@@ -224,6 +225,13 @@ def scored_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", s
     content = answers.facts.once("hash-of-answers", lambda: rows_hash(zip(answers.ids, answers.good, strict=True)))
     lengths = lengths_of(answers.ids)
     return Rows(tensors, content, lengths, [0] * len(lengths), notes_of(path, limit, answers))
+
+
+def _check_both_labels(learner: str, path: str, answers: data.Labelled) -> None:
+    """Raise SurefootError when all answers to learn from have one label: there is nothing to tell apart."""
+    if all(answers.good) or not any(answers.good):
+        label = "good" if answers.good[0] else "bad"
+        raise SurefootError(f"{path}: all {len(answers.good)} answers are {label}; {learner} needs good and bad ones")
 
 
 def good_answers(path: str, tokens: Tokens, limit: int, settings: RowSettings) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints, overload
@@ -15,6 +16,7 @@ from surefoot.core.algorithms import Objective
 from surefoot.core.ranks import join_ranks
 from surefoot.core.seeding import as_found
 from surefoot.errors import SurefootError
+from surefoot.files import as_path, check_flags
 from surefoot.recipes.arguments import AgentTask, Arguments, ControlArguments, ModelTask, RewardModelTask
 from surefoot.recipes.callables import take_objects
 from surefoot.recipes.presets import resolve_recipe
@@ -24,7 +26,6 @@ from surefoot.runs.api.loading import load, load_result
 from surefoot.runs.api.objects import (
     Task,
     are_rows,
-    as_path,
     functions_again,
     plain_fields,
     reject,
@@ -37,7 +38,7 @@ from surefoot.runs.api.objects import (
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks
 from surefoot.runs.display import display_here
 from surefoot.runs.events import Listener
-from surefoot.runs.folder import is_model, kind_of
+from surefoot.runs.folder import checkpoint_to_load, is_model, kind_of
 from surefoot.terminal import visible
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def train(
     >>> int(action) in (0, 1)
     True
     """
+    check_flags(profile=profile)
     folder = None if run_dir is None else as_path(run_dir, "run_dir")
     fields, functions = take_objects(plain_fields(fields))
     fields, begin = take_agent(fields, run_dir)
@@ -127,7 +129,7 @@ def train(
     resolved = resolve_recipe(task_reference(task), fields, algorithm, preset)
     title = f"{resolved.recipe.title}, seed {resolved.recipe.seed}" + ("" if folder is None else f" -> {folder}")
     shown = _display(display, title)
-    made = None if isinstance(task, str) else task
+    made = None if isinstance(task, (str, Path)) else task
     return start(resolved.recipe, folder, made, callback, shown, resolved.origin, functions, callbacks, begin, rows, profile)
 
 
@@ -176,6 +178,7 @@ def resume(
     512
     """
     join_ranks()
+    check_flags(allow_changes=allow_changes)
     several = check_callbacks(callbacks)
     fields = {"reward": reward, "network": network, "optimizer": optimizer, "objective": objective, "rollout": rollout}
     run_dir, shown = as_path(run_dir, "run_dir"), _display(display, f"resuming {run_dir}")
@@ -232,6 +235,7 @@ def evaluate(
     True
     """
     file: Any = str(rows_file(data, "data")) if are_rows(data) else data
+    checkpoint: Path | None = None
     if isinstance(what, (str, Path)):
         what = hub.local_folder(what)
         if is_model(what) or kind_of(what) != "control":
@@ -239,13 +243,15 @@ def evaluate(
             from surefoot.language.analysis.evaluate import evaluate_run
 
             return evaluate_run(what, data=file, rows=rows, seed=seed)
-        what = load(what)
+        checkpoint = checkpoint_to_load(what)
+        what = load(checkpoint)
     if isinstance(what, Agent):
         reject(data=file, rows=rows)
         torch.set_num_threads(what.recipe.threads)  # even the last bits of an action depend on it
         same = task is None or task_place(task) == task_place(what.recipe.task)
         arguments = what.recipe.environment if same else {}
-        return evaluate_agent(what, task or what.recipe.task, arguments, episodes, seed or 0, deterministic)
+        played = evaluate_agent(what, task or what.recipe.task, arguments, episodes, 0 if seed is None else seed, deterministic)
+        return played if checkpoint is None else replace(played, checkpoint=str(checkpoint))
     if not hasattr(what, "recipe"):
         raise SurefootError(f"{what!r}: is not an agent, model or run; load one with surefoot.load(RUN)")
     reject(task=task)
@@ -257,4 +263,6 @@ def evaluate(
 def _display(display: Display, title: str) -> Listener | None:
     if callable(display):
         return display
+    if display is not None:
+        check_flags(display=display)
     return None if display is False else display_here(visible(title), always=display is True)

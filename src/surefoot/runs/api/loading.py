@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.core.seeding import as_found
+from surefoot.files import as_path, check_flags
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import hub
-from surefoot.runs.api.objects import as_path, functions_again, reject
+from surefoot.runs.api.objects import functions_again, reject
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.folder import checkpoint_to_load, is_model
 
@@ -41,6 +42,7 @@ def load(folder: str | Path, *, trust_remote_code: bool = False, network: Any = 
     >>> surefoot.load("cartpole").recipe.task
     'CartPole-v1'
     """
+    check_flags(trust_remote_code=trust_remote_code)
     path = hub.local_folder(as_path(folder, "folder"))
     if is_model(path):
         from surefoot.language.models.language_model import load_saved

@@ -17,7 +17,7 @@ from surefoot.recipes.reading import named_functions
 from surefoot.recipes.rows import with_row_fields
 from surefoot.runs.reading import ROWS, START
 
-Task = str | MakeEnvironment
+Task = str | Path | MakeEnvironment
 
 
 def take_agent(fields: dict[str, Any], run_dir: str | Path | None) -> tuple[dict[str, Any], Agent | None]:
@@ -99,17 +99,10 @@ def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def as_path(value: object, field: str) -> Path:
-    """A path that was passed as an argument. Raises SurefootError for anything else."""
-    if not isinstance(value, (str, os.PathLike)):
-        raise SurefootError(f"{field}={value!r}: must be the path of a folder")
-    return Path(value)
-
-
 def task_reference(task: Task) -> str:
-    """A callable's name as a recipe writes it, ``module:qualified.name``; a string is its own."""
-    if isinstance(task, str):
-        return task
+    """A callable's name as a recipe writes it, ``module:qualified.name``; a string or path is its own."""
+    if isinstance(task, (str, os.PathLike)):
+        return os.fspath(task)
     if not callable(task):
         raise SurefootError(
             f"task={task!r}: is not a task; give a Gymnasium id, 'module:function', or a function that makes an environment"
