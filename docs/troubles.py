@@ -49,6 +49,21 @@ TROUBLES: dict[str, Symptoms] = {
             "how-to/clip-table.md",
             [rows(100, clip_active=0.0, ratio_outside=0.0, kl=1e-5, **SURE)],
         ),
+        "preferences_at_chance": (
+            "A reward model or DPO learns no preference",
+            "how-to/align-your-own-model.md#2-a-reward-model",
+            [rows(100, policy_loss=0.69, held_out_loss=0.693, held_out_accuracy=0.51)],
+        ),
+        "loss_flat": (
+            "The loss of SFT does not fall",
+            "how-to/align-your-own-model.md#1-sft",
+            [rows(100, policy_loss=lambda i: 2 + 0.01 * (i % 2))],
+        ),
+        "unusable_start": (
+            "Answers are random letters",
+            "how-to/align-your-own-model.md#1-sft",
+            [rows(100, entropy=4.6, reward=lambda i: i / 100), rows(100, policy_loss=lambda i: 7 - i / 100)],
+        ),
         "no_step_taken": ("TRPO hardly takes a step", "how-to/trust-regions.md", [rows(100, step_taken=0.2, **SURE)]),
         "passes_end_at_once": (
             "`target_kl` stops almost at once",
@@ -61,6 +76,26 @@ TROUBLES: dict[str, Symptoms] = {
             "What was gained is lost again",
             "how-to/read-the-metrics.md",
             [rows(100, episode_return=lambda i: 80.0 + i % 2 if 20 < i < 70 else 20.0 + i % 2, kl=0.02)],
+        ),
+        "chosen_less_likely": (
+            "After DPO, the model writes worse than before",
+            "how-to/align-your-own-model.md#dpo-from-pairs-without-a-reward-model",
+            [
+                rows(
+                    100,
+                    held_out_accuracy=0.8,
+                    held_out_margin=lambda i: i / 50,
+                    held_out_chosen_moved=lambda i: -i / 2.0,
+                )
+            ],
+        ),
+        "loss_rose": (
+            "The held-out loss rises",
+            "how-to/align-your-own-model.md#1-sft",
+            [
+                rows(100, policy_loss=lambda i: 2 / i, held_out_loss=lambda i: 1 + abs(i - 20) / 50),
+                rows(100, policy_loss=lambda i: 1 + abs(i - 20) / 20),
+            ],
         ),
         "entropy_collapsed": (
             "The policy always does the same",

@@ -224,6 +224,59 @@ def test_answers_to_one_prompt_may_be_equal_and_those_to_others_may_not() -> Non
             assert {finding.name: finding.severity for finding in findings_of(rows, recipe)} == found
 
 
+ROWS = {"model": "m", "steps": 10_000, "data": {"train": "x"}}
+
+
+@pytest.mark.parametrize("kind", ["reward", "dpo"])
+def test_preferences_that_are_ranked_by_guessing_are_serious(kind: str) -> None:
+    recipe = find_recipe(kind, ROWS)
+
+    def named(**values: Any) -> dict[str, str]:
+        return {finding.name: finding.severity for finding in findings_of(rows_of(100, **values), recipe)}
+
+    at_times = lambda value: lambda i: value(i) if i % 20 == 0 else None  # noqa: E731
+    guess = named(held_out_accuracy=at_times(lambda i: 0.48 + i / 2000), held_out_loss=at_times(lambda i: 0.693))
+    assert guess == {"preferences_at_chance": "serious"}
+    assert named(held_out_accuracy=at_times(lambda i: 0.5 + i / 500), held_out_loss=at_times(lambda i: 0.69 - i / 1000)) == {}
+    assert named(held_out_accuracy=at_times(lambda i: 0.2), held_out_loss=at_times(lambda i: 0.9)) == guess, "labels reversed"
+    assert named(policy_loss=lambda i: 0.69 + 0.01 * (i % 2)) == ({} if kind == "dpo" else guess)
+    assert named(policy_loss=lambda i: 0.69 - i / 1000) == {}
+
+
+def test_chosen_answers_may_lose_likelihood_but_less_than_the_margin_gains() -> None:
+    recipe = find_recipe("dpo", {**ROWS, "reference": {"beta": 0.2}})
+
+    def named(moved: float, margin: float) -> list[str]:
+        rows = rows_of(50, held_out_accuracy=0.8, held_out_chosen_moved=moved, held_out_margin=margin)
+        return [finding.name for finding in findings_of(rows, recipe)]
+
+    assert named(-9.0, 2.0) == named(3.0, 0.1) == named(-0.5, 0.01) == []
+    assert named(-11.0, 2.0) == ["chosen_less_likely"]
+
+
+def test_a_loss_that_does_not_fall_or_rises_again_is_a_finding() -> None:
+    sft = find_recipe("sft", ROWS)
+
+    def named(**values: Any) -> dict[str, str]:
+        return {finding.name: finding.severity for finding in findings_of(rows_of(100, **values), sft)}
+
+    falls = {"policy_loss": lambda i: 1 + 1 / i + 0.02 * (i % 2)}
+    assert named(**falls) == {}
+    assert named(policy_loss=lambda i: 1 + 0.02 * (i % 2)) == {"loss_flat": "warning"}
+    assert named(policy_loss=lambda i: 4.6 + 0.02 * (i % 2)) == {"unusable_start": "serious"}
+    assert named(**falls, held_out_loss=lambda i: 1 + abs(i - 50) / 100 if i % 10 == 0 else None) == {"loss_rose": "warning"}
+    assert named(policy_loss=lambda i: 1 + i / 50) == {"loss_rose": "serious", "loss_flat": "warning"}
+
+
+def test_a_model_that_answers_at_random_is_no_start_for_ppo() -> None:
+    fields = {"data": {"train": "x"}, "reward": {"terms": [{"function": "x.py:f"}]}, "steps": 10_000}
+    rows = rows_of(100, reward=lambda i: i / 50, entropy=lambda i: 4.6 - i / 100)
+    for model, found in (("m", ["unusable_start"]), ("pocket", [])):
+        recipe = find_recipe("language", {**fields, "model": model})
+        assert [finding.name for finding in findings_of(rows, recipe)] == found
+    assert names(rows_of(100, reward=lambda i: i / 50, entropy=0.5)) == []
+
+
 def test_missing_and_undefined_numbers_are_not_findings() -> None:
     assert names([]) == []
     assert names(rows_of(30)) == []

@@ -38,7 +38,7 @@ CHECKED_METRICS = (
     "held_out_loss",
     "held_out_accuracy",
     "held_out_margin",
-    "held_out_chosen_log_prob",
+    "held_out_chosen_moved",
     "held_out_log_likelihood",
     "groups_without_signal",
     "without_score",

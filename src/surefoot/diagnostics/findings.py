@@ -12,6 +12,7 @@ from typing import Any
 
 from surefoot.diagnostics import SEVERITIES, Evidence, Finding, RunCurves
 from surefoot.diagnostics.reward_findings import REWARD_CHECKS
+from surefoot.diagnostics.supervised_findings import SUPERVISED_CHECKS
 from surefoot.diagnostics.update_findings import UPDATE_CHECKS
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_toml
@@ -25,9 +26,9 @@ from surefoot.runs.reading import History, check_is_run, read_trackers
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history, read_metrics
 from surefoot.store.manifest import MANIFEST
 
-RUN_CHECKS = (*REWARD_CHECKS, *UPDATE_CHECKS)
+RUN_CHECKS = (*REWARD_CHECKS, *UPDATE_CHECKS, *SUPERVISED_CHECKS)
 """every check of a run: takes its curves and its recipe (or None), and returns a finding or None"""
-SUPERSEDES = {"no_reward_signal": ("return_flat",), "reward_hacked": ("entropy_collapsed",)}
+SUPERSEDES = {"no_reward_signal": ("return_flat",), "reward_hacked": ("entropy_collapsed",), "unusable_start": ("loss_flat",)}
 """findings that make others redundant"""
 CHECKS_PER_RUN = 20
 """how often a run is checked while it goes on, over its budget"""

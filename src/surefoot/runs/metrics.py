@@ -129,6 +129,10 @@ METRICS: dict[str, Metric] = {
         "falling faster than the margin grows, the model moves to answers that are in no pair: raise reference.beta"
     ),
     "held_out_rejected_log_prob": Metric("DPO: mean Σ log π of the rejected (KTO: bad) held-out answers, in nats"),
+    "held_out_chosen_moved": Metric(
+        "DPO: mean log π − log π_ref of the chosen (KTO: good) held-out answers, in nats: below 0, they became less likely than "
+        "the reference makes them"
+    ),
     "held_out_reward": Metric("mean score of sampled answers to held-out prompts, when there was an evaluation"),
     "held_out_gold": Metric("the same by the gold function"),
     "held_out_log_likelihood": Metric(

@@ -108,6 +108,7 @@ class KtoPolicy(Policy):
         metrics: Metrics = {"held_out_loss": float((weights * loss).mean())}
         if good.any():
             metrics["held_out_chosen_log_prob"] = float(log_probs[good].mean())
+            metrics["held_out_chosen_moved"] = float(moved[good].mean())
         if not good.all():
             metrics["held_out_rejected_log_prob"] = float(log_probs[~good].mean())
         if good.any() and not good.all():

@@ -205,12 +205,14 @@ class DpoPolicy(Policy):
         of_all = torch.cat(scores)
         chosen, rejected = torch.cat(log_probs).mean(0).tolist()
         margin = self.beta * (of_all[:, 0] - of_all[:, 1])
+        moved = {"held_out_chosen_moved": float(of_all[:, 0].mean())} if known else {}
         return {
             "held_out_loss": -float((self.label_log_probs(of_all) * weights).sum(-1).mean()),
             "held_out_accuracy": float((in_float64(margin > 0) + 0.5 * (margin == 0)).mean()),
             "held_out_margin": float(margin.mean()),
             "held_out_chosen_log_prob": chosen,
             "held_out_rejected_log_prob": rejected,
+            **moved,
         }
 
 

@@ -319,8 +319,10 @@ class SupervisedWorld:
         if isinstance(self.policy, DpoPolicy | KtoPolicy):
             assert isinstance(self.recipe, DpoRecipe)
             metrics = self.policy.evaluate(held_out, rows, self.recipe)
-            loss = metrics["held_out_loss"]
-            return EvaluationReport(None if loss is None else -loss, metrics)
+            loss, moved, margin = (metrics.get(f"held_out_{name}") for name in ("loss", "chosen_moved", "margin"))
+            # A model that moves away from both answers is no candidate for the best one, however low its loss.
+            ruined = moved is not None and margin is not None and loses_chosen(moved, margin / self.recipe.reference.beta)
+            return EvaluationReport(None if loss is None or ruined else -loss, metrics)
         most = (self.recipe.optimizer.micro_batch_tokens, self.recipe.optimizer.micro_batch)
         evaluated = list(row_log_probs(self.policy, held_out, rows, batch, self.recipe.device, *most))
         likelihood = mean_log_likelihood(evaluated)

@@ -1,0 +1,177 @@
+"""Checks of SFT, reward models and DPO, and of the model that PPO starts from."""
+
+import math
+
+from surefoot.diagnostics import Curve, Finding, RunCurves, in_words
+from surefoot.diagnostics.reward_findings import CLEAR
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.language import LanguageRecipe
+from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe
+
+CHANCE = 0.55
+"""accuracy of pairs up to which a model is taken to guess"""
+RANDOM = 4.0
+"""nats per token: a choice between more than fifty tokens, which no trained model leaves open on average"""
+ENOUGH = 0.25
+"""share of the budget before which a model need not have learned anything"""
+
+
+def preferences_at_chance(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """Held-out pairs, or without them the trained ones, are ranked as by guessing."""
+    accuracy, loss = curves["held_out_accuracy"], curves["held_out_loss"]
+    if curves.steps < ENOUGH * curves.planned:
+        return None
+    if len(accuracy):
+        best = accuracy.part(int(accuracy.values.argmax()), int(accuracy.values.argmax()) + 1)
+        if best.values[0] > CHANCE and accuracy.values[-1] > CHANCE and not worse_than_a_coin(loss, recipe):
+            return None
+        at, evidence = "of the held-out pairs", (accuracy.evidence("last", float(accuracy.values[-1])), best.evidence("best"))
+        how = f"{accuracy.values[-1]:.0%} {at} are ranked as labelled"
+    else:
+        loss = curves["policy_loss"]
+        if (
+            not isinstance(recipe, RewardRecipe)
+            or len(loss) < 10
+            or (last := loss.blocks()[-1]).values.mean() < 0.98 * math.log(2)
+        ):
+            return None
+        how, evidence = (
+            f"the loss of the trained pairs is {in_words(float(last.values.mean()))}, and guessing has 0.693",
+            (last.evidence(),),
+        )
+    return Finding(
+        "preferences_at_chance",
+        "serious",
+        f"the preferences are not learned: {how}",
+        "the labels are random or reversed, the held-out rows have other labels than the trained ones, or the steps are too "
+        "small, too large or too few",
+        evidence,
+        (
+            "read some pairs with their labels: surefoot data preview FILE",
+            f"another optimizer.learning_rate{rate_of(recipe)}, or more steps",
+            "don't train PPO on this reward model" if isinstance(recipe, RewardRecipe) else "don't use this model",
+        ),
+    )
+
+
+def worse_than_a_coin(loss: Curve, recipe: Recipe | None) -> bool:
+    """Whether a reward model's lowest held-out loss is no lower than that of a half for every answer."""
+    return isinstance(recipe, RewardRecipe) and len(loss) > 0 and float(loss.values.min()) >= math.log(2)
+
+
+def chosen_less_likely(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """DPO: the chosen answers lose more likelihood than the margin gains."""
+    moved, margin = curves["held_out_chosen_moved"], curves["held_out_margin"]
+    if not len(moved) or len(moved) != len(margin) or curves.steps < ENOUGH * curves.planned:
+        return None
+    beta = recipe.reference.beta if isinstance(recipe, DpoRecipe) else 0.1
+    lost, gained = -float(moved.values[-1]), float(margin.values[-1]) / beta
+    if lost < 1 or lost <= gained:
+        return None
+    return Finding(
+        "chosen_less_likely",
+        "serious",
+        f"the chosen answers lose likelihood faster than the margin grows: {in_words(lost)} nats of log π, for a margin of "
+        f"{in_words(gained)}",
+        "the steps are too large, and push down what both answers have in common; the model moves to answers that are in no "
+        "pair, which the held-out loss and accuracy don't show",
+        (moved.evidence("last", -lost), margin.evidence("last", float(margin.values[-1]))),
+        (
+            f"a lower optimizer.learning_rate{rate_of(recipe)}, a tenth of it",
+            f"raise reference.beta (it is {beta:g})",
+            "read what it writes before you use it, also the best checkpoint: surefoot evaluate RUN",
+        ),
+    )
+
+
+def loss_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """SFT: the training loss has not fallen."""
+    loss = curves["policy_loss"]
+    if not is_sft(curves, recipe) or len(loss) < 20 or curves.steps < 0.5 * curves.planned:
+        return None
+    blocks = loss.blocks()
+    first, last = float(blocks[0].values.mean()), float(min(block.values.mean() for block in blocks[1:]))
+    if first - last > max(CLEAR * min(loss.noise(), loss.noise(slopes=False)), 0.02 * first):
+        return None
+    return Finding(
+        "loss_flat",
+        "warning",
+        f"the loss has hardly fallen: {in_words(first)} at first, {in_words(last)} at best, nats per token",
+        "the learning rate is far too low or too high; or the model wrote such answers before",
+        (blocks[0].evidence(), blocks[-1].evidence()),
+        (
+            f"another optimizer.learning_rate{rate_of(recipe)}",
+            "check what is trained: surefoot data preview FILE --model MODEL",
+        ),
+    )
+
+
+def loss_rose(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """The loss on held-out rows, or without them SFT's on the trained ones, rises far above its lowest value."""
+    held_out, trained = curves["held_out_loss"], curves["policy_loss"]
+    if not len(held_out) and not is_sft(curves, recipe):
+        return None
+    loss = held_out if len(held_out) else trained
+    if len(loss) < (3 if loss is held_out else 20):
+        return None
+    blocks = loss.blocks()
+    lowest = min(blocks, key=lambda block: float(block.values.mean()))
+    low, now = float(lowest.values.mean()), float(blocks[-1].values.mean())
+    if now - low <= max(0.25 * abs(low), 2 * CLEAR * loss.noise() if loss is trained else 0):
+        return None
+    of_trained = [float(block.values.mean()) for block in trained.blocks()]
+    diverged = len(of_trained) > 1 and of_trained[-1] > 1.1 * of_trained[0] > 0
+    return Finding(
+        "loss_rose",
+        "serious" if diverged else "warning",
+        f"the {'held-out ' if loss is held_out else ''}loss rises: {in_words(low)} at step {int(lowest.steps[-1]):,}, now "
+        f"{in_words(now)}" + ("; the trained rows' loss is higher than at first" if diverged else ""),
+        "the steps are too large" if diverged else "the model learns the trained rows by heart, or its steps are too large",
+        (lowest.evidence("lowest"), blocks[-1].evidence()),
+        (
+            *(("use the best checkpoint: it is in best/",) if loss is held_out and not diverged else ()),
+            f"a lower optimizer.learning_rate{rate_of(recipe)}",
+            "fewer steps, or evaluation.patience, which ends the run; more rows",
+        ),
+    )
+
+
+def unusable_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """The model that PPO starts from, or that SFT leaves, chooses tokens almost at random."""
+    if len(curves["reward"]):
+        if isinstance(recipe, LanguageRecipe) and recipe.model == "pocket":
+            return None  # untrained on purpose
+        spread, where = curves["entropy"].part(0, 3), "the model that training starts from"
+    elif is_sft(curves, recipe) and curves.steps >= curves.planned:
+        spread, where = curves["held_out_loss"], "the trained model"
+        spread = spread if len(spread) else curves["policy_loss"]
+        spread = spread.part(max(0, len(spread) - 3), len(spread))
+    else:
+        return None
+    if not len(spread) or (nats := float(spread.values.mean())) <= RANDOM:
+        return None
+    return Finding(
+        "unusable_start",
+        "serious",
+        f"{where} chooses tokens almost at random: {in_words(nats)} nats per token, as among "
+        f"{in_words(math.exp(nats))} equally likely ones; PPO can't learn from its answers",
+        "it was not trained, it was trained with a wrong learning rate, or its tokenizer belongs to another model",
+        (spread.evidence(),),
+        ("SFT on demonstrations, until its answers make sense", "read what it writes: surefoot generate MODEL --prompt TEXT"),
+    )
+
+
+def is_sft(curves: RunCurves, recipe: Recipe | None) -> bool:
+    """Whether the run is SFT; without a recipe, by its metrics."""
+    if recipe is not None:
+        return isinstance(recipe, SftRecipe)
+    others = ("episode_return", "reward", "held_out_accuracy")
+    return not any(len(curves[name]) for name in others)
+
+
+def rate_of(recipe: Recipe | None) -> str:
+    """The learning rate as part of an advice."""
+    return "" if recipe is None else f" (it is {recipe.optimizer.learning_rate:g})"
+
+
+SUPERVISED_CHECKS = (preferences_at_chance, chosen_less_likely, loss_flat, loss_rose, unusable_start)
