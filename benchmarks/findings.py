@@ -488,10 +488,11 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "judge", "page"))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--seeds", nargs="+", type=int, help="only these of each case")
     parser.add_argument("--starts", type=Path, default=Path(tempfile.gettempdir()) / "surefoot-findings")
     args = parser.parse_args(words)
     if args.what == "train":
-        for seed in sorted({seed for name in args.cases for seed in CASES[name].seeds}):
+        for seed in args.seeds or sorted({seed for name in args.cases for seed in CASES[name].seeds}):
             for name in args.cases:
                 if seed in CASES[name].seeds and not cell_file(name, seed).exists():
                     print(f"{name} {seed}", flush=True)

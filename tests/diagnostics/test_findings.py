@@ -241,6 +241,9 @@ def test_preferences_that_are_ranked_by_guessing_are_serious(kind: str) -> None:
     assert named(held_out_accuracy=at_times(lambda i: 0.2), held_out_loss=at_times(lambda i: 0.9)) == guess, "labels reversed"
     assert named(policy_loss=lambda i: 0.69 + 0.01 * (i % 2)) == ({} if kind == "dpo" else guess)
     assert named(policy_loss=lambda i: 0.69 - i / 1000) == {}
+    few = {"held_out_accuracy": at_times(lambda i: 0.54), "held_out_loss": at_times(lambda i: 0.65)}
+    margin = {"held_out_margin": at_times(lambda i: i / 1000)} if kind == "dpo" else {}
+    assert named(**few, **margin) == {}, "an accuracy of few pairs is noise"
 
 
 def test_chosen_answers_may_lose_likelihood_but_less_than_the_margin_gains() -> None:

@@ -8,6 +8,9 @@ import pytest
 
 import surefoot
 from surefoot.errors import SurefootError
+from surefoot.files import read_toml
+from surefoot.language.analysis.evaluate import with_evaluation_rows
+from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.folder import checkpoint_to_load
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
@@ -65,10 +68,34 @@ def test_evaluate_of_an_online_run_compares_it_with_its_start(command: Command, 
 
 
 @pytest.mark.parametrize(("run", "key"), [("sft", "held_out_loss"), ("reward", "held_out_accuracy")])
-def test_evaluate_of_supervised_runs_names_the_held_out_rows(run: str, key: str, command: Command, runs: Path) -> None:
+def test_evaluate_of_supervised_runs_shows_their_start_beside_them(run: str, key: str, command: Command, runs: Path) -> None:
     code, out, _ = command("evaluate", str(runs / run), "--json")
     assert code == 0
-    assert key in json.loads(out)
+    report = json.loads(out)
+    assert report["start"][key] > 0
+    assert report["held_out_loss"] < report["start"]["held_out_loss"]
+    assert ("samples" in report) is (run == "sft")
+
+
+def test_evaluate_scores_the_answers_of_any_model_that_writes_by_a_given_reward(command: Command, runs: Path) -> None:
+    reward = ("--reward", "surefoot.language.tasks.reviews:gold", "--rows", "4")
+    code, out, _ = command("evaluate", str(runs / "sft"), "--json", *reward)
+    assert code == 0
+    report = json.loads(out)
+    assert report["held_out_reward"] == sum(row["reward"] for row in report["samples"]) / 4
+    assert {"prompt", "response", "start", "reward"} == set(report["samples"][0])
+    assert 0 <= report["win_rate_reward"] <= 1
+    code, table, _ = command("evaluate", str(runs / "sft"), *reward)
+    assert "start:" in table
+    assert "wins by reward" in table
+    code, out, _ = command("evaluate", str(runs / "ppo"), "--json", *reward)
+    assert code == 0
+    assert {"reward", "gold"} <= set(json.loads(out)["start"])
+    recipe = with_evaluation_rows(make_recipe(read_toml(runs / "ppo" / "config.toml")), None, 4, None, reward[1:2])
+    assert [term.function for term in recipe.reward.terms] == [reward[1]]
+    code, _, error = command("evaluate", str(runs / "reward"), *reward)
+    assert code == 2
+    assert "a reward model writes none" in error
 
 
 def test_samples_of_every_evaluation_are_kept(runs: Path) -> None:

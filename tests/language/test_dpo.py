@@ -149,6 +149,20 @@ def test_before_the_first_step_the_model_is_its_own_reference(folder: Path, tmp_
         assert float(answer_log_probs(world.policy.writer, rollout.inputs).max()) < -0.1
 
 
+def test_a_model_whose_chosen_answers_lose_more_than_the_margin_gains_is_never_the_best(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = pairs(tmp_path / "p.jsonl")
+    data = {"train": rows, "held_out": rows, "max_length": 64}
+    world = SupervisedWorld(make_recipe({"kind": "dpo", "model": str(folders["llama"]), "data": data, "steps": 16}))
+    for moved, margin, score in ((-5.0, 0.4, None), (-5.0, 0.6, -0.5), (0.1, 0.01, -0.5)):
+        metrics = {"held_out_loss": 0.5, "held_out_chosen_moved": moved, "held_out_margin": margin}
+        monkeypatch.setattr(world.policy, "evaluate", lambda *_, metrics=metrics: metrics)
+        report = world.evaluate()
+        assert report is not None
+        assert report.score == score
+
+
 def test_only_the_assistants_messages_of_an_answer_count(folders: dict[str, Path], tmp_path: Path) -> None:
     """As in SFT: a second question inside an answer is read, and neither rewarded nor punished."""
     question = [{"role": "user", "content": "one?"}]

@@ -333,6 +333,6 @@ def test_kto_evaluates_rows_of_one_label_without_comparison_metrics(folders: dic
     world = SupervisedWorld(recipe(folders["llama"], both, data={"held_out": rows, "batch": 4}))
     report = world.evaluate()
     assert report is not None
-    assert set(report.metrics) == {"held_out_loss", "held_out_chosen_log_prob"}
+    assert set(report.metrics) == {"held_out_loss", "held_out_chosen_log_prob", "held_out_chosen_moved"}
     assert math.isclose(float(report.metrics["held_out_loss"] or 0), 0.5, abs_tol=1e-4)
     assert json.dumps(dict(report.metrics))

@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 @task_option
 @click.option("--data", "rows_file", help="Language: evaluate on these rows instead of the held-out ones.")
 @click.option("--rows", type=COUNT, help="Language: number of rows. [default: as in the recipe]")
+@click.option(
+    "--reward",
+    "rewards",
+    multiple=True,
+    metavar="TERM",
+    help="Language: score the responses by this reward model's folder or run, module:function, or term as in reward.terms; "
+    "repeatable.",
+)
 @click.option("--samples", type=COUNT, help="Online runs: responses to each prompt, for pass@k.")
 @click.option("--k", metavar="1,4,8", help="The k of pass@k. [default: powers of 2 up to --samples]")
 @click.option("--threshold", type=FiniteFloat(), help="Lowest reward of a correct response. [default: rewards must be 0 or 1]")
@@ -47,6 +55,7 @@ def evaluate(
     task: str | None,
     rows_file: str | None,
     rows: int | None,
+    rewards: tuple[str, ...],
     samples: int | None,
     k: str | None,
     threshold: float | None,
@@ -55,7 +64,8 @@ def evaluate(
 ) -> None:
     """Evaluate the best checkpoint of RUN, or its latest.
 
-    An agent plays whole greedy episodes. A language model is evaluated on held-out rows.
+    An agent plays whole greedy episodes. A language model is evaluated on held-out rows, beside the model that training started
+    from.
     """
     from surefoot.runs.folder import checkpoint_to_load, is_model, kind_of
     from surefoot.runs.hub import local_folder
@@ -64,18 +74,20 @@ def evaluate(
     checkpoint = run if is_model(run) else checkpoint_to_load(run)
     kind = kind_of(run)
     if kind != "control":
-        unused = ("episodes", "task") if kind == "language" else ("episodes", "task", "seed")  # a held-out loss draws nothing
+        unused = ("episodes", "task", "seed") if kind == "reward" else ("episodes", "task")  # a held-out loss draws nothing
         reject_options(unused, f"{run} is a model, evaluated on held-out rows: --data, --rows")
         from surefoot.language.analysis.evaluate import evaluate_run, report_table
 
-        result = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts_from(samples, k, threshold, after))
+        attempts = attempts_from(samples, k, threshold, after)
+        result = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts, reward=rewards)
         if as_json:
             echo_json(result)
         else:
             echo(report_table(result))
         return
     reject_options(
-        ("rows_file", "rows", "samples", "k", "threshold", "after"), f"{run} is an agent, evaluated with --episodes and --task"
+        ("rows_file", "rows", "rewards", "samples", "k", "threshold", "after"),
+        f"{run} is an agent, evaluated with --episodes and --task",
     )
     from surefoot.runs import api
 

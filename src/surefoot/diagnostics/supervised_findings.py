@@ -4,12 +4,15 @@ import math
 
 from surefoot.diagnostics import Curve, Finding, RunCurves, in_words
 from surefoot.diagnostics.reward_findings import CLEAR
+from surefoot.language.analysis.metrics import loses_chosen
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe
 
 CHANCE = 0.55
 """accuracy of pairs up to which a model is taken to guess"""
+GUESS = math.log(2)
+"""loss of a half for each of two answers"""
 RANDOM = 4.0
 """nats per token: a choice between more than fifty tokens, which no trained model leaves open on average"""
 ENOUGH = 0.25
@@ -17,35 +20,30 @@ ENOUGH = 0.25
 
 
 def preferences_at_chance(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """Held-out pairs, or without them the trained ones, are ranked as by guessing."""
-    accuracy, loss = curves["held_out_accuracy"], curves["held_out_loss"]
+    """Held-out pairs, or without them a reward model's trained ones, are ranked as by guessing."""
+    accuracy, loss, trained = curves["held_out_accuracy"], curves["held_out_loss"], curves["policy_loss"]
     if curves.steps < ENOUGH * curves.planned:
         return None
     if len(accuracy):
-        best = accuracy.part(int(accuracy.values.argmax()), int(accuracy.values.argmax()) + 1)
-        if best.values[0] > CHANCE and accuracy.values[-1] > CHANCE and not worse_than_a_coin(loss, recipe):
+        accuracy = accuracy.part(max(0, len(accuracy) - 3), len(accuracy))
+        if not guesses(float(accuracy.values.mean()), loss, curves["held_out_margin"]):
             return None
-        at, evidence = "of the held-out pairs", (accuracy.evidence("last", float(accuracy.values[-1])), best.evidence("best"))
-        how = f"{accuracy.values[-1]:.0%} {at} are ranked as labelled"
+        how, evidence = f"{accuracy.values.mean():.0%} of the held-out pairs are ranked as labelled", accuracy.evidence()
     else:
-        loss = curves["policy_loss"]
-        if (
-            not isinstance(recipe, RewardRecipe)
-            or len(loss) < 10
-            or (last := loss.blocks()[-1]).values.mean() < 0.98 * math.log(2)
-        ):
+        if not isinstance(recipe, RewardRecipe) or len(trained) < 10:
             return None
-        how, evidence = (
-            f"the loss of the trained pairs is {in_words(float(last.values.mean()))}, and guessing has 0.693",
-            (last.evidence(),),
-        )
+        last = trained.blocks()[-1]
+        if last.values.mean() < 0.98 * GUESS:
+            return None
+        how = f"the loss of the trained pairs is {in_words(float(last.values.mean()))}, and that of guessing 0.693"
+        evidence = last.evidence()
     return Finding(
         "preferences_at_chance",
         "serious",
         f"the preferences are not learned: {how}",
         "the labels are random or reversed, the held-out rows have other labels than the trained ones, or the steps are too "
         "small, too large or too few",
-        evidence,
+        (evidence, *((loss.evidence("lowest", float(loss.values.min())),) if len(loss) else ())),
         (
             "read some pairs with their labels: surefoot data preview FILE",
             f"another optimizer.learning_rate{rate_of(recipe)}, or more steps",
@@ -54,9 +52,15 @@ def preferences_at_chance(curves: RunCurves, recipe: Recipe | None) -> Finding |
     )
 
 
-def worse_than_a_coin(loss: Curve, recipe: Recipe | None) -> bool:
-    """Whether a reward model's lowest held-out loss is no lower than that of a half for every answer."""
-    return isinstance(recipe, RewardRecipe) and len(loss) > 0 and float(loss.values.min()) >= math.log(2)
+def guesses(accuracy: float, loss: Curve, margin: Curve) -> bool:
+    """Whether accuracy, and the margin of DPO or the loss of a reward model, are those of guessing.
+
+    An accuracy alone has the noise of a hundred pairs.
+    """
+    if len(margin):
+        return accuracy <= CHANCE and float(margin.values[-1]) < 2e-3
+    lowest = float(loss.values.min()) if len(loss) else GUESS
+    return lowest >= GUESS or (accuracy <= CHANCE and lowest > 0.97 * GUESS)
 
 
 def chosen_less_likely(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
@@ -66,7 +70,7 @@ def chosen_less_likely(curves: RunCurves, recipe: Recipe | None) -> Finding | No
         return None
     beta = recipe.reference.beta if isinstance(recipe, DpoRecipe) else 0.1
     lost, gained = -float(moved.values[-1]), float(margin.values[-1]) / beta
-    if lost < 1 or lost <= gained:
+    if not loses_chosen(-lost, gained):
         return None
     return Finding(
         "chosen_less_likely",

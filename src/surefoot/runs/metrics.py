@@ -130,8 +130,8 @@ METRICS: dict[str, Metric] = {
     ),
     "held_out_rejected_log_prob": Metric("DPO: mean Σ log π of the rejected (KTO: bad) held-out answers, in nats"),
     "held_out_chosen_moved": Metric(
-        "DPO: mean log π − log π_ref of the chosen (KTO: good) held-out answers, in nats: below 0, they became less likely than "
-        "the reference makes them"
+        "DPO: mean log π − log π_ref of the chosen (KTO: good) held-out answers, in nats. Below 0 they are less likely than "
+        "under the reference"
     ),
     "held_out_reward": Metric("mean score of sampled answers to held-out prompts, when there was an evaluation"),
     "held_out_gold": Metric("the same by the gold function"),

@@ -1,6 +1,8 @@
 """Evaluates a finished language run on held-out rows: against the model it started from, and the critic's calibration."""
 
 import math
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +14,27 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_table, read_toml
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
 from surefoot.language.analysis.accuracy import Attempts, attempt_lines, measure_attempts
-from surefoot.language.analysis.metrics import win_rate
+from surefoot.language.analysis.metrics import distinct_n, win_rate
+from surefoot.language.data import datasets as data_rows
 from surefoot.language.data.rows import check_unchanged
+from surefoot.language.data.sources import open_rows
+from surefoot.language.data.tokens import prompt_text
 from surefoot.language.models.adapter_files import load_trained
 from surefoot.language.models.adapters import has_adapters
 from surefoot.language.models.language_model import LanguageModel, load_saved
+from surefoot.language.models.loading import context_length
 from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.responses import Responses, final_rewards, token_rewards
 from surefoot.language.online.world import LanguageWorld
+from surefoot.language.rewards.scores import Reward, mean_of
+from surefoot.language.rewards.terms import load_flag_reward, parse_term
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.recipes.supervised import SupervisedRecipe
+from surefoot.recipes.supervised import RewardRecipe, SupervisedRecipe
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.folder import checkpoint_to_load, is_model, recipe_differences, with_own_rows
 from surefoot.runs.hub import LISTING
@@ -35,6 +43,10 @@ from surefoot.runs.reading import check_is_run
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}
 """labels of metrics whose name is no good label"""
 BINS = 10
+PROMPTS, MAX_TOKENS, SHOWN = 64, 64, 3
+"""of SFT and DPO: prompts that are answered, if no number is given; the longest answer in tokens; answers that are printed"""
+NO_LIMIT = 2**53
+"""more tokens than any prompt has"""
 MOMENTS = ("first", "middle")
 """when V is read: before the first token of a response, and after half of its tokens"""
 
@@ -46,6 +58,7 @@ def evaluate_run(
     rows: int | None = None,
     seed: int | None = None,
     attempts: Attempts | None = None,
+    reward: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Evaluate the best checkpoint of a run (the last, if there is no best) on held-out rows.
 
@@ -53,8 +66,10 @@ def evaluate_run(
     rows       how many of them; default: as in the recipe
     seed       of the samples
     attempts   also sample several responses to each prompt, for accuracy, pass@k and a majority vote: online runs only
+    reward     terms, as in ``reward.terms``, that score the sampled responses; default: the recipe's, of an online run
 
-    Of SFT and reward models: held-out loss, and accuracy. Of an online run: reward, gold, KL, length and diversity of both the
+    Every model is shown beside its start. Of SFT, DPO and reward models: held-out loss and accuracy; of the first two answers
+    to held-out prompts too, if there are any. Of an online run: reward, gold, KL, length and diversity of both the
     trained model and its start, on the same prompts with the same random numbers, and how often the trained one wins; with
     ``evaluation.demonstrations``, the mean log π of a demonstrated token; with a critic, how well it predicts rewards
     (``calibration``).
@@ -62,11 +77,11 @@ def evaluate_run(
     does not decide whether a response is right.
     """
     if is_model(run):
-        return _evaluate_saved(run, data, rows, seed, attempts)
+        return _evaluate_saved(run, data, rows, seed, attempts, reward)
     check_is_run(run)
     checkpoint = checkpoint_to_load(run)
     written = make_recipe(with_own_rows(read_toml(run / "config.toml"), run))
-    recipe = with_evaluation_rows(written, data, rows, seed)
+    recipe = with_evaluation_rows(written, data, rows, seed, reward)
     if attempts is not None and recipe.kind != "language":
         raise SurefootError(
             f"--samples {attempts.samples}: needs a reward, and a run of kind = {recipe.kind!r} has none; use surefoot data "
@@ -81,45 +96,111 @@ def evaluate_run(
     check_unchanged(parts.get("sources", {}), world.frozen)
     if isinstance(world, LanguageWorld):
         return report | _against_start(world, parts, checkpoint, attempts)
+    scoring = load_flag_reward(reward, recipe.device) if reward else None
+    count, drawn = rows or min(PROMPTS, recipe.evaluation.rows), 0 if seed is None else seed
+    before, start = _supervised_metrics(world, scoring, count, drawn)
     load_trained(world.policy, parts["agent"], checkpoint)
+    after, trained = _supervised_metrics(world, scoring, count, drawn)
+    report |= {**after, "start": before}
+    if trained:
+        samples = [{**row, "start": old["response"]} for row, old in zip(trained, start, strict=True)]
+        report |= {"samples": samples, **_win_rates(trained, start)}
+    return report
+
+
+def _supervised_metrics(
+    world: SupervisedWorld, reward: Reward | None, count: int, seed: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Metrics of the model as it is now, and its answers to held-out prompts, if it writes any."""
     evaluation = world.evaluate()
     assert evaluation is not None
-    return report | dict(evaluation.metrics)
+    if not isinstance(world.result, LanguageModel):
+        return dict(evaluation.metrics), []
+    metrics, samples = _answers(world.result, world.recipe, reward, count, seed)
+    return dict(evaluation.metrics) | metrics, samples
+
+
+def _answers(
+    model: LanguageModel, recipe: SupervisedRecipe, reward: Reward | None, count: int, seed: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One answer to each of the first held-out prompts, and what can be measured of them; nothing for rows without prompts."""
+    assert recipe.data.held_out is not None
+    found = list(islice(open_rows(recipe.data.held_out, recipe.data.columns), count))
+    if not all("prompt" in row.columns for row in found):
+        if reward is not None:
+            raise SurefootError(f"{found[0].where}: has no prompt to answer, so there is nothing to score; add a column prompt")
+        return {}, []
+    prompts = data_rows.prompts(found, model.tokens, NO_LIMIT)
+    room = (context_length(model.model) or NO_LIMIT) - max(map(len, prompts.ids))
+    texts, ended = model.generate_ended(prompts.prompts, max_tokens=max(1, min(MAX_TOKENS, room)), seed=seed)
+    lengths, ids = zip(*((len(ids), ids) for ids in map(model.tokens.encode_completion, texts)), strict=True)
+    metrics: dict[str, Any] = {
+        "held_out_length": sum(lengths) / len(lengths),
+        "held_out_eos_rate": sum(ended) / len(ended),
+        "held_out_distinct_2": distinct_n(ids, 2),
+    }
+    samples = [{"prompt": prompt, "response": text} for prompt, text in zip(prompts.prompts, texts, strict=True)]
+    if reward is not None:
+        scores = reward(prompts.prompts, texts, prompts.columns)
+        metrics = {"held_out_reward": mean_of(scores.total, scores.valid)} | metrics
+        samples = [{**row, "reward": score} for row, score in zip(samples, scores.column(scores.total), strict=True)]
+    return metrics, samples
+
+
+def _win_rates(trained: list[dict[str, Any]], start: list[dict[str, Any]]) -> dict[str, float | None]:
+    """How often the trained model's answer to a prompt scores higher than that of its start, for each score that there is."""
+    rates = {}
+    for name in ("reward", "gold"):
+        if name in trained[0]:
+            both = [(new[name], old[name]) for new, old in zip(trained, start, strict=True)]
+            scored = [pair for pair in both if None not in pair]
+            ours, theirs = torch.tensor(scored).reshape(-1, 2).unbind(-1)
+            rates[f"win_rate_{name}"] = win_rate(ours, theirs) if scored else None
+    return rates
 
 
 def _evaluate_saved(
-    folder: Path, data: str | None, rows: int | None, seed: int | None, attempts: Attempts | None
+    folder: Path, data: str | None, rows: int | None, seed: int | None, attempts: Attempts | None, reward: Sequence[str]
 ) -> dict[str, Any]:
     """Evaluate a model without a run, such as one from the hub, as its training did."""
     model = load_saved(folder)
     if attempts is not None or model.recipe is None:
         raise SurefootError(f"{folder}: is a model without its run; use surefoot data accuracy, or evaluate the run")
-    metrics = evaluate_model(model, data=data, rows=rows, seed=seed)
+    metrics = evaluate_model(model, data=data, rows=rows, seed=seed, reward=reward)
     steps = read_table(folder / LISTING).get("steps") if (folder / LISTING).is_file() else None
     trained = steps if isinstance(steps, int) else model.recipe.steps
     return {"kind": model.recipe.kind, "checkpoint": str(folder), "steps": trained} | metrics
 
 
 def evaluate_model(
-    model: LanguageModel | RewardModel, *, data: str | None = None, rows: int | None = None, seed: int | None = None
+    model: LanguageModel | RewardModel,
+    *,
+    data: str | None = None,
+    rows: int | None = None,
+    seed: int | None = None,
+    reward: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Evaluate a trained model on held-out rows, as its training did: the metrics ``held_out_…`` of its kind of recipe.
 
     data   other rows than the recipe's held-out ones
     rows   how many of them; default: as in the recipe
     seed   of the samples
+    reward terms that score responses; default: the recipe's
 
     Raises SurefootError when the model has no recipe, or there are no rows to evaluate on.
     """
     if model.recipe is None:
         raise SurefootError("model: has no recipe to evaluate it by; give the run's folder, or train or load it")
     weights = model.model if isinstance(model, LanguageModel) else model
-    recipe = with_evaluation_rows(model.recipe, data, rows, seed)
+    recipe = with_evaluation_rows(model.recipe, data, rows, seed, reward)
     if not has_adapters(weights):  # they were merged into the model when it was loaded
         recipe = make_recipe({**to_table(recipe), "adapter": "none"})
     world = _world_of(recipe, model.functions if isinstance(model, LanguageModel) else None)
     own = world.result.model if isinstance(world.result, LanguageModel) else world.result
     own.load_state_dict(weights.state_dict())
+    if reward and isinstance(world, SupervisedWorld):
+        count, drawn = rows or min(PROMPTS, recipe.evaluation.rows), 0 if seed is None else seed
+        return _supervised_metrics(world, load_flag_reward(reward, recipe.device), count, drawn)[0]
     evaluation = world.evaluate()
     assert evaluation is not None
     return dict(evaluation.metrics)
@@ -147,12 +228,7 @@ def _against_start(world: LanguageWorld, parts: dict[str, Any], checkpoint: Path
         report["attempts"] = {**solved, "trained": measure_attempts(world, attempts)}
     samples = [{**row, "start": old["response"]} for row, old in zip(trained, start, strict=True)]
     report |= {"rows": len(samples), "start": before, "trained": after}
-    for name in ("reward", "gold"):
-        if name in trained[0]:
-            both = [(new[name], old[name]) for new, old in zip(trained, start, strict=True)]
-            scored = [pair for pair in both if None not in pair]
-            ours, theirs = torch.tensor(scored).reshape(-1, 2).unbind(-1)
-            report[f"win_rate_{name}"] = win_rate(ours, theirs) if scored else None
+    report |= _win_rates(trained, start)
     if calibrated is not None:
         report["calibration"] = calibrated
     return report | {"samples": samples}
@@ -164,8 +240,12 @@ def _metrics_and_samples(world: LanguageWorld, responses: Responses) -> tuple[di
     return {name.removeprefix("held_out_"): value for name, value in evaluation.metrics.items()}, evaluation.samples
 
 
-def with_evaluation_rows(recipe: Recipe, data: str | None, rows: int | None, seed: int | None) -> Recipe:
-    """A run's recipe with other rows to evaluate on."""
+def with_evaluation_rows(
+    recipe: Recipe, data: str | None, rows: int | None, seed: int | None, reward: Sequence[str] = ()
+) -> Recipe:
+    """A run's recipe with other rows to evaluate on, and an online run's with other terms of its reward."""
+    if reward and isinstance(recipe, RewardRecipe):
+        raise SurefootError(f"--reward {reward[0]}: scores responses, and a reward model writes none; leave it out")
     if rows == 0:  # in a recipe, 0 turns evaluation off; make_recipe rejects all else that is no count
         raise SurefootError("rows=0: must be at least 1")
     table = to_table(recipe)
@@ -175,6 +255,8 @@ def with_evaluation_rows(recipe: Recipe, data: str | None, rows: int | None, see
     table["data"]["held_out"] = held_out
     table["evaluation"] |= {name: value for name, value in (("rows", rows), ("seed", seed)) if value is not None}
     table["evaluation"]["rows"] = table["evaluation"]["rows"] or 256
+    if reward and recipe.kind == "language":
+        table["reward"]["terms"] = [parse_term(text).model_dump(exclude_unset=True) for text in reward]
     table["check_memory"] = False  # it would check the memory of training
     return make_recipe(table)
 
@@ -186,7 +268,15 @@ def report_table(report: dict[str, Any]) -> str:
         lines.append(f"config.toml has changed since the checkpoint: {'; '.join(report['config_changed'])}")
     if "trained" not in report:
         metrics = {name: value for name, value in report.items() if name.startswith("held_out_")}
-        return "\n".join([*lines, *(f"{name.replace('_', ' '):24}{value:>12.4f}" for name, value in metrics.items())])
+        both = {name: (*([report["start"].get(name)] if "start" in report else []), metrics[name]) for name in metrics}
+        lines += [f"{'':28}{'start':>12}{'trained':>12}"] if "start" in report else []
+        for name, values in both.items():
+            lines.append(f"{name.replace('_', ' '):28}" + "".join(f"{_number(value):>12}" for value in values))
+        if report.get("win_rate_reward") is not None:
+            lines.append(f"{'wins by reward':28}{'':>12}{report['win_rate_reward']:>12.1%}")
+        for row in report.get("samples", ())[:SHOWN]:
+            lines += [f"  {prompt_text(row['prompt'])}", f"    start:   {row['start']}", f"    trained: {row['response']}"]
+        return "\n".join(lines)
     lines.append(f"{'':24}{'start':>12}{'trained':>12}   on {report['rows']} held-out prompts")
     for name, before in report["start"].items():
         shown = ("–" if value is None else f"{value:.3f}" for value in (before, report["trained"][name]))

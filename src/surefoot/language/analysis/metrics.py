@@ -77,6 +77,15 @@ def win_rate(ours: Tensor, theirs: Tensor) -> float:
     return float((in_float64(ours > theirs) + 0.5 * in_float64(ours == theirs)).mean())
 
 
+def loses_chosen(moved: float, gained: float) -> bool:
+    """Whether chosen answers lose likelihood faster than the margin grows, and by more than one nat; both in nats.
+
+    moved    mean log π − log π_ref of the chosen answers
+    gained   the same less that of the rejected answers
+    """
+    return -moved > max(1.0, gained)
+
+
 def pass_at_k(right: Tensor, samples: int, k: int) -> Tensor:
     """1 − C(n−c, k) / C(n, k), the unbiased estimate of P(one of k samples is right), float64.   [N] -> [N]
 

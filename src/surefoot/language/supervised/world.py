@@ -17,7 +17,7 @@ from surefoot.core.distributed import check_device, exchanging, sum_count
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
 from surefoot.core.sharding import block_by_block, gathered
 from surefoot.errors import SurefootError
-from surefoot.language.analysis.metrics import mean_log_likelihood
+from surefoot.language.analysis.metrics import loses_chosen, mean_log_likelihood
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.rows import check_row_count, check_unchanged

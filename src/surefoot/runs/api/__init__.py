@@ -204,6 +204,7 @@ def evaluate(
     deterministic: bool = True,
     data: Rows | None = None,
     rows: int | None = None,
+    reward: str | Sequence[str] = (),
 ) -> Any: ...
 @as_found
 def evaluate(
@@ -215,6 +216,7 @@ def evaluate(
     deterministic: bool = True,
     data: Rows | None = None,
     rows: int | None = None,
+    reward: str | Sequence[str] = (),
 ) -> Any:
     """Evaluate an agent over whole episodes, or a model on held-out rows. The same seed gives the same result.
 
@@ -224,6 +226,7 @@ def evaluate(
     deterministic   agents: greedy actions; False: sampled
     data, rows      models: other rows than the recipe's held-out ones (a file, or dicts), and how many of them; ``seed`` is
                     that of the samples
+    reward          models: terms, as in ``reward.terms``, that score the responses; default: those of an online run's recipe
 
     Returns an EvaluationResult for an agent, the metrics for a model (``held_out_reward``, …), and the report of
     ``surefoot evaluate --json`` for the folder of a language run.
@@ -236,17 +239,18 @@ def evaluate(
     """
     file: Any = str(rows_file(data, "data")) if are_rows(data) else data
     checkpoint: Path | None = None
+    terms = (reward,) if isinstance(reward, str) else tuple(reward)
     if isinstance(what, (str, Path)):
         what = hub.local_folder(what)
         if is_model(what) or kind_of(what) != "control":
             reject(task=task)
             from surefoot.language.analysis.evaluate import evaluate_run
 
-            return evaluate_run(what, data=file, rows=rows, seed=seed)
+            return evaluate_run(what, data=file, rows=rows, seed=seed, reward=terms)
         checkpoint = checkpoint_to_load(what)
         what = load(checkpoint)
     if isinstance(what, Agent):
-        reject(data=file, rows=rows)
+        reject(data=file, rows=rows, reward=terms or None)
         torch.set_num_threads(what.recipe.threads)  # even the last bits of an action depend on it
         same = task is None or task_place(task) == task_place(what.recipe.task)
         arguments = what.recipe.environment if same else {}
@@ -257,7 +261,7 @@ def evaluate(
     reject(task=task)
     from surefoot.language.analysis.evaluate import evaluate_model
 
-    return evaluate_model(what, data=file, rows=rows, seed=seed)
+    return evaluate_model(what, data=file, rows=rows, seed=seed, reward=terms)
 
 
 def _display(display: Display, title: str) -> Listener | None:
