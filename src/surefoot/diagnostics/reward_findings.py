@@ -273,7 +273,7 @@ def is_success(curves: RunCurves, recipe: Recipe | None) -> bool:
     if not len(spread) or len(spread) != len(mean):
         return False
     settings = recipe.reward if isinstance(recipe, LanguageRecipe) else RewardSettings()
-    penalised = settings.missing_eos == "penalty" and len(ended) == len(mean)
+    penalised = (recipe is None or settings.missing_eos == "penalty") and len(ended) == len(mean)
     for truncated, value in ((1 - ended, settings.missing_eos_value) if penalised else (0.0, 0.0), (0.0, 0.0)):
         right = mean - truncated * value
         squares = right + truncated * value**2
