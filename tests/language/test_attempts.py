@@ -28,7 +28,12 @@ def recipe(folder: Path, where: Path, **reward: Any) -> dict[str, Any]:
         "steps": 8,
         "data": {"train": str(where / "rows.jsonl"), "held_out": str(where / "rows.jsonl"), "max_length": 16},
         "sampling": {"prompts": 8, "max_tokens": 3},
-        "reward": {"terms": [{"function": "surefoot.verifiers:exact"}], "missing_eos": "penalty", **({} if "missing_eos" in reward else {"missing_eos_value": 0.0}), **reward},
+        "reward": {
+            "terms": [{"function": "surefoot.verifiers:exact"}],
+            "missing_eos": "penalty",
+            **({} if "missing_eos" in reward else {"missing_eos_value": 0.0}),
+            **reward,
+        },
         "evaluation": {"rows": 6},
         "check_memory": False,
     }

@@ -39,7 +39,11 @@ def world(tmp_path: Path, model: Path, function: str, missing_eos_value: float =
         "model": str(model),
         "data": {"train": str(tmp_path / "rows.jsonl"), "held_out": str(tmp_path / "rows.jsonl")},
         "sampling": {"prompts": 16, "max_tokens": 9},
-        "reward": {"terms": [{"function": f"{tmp_path / 'rewards.py'}:{function}"}], "missing_eos": "penalty", "missing_eos_value": missing_eos_value},
+        "reward": {
+            "terms": [{"function": f"{tmp_path / 'rewards.py'}:{function}"}],
+            "missing_eos": "penalty",
+            "missing_eos_value": missing_eos_value,
+        },
         "critic": {"own_model": True},
     }
     made = LanguageWorld(make_recipe({"kind": "language", **table, **changes}))

@@ -30,6 +30,7 @@ from surefoot.runs.display import Display
 from surefoot.runs.metrics import TIMING
 from surefoot.runs.session import saving
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store import source
 
 RECIPE = {
     "steps": 384,
@@ -306,7 +307,7 @@ def test_ranks_that_differ_are_rejected_on_all_ranks_before_the_folder_is_made(w
         if what == "version" and number:
             monkeypatch.setattr(surefoot, "__version__", "9.9")
         if what == "checkout" and number:
-            monkeypatch.setattr(ranks, "_hash_of_source", lambda folder: "0123")
+            monkeypatch.setattr(source, "package_source", lambda: "0123")
         if what == "command":
             monkeypatch.setattr(sys, "argv", ["surefoot", ("train", "resume")[number]])
         fields = {**RECIPE, "seed": 1 + (number if what == "recipe" else 0)}

@@ -78,7 +78,7 @@ def check_run(folder: Path, as_json: bool) -> int:
     else:
         echo("\n\n".join("\n".join(finding.text) for finding in check.findings))
     if check.changed and not as_json:
-        echo(f"config.toml has changed since the checkpoint: {'; '.join(map(visible, check.changed))}")
+        echo(f"changed since the checkpoint: {'; '.join(map(visible, check.changed))}")
     return int(any_failed(check.findings))
 
 

@@ -207,7 +207,7 @@ def _notices(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if run.changed:
             changed = "; ".join(map(visible, run.changed))
-            lines.append(f"{visible(str(run.path))}: config.toml has changed since the checkpoint: {changed}")
+            lines.append(f"{visible(str(run.path))}: changed since the checkpoint: {changed}")
         lines += [f"{visible(str(run.path))}: {finding.line}" for finding in run.findings if finding.severity != "note"]
     return lines
 
@@ -458,7 +458,7 @@ def _recipes(runs: Sequence[Run]) -> Iterable[str]:
         table = "\n".join(map(_text, tomli_w.dumps(public).split("\n")))
         if run.changed:
             lines = [line if (field := line.partition(": ")[0]) not in hidden_here else field for line in run.changed]
-            yield f"<p>{_text(run.name)}: config.toml has changed since the checkpoint: {_text('; '.join(lines))}</p>"
+            yield f"<p>{_text(run.name)}: changed since the checkpoint: {_text('; '.join(lines))}</p>"
         yield f"<details><summary>{_text(run.name)}: config.toml</summary><pre>{table}</pre></details>"
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe, to_table
 from surefoot.runs.checkpoint import checkpoints_in
 from surefoot.runs.folder import FREE as CHANGE_NOTHING
-from surefoot.runs.folder import changed_since
+from surefoot.runs.folder import changed_since, sources_in
 from surefoot.runs.reading import History, check_is_run, read_samples, samples_in
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history
 from surefoot.store.manifest import read_listed_table
@@ -54,7 +54,9 @@ class Run:
     environment: Mapping[str, Any]
     """environment.json; empty if there is none"""
     changed: Sequence[str] = ()
-    """how config.toml differs from the recipe of the newest checkpoint"""
+    """how config.toml, and the code that it names, differ from those of the newest checkpoint"""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """the code of its newest checkpoint: files and packages, with their hashes and versions"""
 
     @cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -123,7 +125,8 @@ def read_run(path: Path) -> Run:
     facts = path / "environment.json"
     environment = read_listed_table(facts) if facts.exists() else {}
     checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
-    return Run(path, recipe, history, environment, changed_since(checkpoint, recipe))
+    changed = changed_since(checkpoint, recipe, environment.get("working_folder"))
+    return Run(path, recipe, history, environment, changed, sources_in(checkpoint))
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------------
@@ -139,11 +142,16 @@ def distinguishing_fields(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def distinguishing(run: Run) -> dict[str, Any]:
+    """The fields that separate a run's group from others, and the code that it rests on."""
+    return distinguishing_fields(run.recipe) | {f"source of {name}": value for name, value in run.sources.items()}
+
+
 def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
     """Groups of runs whose recipes differ only in the seed, in the order of their first run."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(json.dumps(distinguishing_fields(run.recipe), sort_keys=True, default=str), []).append(run)
+        groups.setdefault(json.dumps(distinguishing(run), sort_keys=True, default=str), []).append(run)
     return list(groups.values())
 
 
@@ -222,7 +230,7 @@ class Comparison:
 def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Group the runs and list the differences between their recipes and environments."""
     groups = group_runs(runs)
-    fields = differences_between([distinguishing_fields(group[0].recipe) for group in groups])
+    fields = differences_between([distinguishing(group[0]) for group in groups])
     named = [Group(_group_name(index, fields), group) for index, group in enumerate(groups)]
     environments = [dict(flatten({k: run.environment[k] for k in ENVIRONMENT if k in run.environment})) for run in runs]
     return Comparison(named, fields, differences_between(environments))

@@ -6,7 +6,6 @@ fails leaves its message for the others, whose next exchange fails. Importing th
 
 import atexit
 import contextlib
-import hashlib
 import os
 import re
 import sys
@@ -217,10 +216,11 @@ def _check_versions() -> None:
     import torch
 
     from surefoot.core.distributed import exchange
+    from surefoot.store.source import package_source
 
     package = sys.modules["surefoot"]
     version = f"surefoot {package.__version__}, torch {torch.__version__}"
-    source = f"the code {_hash_of_source(Path(str(package.__file__)).parent)}"
+    source = f"the code {package_source()[:12]}"
     ours = Path(sys.argv[0]).name in ("surefoot", "__main__.py")
     command = " ".join(["surefoot", *sys.argv[1:2]]) if ours else "a script"
     everyone = exchange((version, source, command))
@@ -229,14 +229,6 @@ def _check_versions() -> None:
         for theirs, first, remedy in zip(mine, everyone[0], kinds, strict=True):
             if theirs != first:
                 raise SurefootError(f"ranks: rank {number} runs {theirs}, rank 0 {first}; {remedy} on all machines")
-
-
-def _hash_of_source(folder: Path) -> str:
-    """Of every file of Python in a package."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def note(key: str, value: str | None = None) -> str | None:

@@ -20,7 +20,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import checkpoints_in
 from surefoot.runs.events import Event, IterationEnd, RunEnd, RunStart
-from surefoot.runs.folder import changed_since, lost_checkpoints
+from surefoot.runs.folder import changed_since, lost_checkpoints, working_folder
 from surefoot.runs.metrics import METRICS
 from surefoot.runs.reading import History, check_is_run, read_trackers
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_history, read_metrics
@@ -82,7 +82,7 @@ def check_run(folder: str | Path) -> RunCheck:
     checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
     rows, findings = history.rows, findings_in(history, recipe, failures, _lost_checkpoints(path, recipe))
     steps = int(rows[-1]["steps"]) if rows else 0
-    return RunCheck(findings, len(rows), steps, changed_since(checkpoint, recipe))
+    return RunCheck(findings, len(rows), steps, changed_since(checkpoint, recipe, working_folder(path)))
 
 
 def _lost_checkpoints(run: Path, recipe: Recipe) -> str | None:

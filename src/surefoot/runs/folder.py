@@ -32,15 +32,17 @@ from typing import Any
 import filelock
 
 from surefoot.errors import SurefootError
-from surefoot.files import check_shown, copy_file, is_temporary, read_table, read_toml, write_text, writing
+from surefoot.files import check_shown, copy_file, is_temporary, made_from, read_table, read_toml, write_text, writing
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import make_recipe, to_table, to_toml
+from surefoot.recipes.callables import Functions
+from surefoot.recipes.reading import check_trust_region, make_recipe, to_table, to_toml
 from surefoot.recipes.rows import with_row_fields
 from surefoot.runs.checkpoint import check_numbered, checkpoints_in, latest_checkpoint
 from surefoot.runs.hub import LISTING, is_hub_name, local_folder
 from surefoot.runs.reading import ENVIRONMENT, FINISHED, LOCK, ROWS, acquire, check_is_run, others_in
 from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
 from surefoot.store.manifest import clear, fingerprint, flush, is_checkpoint, read_listed_table, write_listed
+from surefoot.store.source import SHOWN, source_differences
 from surefoot.terminal import visible
 
 FREE = (
@@ -83,6 +85,8 @@ ASKING = ("batch", "retries", "token_from")
 """fields of a reward term that change how it is computed, not its value"""
 FIRST_CHECKPOINT = 60.0
 """seconds after which a run saves its first checkpoint, at the end of the iteration"""
+SOURCES = "sources.json"
+"""the file in a checkpoint with the hashes of the user's code"""
 OTHER_FOLDER = "choose another --run-dir"
 SAVED_ROWS = re.compile(r"(?:.*[\\/])?rows[\\/](\w+-[0-9a-f]{16}\.jsonl)")
 PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
@@ -214,10 +218,7 @@ class RunFolder:
     @property
     def began_in(self) -> str | None:
         """The working folder for the recipe's relative paths; None if unknown."""
-        try:
-            return str(read_listed_table(self.path / ENVIRONMENT)["working_folder"])
-        except (SurefootError, KeyError):
-            return None
+        return working_folder(self.path)
 
     @property
     def finished_at(self) -> int | None:
@@ -246,6 +247,14 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock."""
         self._lock.release()
+
+
+def working_folder(run: Path) -> str | None:
+    """The folder in which a run began; None if unknown."""
+    try:
+        return str(read_listed_table(run / ENVIRONMENT)["working_folder"])
+    except (SurefootError, KeyError):
+        return None
 
 
 def lost_checkpoints(run: Path, recipe: Recipe) -> str | None:
@@ -440,12 +449,46 @@ def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     return [line for line in table_differences(before, to_table(recipe)) if not line.startswith(free)]
 
 
-def changed_since(checkpoint: Path | None, recipe: Recipe) -> list[str]:
-    """How a run's recipe, as config.toml has it now, differs from the one that its checkpoint was made by."""
-    try:
-        return [] if checkpoint is None else recipe_differences(read_listed_table(checkpoint / "recipe.json"), recipe)
-    except SurefootError:  # whoever loads the checkpoint says so
+def changed_since(checkpoint: Path | None, recipe: Recipe, began_in: str | None) -> list[str]:
+    """How a run's recipe, as config.toml has it now, and its code differ from those that its checkpoint was made by.
+
+    began_in  the working folder that its relative paths are from
+    """
+    if checkpoint is None:
         return []
+    try:
+        changed = recipe_differences(read_listed_table(checkpoint / "recipe.json"), recipe)
+        return changed + source_differences(read_listed_table(checkpoint / SOURCES), [Path.cwd(), Path(began_in or ".")])
+    except (SurefootError, LookupError, TypeError):  # whoever loads the checkpoint says so
+        return []
+
+
+def sources_in(checkpoint: Path | None) -> dict[str, str]:
+    """The code that a checkpoint was made by, each file or package with its hash or version, shortened; empty if unknown."""
+    try:
+        sources = read_listed_table(checkpoint / SOURCES) if checkpoint else {"code": {}, "packages": {}}
+        return {name: str(value)[:SHOWN] for kind in ("code", "packages") for name, value in sources[kind].items()}
+    except (SurefootError, LookupError, AttributeError):
+        return {}
+
+
+def check_unchanged(checkpoint: Path, recipe: Recipe, functions: Functions | None, allow_changes: bool) -> None:
+    """Raise SurefootError if the recipe, or the code that it names, has changed since a checkpoint, unless that is allowed.
+
+    functions  those that were passed again, and nothing else is compared; None: the recipe and files, of which none has run
+    """
+    run = checkpoint.parent.parent
+    with made_from(checkpoint):
+        parts = {name: read_listed_table(checkpoint / f"{name}.json") for name in ("recipe", "sources")}
+        before, changed = parts["sources"], list[str]()
+        if functions is None:
+            changed = recipe_differences(parts["recipe"], recipe)
+        where = run / "config.toml" if changed else run
+        changed += source_differences(before, [Path.cwd()], functions)
+    if changed and not allow_changes:
+        raise SurefootError(f"{where}: changed since the checkpoint ({'; '.join(changed)}); undo it, or pass --allow-changes")
+    if any(line.startswith("algorithm: ") for line in changed):  # the old algorithm would train under the new name
+        check_trust_region(recipe.algorithm, to_table(recipe))
 
 
 def scored_alike(before: dict[str, Any], after: dict[str, Any]) -> bool:

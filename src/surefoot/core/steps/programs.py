@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 
 from surefoot.errors import NotCompiledError, announce, cause_of
+from surefoot.store.source import package_source
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 """takes a list of tensors, which it empties, and returns new tensors"""
@@ -56,7 +56,8 @@ def program_of(
     operations = [str(operation) for operation in replaced or {}]
     known = None
     if decided_by is not None:
-        known = cache_folder() / f"{_hash(_code(), function.__qualname__, operations, decided_by, _shapes(arguments))}.key"
+        parts = (package_source(TRACED_CODE), function.__qualname__, operations, decided_by, _shapes(arguments))
+        known = cache_folder() / f"{_hash(*parts)}.key"
     if known is not None and known.is_file():
         library = cache_folder() / known.read_text()
         if library.is_file():
@@ -252,14 +253,6 @@ def _hash(*parts: Any) -> str:
             content = f"{each.dtype} {tuple(each.shape)} {each.tolist()}" if isinstance(each, Tensor) else repr(each)
             digest.update(content.encode() + b"\0")
     return digest.hexdigest()[:32]
-
-
-@cache
-def _code() -> str:
-    """A hash of the code that may be traced."""
-    package = Path(__file__).parents[2]
-    files = sorted(path for part in TRACED_CODE for path in (package / part).rglob("*.py"))
-    return _hash([part for path in files for part in (path.relative_to(package).as_posix(), path.read_bytes())])
 
 
 def cache_folder() -> Path:

@@ -17,7 +17,7 @@ export function makeFindings(state) {
     return h("section", { "data-run": run.name }, state.runs.length > 1 ? h("h2", {}, h("span", { class: `dot run-${i % 6}` }), ` ${run.name}`) : null,
       check.error ? h("p", { class: "damage" }, check.error) : [
         check.findings.length ? check.findings.map(finding) : h("p", { class: "verdict" }, `${check.verdict[0].toUpperCase()}${check.verdict.slice(1)}.`),
-        check.changed.length ? h("p", { class: "hint" }, `config.toml has changed since the checkpoint: ${check.changed.join("; ")}.`) : null]);
+        check.changed.length ? h("p", { class: "hint" }, `changed since the checkpoint: ${check.changed.join("; ")}.`) : null]);
   }
 
   function finding(one) {

@@ -265,7 +265,7 @@ def report_table(report: dict[str, Any]) -> str:
     """The report of ``evaluate_run``, to print."""
     lines = [f"{report['kind']} run after {report['steps']:,} steps; checkpoint {report['checkpoint']}"]
     if "config_changed" in report:
-        lines.append(f"config.toml has changed since the checkpoint: {'; '.join(report['config_changed'])}")
+        lines.append(f"changed since the checkpoint: {'; '.join(report['config_changed'])}")
     if "trained" not in report:
         metrics = {name: value for name, value in report.items() if name.startswith("held_out_")}
         both = {name: (*([report["start"].get(name)] if "start" in report else []), metrics[name]) for name in metrics}

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from surefoot.files import read_json
 from surefoot.language.data.cache import cache_folder, remove_unused
+from surefoot.store.source import package_source
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,11 +115,8 @@ def _store(key: str, count: Any) -> None:
 @cache
 def _environment() -> str:
     """A hash of everything that counts depend on besides their arguments: libraries, and the code that passes run."""
-    digest, package = sha256(json.dumps(library_versions()).encode()), Path(__file__).parents[2]
-    for folder in ("core", "functional", "language", "recipes"):
-        for path in sorted((package / folder).rglob("*.py")):
-            digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:24]
+    code = package_source(("core", "functional", "language", "recipes"))
+    return sha256(json.dumps([library_versions(), code]).encode()).hexdigest()[:24]
 
 
 def _folder() -> Path:

@@ -28,7 +28,7 @@ from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, 
 from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.events import Listener
 from surefoot.runs.factory import make_world, start_from, with_engine
-from surefoot.runs.folder import RunFolder, check_free, environment, table_differences
+from surefoot.runs.folder import RunFolder, check_free, check_unchanged, environment, table_differences
 from surefoot.runs.reading import FINISHED, START
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
@@ -92,7 +92,7 @@ def start(
         with together():
             world = _make_world(recipe, task, functions)
             start_from(world, agent)
-            session = Session(recipe, world, None, _listeners(display, callback), several, functions, profile)
+            session = Session(recipe, world, None, _listeners(display, callback), several, functions, profile, task)
             session.opening = choice
             if asked == "auto" and isinstance(world, ControlWorld):
                 session.use_eager = world.use_eager
@@ -129,12 +129,14 @@ def continue_run(
     try:
         with together():
             folder = RunFolder.open(run_dir) if rank() == 0 else None
-        recipe, checkpoint, began_in = on_first(lambda: _to_continue(folder, steps))
+        recipe, checkpoint, began_in = on_first(lambda: _to_continue(folder, steps, allow_changes))
         recipe.check_ranks(world_size())
         with together():
             choose_gpu(recipe.device)
             prepare_gpu(recipe.device, recipe.deterministic)
             functions = functions_of(recipe)
+            if checkpoint is not None:
+                check_unchanged(checkpoint, recipe, _objects(task, functions), allow_changes)
         try:
             with together():
                 world = _make_world(recipe, task, functions)
@@ -146,7 +148,7 @@ def continue_run(
         with together():
             if checkpoint is None:
                 start_from(world, agent)
-            session = Session(recipe, world, folder, _listeners(display, callback), callbacks, functions)
+            session = Session(recipe, world, folder, _listeners(display, callback), callbacks, functions, task=task)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
         else:
@@ -179,13 +181,23 @@ def _check_same(recipe: Recipe) -> None:
             )
 
 
-def _to_continue(folder: RunFolder | None, steps: int | None) -> tuple[Recipe, Path | None, str | None]:
-    """Recipe and latest checkpoint of a run that is resumed, and the working folder where it began."""
+def _objects(task: MakeEnvironment | None, functions: Functions | None) -> Functions:
+    """The functions and classes that were passed as objects, and the task if it was one."""
+    return {**(functions or {}), **({} if task is None else {"task": task})}
+
+
+def _to_continue(folder: RunFolder | None, steps: int | None, allow_changes: bool) -> tuple[Recipe, Path | None, str | None]:
+    """Recipe and latest checkpoint of a run that is resumed, and the working folder where it began.
+
+    Raises SurefootError if the recipe or its code has changed since the checkpoint, before any of it runs.
+    """
     assert folder is not None, "only rank 0 asks"
     recipe = folder.recipe()
     checkpoint = folder.latest(recipe)
     if steps is not None:
         recipe = make_recipe({**to_table(recipe), "steps": steps})
+    if checkpoint is not None:
+        check_unchanged(checkpoint, recipe, None, allow_changes)
     check_trackers(recipe, folder.path)
     return recipe, checkpoint, folder.began_in
 

@@ -29,7 +29,7 @@ from surefoot.files import made_from, steps_named
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.control import COMPILED
-from surefoot.recipes.reading import check_trust_region, to_table
+from surefoot.recipes.reading import to_table
 from surefoot.runs.callbacks import Callback, CallbackListener, Run
 from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require
 from surefoot.runs.events import (
@@ -47,7 +47,7 @@ from surefoot.runs.events import (
     UpdateEnd,
 )
 from surefoot.runs.factory import make_learner
-from surefoot.runs.folder import FIRST_CHECKPOINT, RunFolder, recipe_differences, scored_alike
+from surefoot.runs.folder import FIRST_CHECKPOINT, RunFolder, scored_alike
 from surefoot.runs.metrics import MachineUse
 from surefoot.runs.profile import Profile
 from surefoot.runs.session.arithmetic import arithmetic
@@ -57,6 +57,7 @@ from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
 from surefoot.signals import SignalHandler
 from surefoot.store.manifest import MANIFEST
+from surefoot.store.source import sources_of
 
 
 class Session:
@@ -86,6 +87,7 @@ class Session:
         callbacks: Sequence[Callback] = (),
         functions: Functions | None = None,
         profile: bool = False,
+        task: Callable[..., Any] | None = None,
     ) -> None:
         self.recipe, self.world, self.folder, self.listeners = recipe, world, folder, list(listeners)
         self.callbacks = callbacks
@@ -103,6 +105,8 @@ class Session:
         """the steps of the best one"""
         self.lacks_best = False
         """whether best/ lacks the weights of the checkpoint that the run continues from"""
+        self.sources = sources_of(to_table(recipe), {**(functions or {}), **({} if task is None else {"task": task})})
+        """the code of the user that the run rests on"""
         self.saved = False
         """whether a checkpoint is on the disk or being written; the first one is on the disk before training goes on"""
         self.began = time.monotonic()
@@ -152,21 +156,13 @@ class Session:
     def _read(self, checkpoint: Path, allow_changes: bool) -> dict[str, Any]:
         """The parts of a checkpoint from which this run can continue."""
         parts = load_checkpoint(checkpoint, in_files=("agent", "learner") if self.sharded else ())
-        require(parts, ("agent", "recipe", "state", "learner", "collector", "progress"), checkpoint)
+        require(parts, ("agent", "recipe", "state", "learner", "collector", "progress", "sources"), checkpoint)
         with made_from(checkpoint):
             self._check_resumable(parts, checkpoint, allow_changes)
         return parts
 
     def _check_resumable(self, parts: dict[str, Any], checkpoint: Path, allow_changes: bool) -> None:
         run_folder, done = checkpoint.parent.parent, parts["state"]["steps"]
-        changed = recipe_differences(parts["recipe"], self.recipe)
-        if changed and not allow_changes:
-            raise SurefootError(
-                f"{run_folder / 'config.toml'}: changed since the checkpoint ({'; '.join(changed)}); "
-                "undo it, or pass --allow-changes"
-            )
-        if any(line.startswith("algorithm: ") for line in changed):  # the old algorithm would train under the new name
-            check_trust_region(self.recipe.algorithm, to_table(self.recipe))
         if done != steps_named(checkpoint.name):
             raise SurefootError(
                 f"{checkpoint}: has the state after other steps than those in its name; use an older checkpoint"
@@ -198,9 +194,9 @@ class Session:
         if score is None or (best is None and not self.lacks_best):
             return None, 0, None
         measured = parts["recipe"] if best is None else load_checkpoint(best)["recipe"]
-        if scored_alike(measured, to_table(self.recipe)):
+        if scored_alike(measured, to_table(self.recipe)) and parts["sources"]["code"] == self.sources["code"]:
             return float(score), int(progress.get("since_best", 0)), at
-        self.message("the evaluation settings have changed: the best score so far no longer counts")
+        self.message("the evaluation settings or the code have changed: the best score so far no longer counts")
         return None, 0, None
 
     # ---- run ---------------------------------------------------------------------------------------------------------------
@@ -506,6 +502,7 @@ class Session:
             "state": self.state.state_dict(),
             "progress": {"best": self.best, "since_best": self.since_best, "best_at": self.best_at},
             "pending": self.pending or {},
+            "sources": self.sources,
         }
 
     def _raise_if_interrupted(self) -> None:
