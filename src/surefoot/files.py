@@ -12,9 +12,10 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from numbers import Integral
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from surefoot.errors import SurefootError, cause_of
 
@@ -28,7 +29,7 @@ CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """of a container: microseconds of CPU time per period, or ``max`` (cgroup v2)"""
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """A plain file, or a link to one, open for reading as bytes. Every read of what a run or a person left begins here.
 
     Raises SurefootError for a folder, a pipe, a socket or a device, which could block; OSError as ``open`` does.

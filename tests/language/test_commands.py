@@ -99,7 +99,7 @@ def test_evaluate_scores_the_answers_of_any_model_that_writes_by_a_given_reward(
 
 
 def test_samples_of_every_evaluation_are_kept(runs: Path) -> None:
-    files = sorted((runs / "ppo" / "samples").iterdir())
+    files = sorted((runs / "ppo" / "samples").glob("*.jsonl"))
     rows = [json.loads(line) for line in files[-1].read_text().splitlines()]
     assert {"prompt", "response", "reward", "gold", "kl"} <= set(rows[0])
 

@@ -154,6 +154,7 @@ def changed_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Non
     config = json.loads(path.read_text())
     change(config["surefoot_reward"])
     path.write_text(json.dumps(config))
+    (folder / "manifest.json").unlink()  # else the change is an error
 
 
 def test_reloaded_reward_model_is_bit_for_bit_identical(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -177,6 +178,11 @@ def test_head_trained_by_another_program_is_loaded_as_saved(folders: dict[str, P
     tensors = load_file(tmp_path / "reward" / "model.safetensors")
     tensors["score.weight"] += 1
     save_file(tensors, tmp_path / "reward" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        SurefootError, match=r"model.safetensors does not match its SHA-256 .*manifest.json if the change is yours"
+    ):
+        RewardModel.load(tmp_path / "reward")
+    (tmp_path / "reward" / "manifest.json").unlink()
     assert torch.equal(RewardModel.load(tmp_path / "reward").head.weight, tensors["score.weight"])
 
 

@@ -28,6 +28,7 @@ from surefoot.runs.folder import RunFolder
 from surefoot.runs.metrics import TIMING
 from surefoot.runs.rounds import RoundsSettings, accuracy, policy_before, ppo_recipe, reward_before, rounds_table, run_rounds
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.manifest import write_listed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 from ranked import on_ranks
@@ -262,7 +263,7 @@ def test_a_damaged_report_of_a_round_is_one_line(text: str, start: Path) -> None
     plan = RoundsSettings(recipe_of(start), f"{start}/judge.py:judge", pairs=10)
     (start / "rounds" / "round-1").mkdir(parents=True)
     (start / "rounds" / "rounds.json").write_text(json.dumps(plan.to_json()))
-    (start / "rounds" / "round-1" / "round.json").write_text(text)
+    write_listed(start / "rounds" / "round-1" / "round.json", text)
     with pytest.raises(SurefootError, match=r"round\.json: .*; remove this file") as raised:
         run_rounds(plan, start / "rounds", 1, lambda recipe, run: Display())
     assert "\n" not in str(raised.value)

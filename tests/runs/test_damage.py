@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 from damage import PLACED, Campaign
@@ -52,6 +54,21 @@ def test_what_is_no_regular_file_is_one_line_and_never_read(request, tmp_path, m
     if kind == "pipe":
         used = ["evaluate", "RUN", "--episodes", "1"] if world == "control" else ["generate", "RUN/model", *ASKED]
         assert left_by(campaign, tmp_path, [kind], [used], "best" if world == "control" else "model") == []
+
+
+def test_a_flipped_bit_of_a_trained_model_is_one_line_wherever_it_is_used(language, tmp_path, command):
+    run = Path(shutil.copytree(language.run, tmp_path / "run"))
+    file = run / "model" / "model.safetensors"
+    file.write_bytes(flipped(file.read_bytes()))
+    train = ["train", "sft", "--data.train", str(language.run.parent / "rows.jsonl"), "--steps", "8", "--quiet"]
+    for words in ([*train, "--model", "run"], [*train, "--model", "run/model"], ["generate", "run/model", *ASKED]):
+        code, _, error = command(*words)
+        assert (code, error.count("\n")) == (2, 1), words
+        assert "model.safetensors does not match its SHA-256 (changed or damaged); copy the folder again, or remove" in error
+
+
+def flipped(content):
+    return content[:-5] + bytes([content[-5] ^ 64]) + content[-4:]
 
 
 @pytest.mark.slow

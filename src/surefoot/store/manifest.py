@@ -209,8 +209,11 @@ def _kept(manifest: Path) -> Listed:
 
 
 def _rewrite(manifest: Path, files: Listed) -> None:
-    files = dict(sorted(files.items()))  # the same files, the same bytes
-    write_text(manifest, json.dumps({"format": FORMAT, "files": files}, indent=1))
+    """Replace the files of a manifest; the same files are the same bytes."""
+    others: dict[str, Any] = {}
+    with contextlib.suppress(SurefootError):
+        others = read_table(manifest) if manifest.exists() else {}
+    write_text(manifest, json.dumps({**others, "format": FORMAT, "files": dict(sorted(files.items()))}, indent=1))
 
 
 def check_listed(path: Path) -> None:

@@ -20,14 +20,13 @@ import filelock
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.files import check_plain, read_table, write_text
-from surefoot.store.manifest import fingerprint
+from surefoot.files import check_plain, read_table
+from surefoot.store.manifest import MANIFEST, fingerprint, listed_files, read_listed_table, write_listed, write_manifest
 
 T = TypeVar("T")
 
 KEPT = 30 * 24 * 3600.0
 """seconds since its last use after which a folder is deleted"""
-MANIFEST = "manifest.json"
 TYPES = {"ids": np.dtype(np.int32), "flags": np.dtype(np.bool_), "json": np.dtype(np.uint8)}
 """what the elements of a field are: lists of ids, lists of booleans, or values as JSON"""
 
@@ -146,23 +145,11 @@ class Facts:
             return compute()
         path = self.folder / f"{name}.json"
         with suppress(OSError), _locked(self.folder.parent, self.folder.name):  # other ranks wait instead of computing it too
-            stored = _read_fact(path)
-            if stored is None:
-                text = json.dumps(compute())
-                write_text(path, json.dumps({"sha256": sha256(text.encode()).hexdigest(), "value": text}))
-                stored = text
-            return json.loads(stored)  # type: ignore[no-any-return]
+            with suppress(ValueError, KeyError):  # damaged, or not there
+                return read_listed_table(path)["value"]  # type: ignore[no-any-return]
+            write_listed(path, json.dumps({"value": compute()}))
+            return read_listed_table(path)["value"]  # type: ignore[no-any-return]
         return compute()
-
-
-def _read_fact(path: Path) -> str | None:
-    """The JSON text of an undamaged fact."""
-    try:
-        stored = read_table(path)
-        text: str = stored["value"]
-        return text if sha256(text.encode()).hexdigest() == stored["sha256"] else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def cached(
@@ -214,10 +201,14 @@ def _locked(root: Path, key: str) -> Iterator[None]:
         yield
 
 
+def _names(kinds: Iterable[str]) -> list[str]:
+    """The files of the fields."""
+    return [f"{name}.{part}" for name in kinds for part in ("values", "ends")]
+
+
 def _write(folder: Path, kinds: Mapping[str, str], build: Callable[[Fields], dict[str, Any]]) -> None:
     """Write all files, the manifest last; all of them are on the disk afterwards."""
-    names = [f"{name}.{part}" for name in kinds for part in ("values", "ends")]
-    files = {name: (folder / name).open("wb", buffering=1 << 20) for name in names}
+    files = {name: (folder / name).open("wb", buffering=1 << 20) for name in _names(kinds)}
     try:
         summary = build(_Writer(kinds, {name: (files[f"{name}.values"], files[f"{name}.ends"]) for name in kinds}))
         for file in files.values():
@@ -226,18 +217,14 @@ def _write(folder: Path, kinds: Mapping[str, str], build: Callable[[Fields], dic
     finally:
         for file in files.values():
             file.close()
-    write_text(folder / MANIFEST, json.dumps({"files": {name: _hash(folder / name) for name in names}, "summary": summary}))
-
-
-def _hash(path: Path) -> str:
-    return str(fingerprint(path)["sha256"])
+    write_manifest(folder, {"summary": summary})
 
 
 def _read(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]] | None:
     """The fields of a complete, undamaged folder."""
     try:
-        manifest = read_table(folder / MANIFEST)
-        if any(_hash(folder / name) != digest for name, digest in manifest["files"].items()):
+        files = listed_files(folder / MANIFEST)
+        if any(fingerprint(folder / name) != files.get(name) for name in _names(kinds)):
             return None
         return _opened(folder, kinds)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
