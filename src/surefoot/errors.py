@@ -65,11 +65,17 @@ def announce(line: str) -> None:
 
 
 def cause_of(error: BaseException) -> str:
-    """An exception of any kind as one line, ``RuntimeError: the wheels came off``; making its text may fail."""
+    """An exception of any kind as one line, ``RuntimeError: the wheels came off``; making its text may fail.
+
+    One without a text, such as a bare assert, is named with its place and line if that is in a library: ``place_of`` has
+    that of the user's code.
+    """
     try:
         text = " ".join(str(error).split())
     except Exception:
         text = "(its message can't be shown)"
+    if not text and not place_of(error) and (frames := traceback.extract_tb(error.__traceback__)):
+        text = f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}, {frames[-1].line}"
     text = text if len(text) <= LONGEST_CAUSE else text[:LONGEST_CAUSE] + " …"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -283,7 +283,7 @@ def test_episode_statistics_are_undiscounted_unnormalised_and_over_the_last_hund
 
 def test_before_the_first_end_episode_statistics_are_null() -> None:
     metrics = collecting(clockworks([((50, "terminated"),)]), steps=20).collector.collect(fresh_state()).metrics
-    assert metrics == {"episode_return": None, "episode_length": None, "episodes": 0}
+    assert metrics == {"episode_return": None, "episode_length": None, "episodes": 0, "observations_constant": 0}
 
 
 def test_masked_rows_of_next_step_environments_count_nowhere() -> None:

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torch import Tensor
 
 import surefoot
-from surefoot import SurefootError
+from surefoot import SurefootError, errors
 from surefoot.control.environments import make_environments
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, episode_seed
 from surefoot.control.environments.observations import Reader
@@ -534,6 +534,15 @@ def test_the_line_that_fails_while_an_environment_is_made_is_named(tmp_path: Pat
         make_environments(f"{tmp_path / 'worse.py'}:make", {}, 1, SEED)
 
 
+def test_an_assertion_of_a_library_is_named_with_its_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of packages that don't fit the installed MuJoCo: there is no text, and no line of the user's."""
+    (tmp_path / "robots.py").write_text("def make():\n    assert __name__ is None\n")
+    monkeypatch.setattr(errors.sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
+    line = r"could not be made \(AssertionError: [^/]+/robots\.py:2, assert __name__ is None\)$"
+    with pytest.raises(SurefootError, match=line):
+        make_environments(f"{tmp_path / 'robots.py'}:make", {}, 1, SEED)
+
+
 def test_a_vector_environment_without_single_spaces_is_rejected_in_one_line() -> None:
     class Bare(VectorEnv[Any, Any, Any]):
         num_envs = 2
@@ -552,11 +561,15 @@ gymnasium.register("{id}", entry_point="gymnasium.envs.classic_control:CartPoleE
 """
 
 
-@pytest.mark.parametrize("states", [True, False], ids=["says so", "needs Gymnasium"])
+@pytest.mark.parametrize(
+    ("states", "task"),
+    [(True, "Mazestrue-Small-v0"), (False, "Mazesfalse-Small-v0"), (False, "lab/Fetch-v4"), (False, "Arm-v1")],
+    ids=["says so", "needs Gymnasium", "in a namespace", "of another name"],
+)
 def test_an_id_that_an_installed_package_registers_is_named_with_its_package(
-    states: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    states: bool, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package, task = f"mazes{states}".lower(), f"Mazes{states}-Small-v0"
+    package = f"mazes{task.partition('-')[0].replace('/', '')}".lower()
     for name, text in (("__init__.py", PLUGIN.format(id=task)),):
         (tmp_path / package).mkdir()
         (tmp_path / package / name).write_text(text)
@@ -707,3 +720,61 @@ def test_leaves_of_a_vector_environment_lie_in_memory_as_they_are_read_whatever_
         actual = reader.batch(seen)["observation"]
         assert actual.flags.c_contiguous
         assert np.array_equal(actual, table)
+
+
+# ---- spaces and sums --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "no observation_space and no action_space; set observation_space and action_space, of gymnasium.spaces"),
+        ({"action_space": spaces.Discrete(2)}, "no observation_space; set"),
+        ({"observation_space": "Box(2)", "action_space": None}, "observation_space of builtins and no action_space; set"),
+    ],
+)
+def test_an_environment_without_spaces_is_one_line(fields: dict[str, Any], words: str) -> None:
+    bare = type("Bare", (gymnasium.Env,), fields)
+    with pytest.raises(SurefootError, match=f"^task='Bare': made an environment with {words}"):
+        surefoot.train(bare, steps=64)
+    vector = type("Rows", (), {"num_envs": 2, "device": "cpu", "step": None})
+    with pytest.raises(SurefootError, match=r"^task='Rows': made an environment with no single_observation_space and"):
+        surefoot.train(vector, steps=64)
+
+
+class Tenths(Endless):
+    """Pays a tenth in each of ten steps, which float32 does not have."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.t = 0
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.zeros(2, np.float32), 0.1, self.t == 10, False, {}
+
+
+class TenthsInTensors:
+    num_envs, device, metadata = 2, "cpu", {"autoreset_mode": AutoresetMode.SAME_STEP}
+    single_observation_space, single_action_space = Endless.observation_space, Endless.action_space
+
+    def reset(self, *, seed: int | None = None) -> Any:
+        self.t = 0
+        return torch.zeros(2, 2), {}
+
+    def step(self, actions: Any) -> Any:
+        self.t += 1
+        over = torch.full((2,), self.t % 10 == 0)
+        return torch.zeros(2, 2), torch.full((2,), 0.1, dtype=torch.float64), over, torch.zeros(2, dtype=torch.bool), {}
+
+
+@pytest.mark.parametrize("kind", ["loop", "vector", "tensors"])
+def test_returns_are_sums_of_rewards_in_float64(kind: str) -> None:
+    makers: dict[str, Any] = {"loop": Tenths, "tensors": TenthsInTensors, "vector": lambda: SyncVectorEnv([Tenths] * 2)}
+    fields: dict[str, Any] = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 0}}
+    seen: list[float] = []
+    listen = lambda metrics: seen.append(metrics["episode_return"])  # noqa: E731
+    agent = surefoot.train(makers[kind], surefoot.A2C, steps=32, callback=listen, **fields)
+    assert set(seen) == {sum([0.1] * 10)}
+    if kind == "loop":
+        assert surefoot.evaluate(agent, Tenths, episodes=2).returns == [sum([0.1] * 10)] * 2

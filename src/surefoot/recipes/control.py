@@ -4,7 +4,8 @@ import contextlib
 import importlib.util
 import re
 from collections.abc import Iterable
-from importlib.metadata import entry_points, packages_distributions, requires
+from functools import cache
+from importlib.metadata import PackagePath, distribution, entry_points, packages_distributions, requires
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -414,17 +415,31 @@ def check_id(task: str, extra: Iterable[str] = ()) -> None:
 def _package_with(task: str) -> str | None:
     """The installed package that registers an id when it is imported, or None.
 
-    Tried are packages with the entry point ``gymnasium.envs``, and the package whose name begins the id, if it needs Gymnasium.
+    Tried are packages with the entry point ``gymnasium.envs``, and those that need Gymnasium and register something.
     """
     import gymnasium
 
     candidates = {entry.module.partition(".")[0] for entry in entry_points(group="gymnasium.envs")}
-    first = re.split(r"\W", task)[0].lower()
-    if any("gymnasium" in need for name in packages_distributions().get(first, ()) for need in requires(name) or ()):
-        candidates.add(first)
+    candidates |= {module for module, names in packages_distributions().items() if any(map(_registers, names))}
     for package in sorted(candidates):
         with contextlib.suppress(Exception):  # a package that can't be imported registers nothing
             importlib.import_module(package)
         if task in gymnasium.registry:
             return package
     return None
+
+
+@cache
+def _registers(name: str) -> bool:
+    """Whether an installed distribution needs Gymnasium and has a call that may register environments."""
+    if not any(re.match(r"gymnasium\b", need) for need in requires(name) or ()):
+        return False
+    code = [file for file in distribution(name).files or () if file.suffix == ".py"]
+    call = re.compile(r"\bregister(_envs?)?\(")
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return not code or any(call.search(text) and "gym" in text for text in map(_text, code))
+    return True
+
+
+def _text(file: PackagePath) -> str:
+    return file.read_text("utf-8")

@@ -104,7 +104,7 @@ class TensorCollector:
             actions, self.lstm_state = act(steps.observations, self.lstm_state, self.starts)
             step = take_step(self.send(actions))
             done = step.terminated | step.truncated
-            self.running_return += step.rewards
+            self.running_return += step.scores
             self.running_length += 1 if step.ignored is None else ~step.ignored
             steps.add(actions, step, done, self.running_return, self.lstm_state)
             self.running_return.masked_fill_(done, 0)

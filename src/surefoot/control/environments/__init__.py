@@ -107,9 +107,27 @@ def maker(
             from surefoot.control.environments.tensor import SingleEnvironment
 
             made = SingleEnvironment(made, name)
+        _check_spaces(made, name)
         return with_masks(made)
 
     return make_and_log
+
+
+def _check_spaces(made: Any, name: str) -> None:
+    """Raise SurefootError for an environment without its spaces; vector environments have a check of their own."""
+    if isinstance(made, VectorEnv) or not (isinstance(made, gymnasium.Env) or is_tensor_environment(made)):
+        return
+    prefix = "single_" if is_tensor_environment(made) else ""
+    found = {f"{prefix}{kind}": getattr(made, f"{prefix}{kind}", None) for kind in ("observation_space", "action_space")}
+    wrong = [
+        f"no {key}" if space is None else f"{key} of {type(space).__module__}"
+        for key, space in found.items()
+        if not isinstance(space, gymnasium.Space)
+    ]
+    if wrong:
+        raise SurefootError(
+            f"task={name!r}: made an environment with {' and '.join(wrong)}; set {' and '.join(found)}, of gymnasium.spaces"
+        )
 
 
 def _maker(task: str | MakeEnvironment, arguments: dict[str, Any], purpose: str, count: int, device: str) -> Callable[[], Any]:

@@ -48,7 +48,7 @@ class Step:
     final_observations: dict[int, Observations] = field(default_factory=dict)
     """environment -> the observation its episode was truncated on, if the next row shows another"""
     scores: Array | None = None
-    """the task's own rewards, for episode returns, if ``rewards`` are changed for learning (Atari: their signs)"""
+    """the task's own rewards in float64, for episode returns; ``rewards`` may be changed for learning (Atari: their signs)"""
     life_lost: Array | None = None
     """True where ``terminated`` ends the value but not the episode (Atari: a lost life); None: nowhere"""
     final_infos: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class LoopedEnvironments:
                     finals[index] = self.reader.row(self.observations, index)
                 self._begin(index, self.episodes[index] + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
-        rewards, scores = as_float32(numbers)
+        rewards = as_float32(rewards)
         return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, life_lost, infos)
 
     def mark(self) -> None:

@@ -314,8 +314,8 @@ def non_finite(
                 if not all(np.isfinite(as_float32(part)).all() for part in both):
                     bad.setdefault(index, name)
     for name, numbers in (("reward", rewards), ("score", scores)):
-        if numbers is not None and not np.isfinite(numbers).all():
-            for index in np.flatnonzero(~np.isfinite(numbers)).tolist():
+        if numbers is not None and not (finite := np.isfinite(as_float32(numbers))).all():
+            for index in np.flatnonzero(~finite).tolist():
                 bad.setdefault(index, name)
     return dict(sorted(bad.items()))
 

@@ -76,6 +76,8 @@ class TensorStep:
     """float32"""
     terminated: Tensor
     truncated: Tensor
+    scores: Tensor
+    """the rewards in the environment's own precision, for episode returns"""
     ignored: Tensor | None = None
     """True where the row only reset (NEXT_STEP); None: nowhere"""
     finals: dict[str, Tensor] | None = None
@@ -144,10 +146,12 @@ class TensorEnvironments:
                     f"{_counted(returned)} where the interface has 5 (observations, rewards, terminated, truncated, infos)"
                 )
             observations, rewards, terminated, truncated, infos = returned
-            rewards = self._tensor("rewards", rewards, (), torch.float32)
+            double = isinstance(rewards, Tensor) and rewards.dtype == torch.float64
+            scores = self._tensor("rewards", rewards, (), torch.float64 if double else torch.float32)
+            rewards = scores.float()
             terminated = self._tensor("terminated", terminated, (), torch.bool)
             truncated = self._tensor("truncated", truncated, (), torch.bool)
-            step = TensorStep(self._read(observations, infos), rewards, terminated, truncated)
+            step = TensorStep(self._read(observations, infos), rewards, terminated, truncated, scores=scores)
             final = next((infos[key] for key in FINAL if key in infos), None)
             if final is not None and self.mode is AutoresetMode.SAME_STEP:
                 step.finals = self._parts(final, "final ")
@@ -160,7 +164,7 @@ class TensorEnvironments:
             step.log = dict(infos.get("log") or {})
         if self.mode is AutoresetMode.NEXT_STEP:
             ignored = torch.zeros_like(terminated) if self.done is None else self.done
-            step.ignored, step.rewards = ignored, rewards.masked_fill(ignored, 0)
+            step.ignored, step.rewards, step.scores = ignored, rewards.masked_fill(ignored, 0), scores.masked_fill(ignored, 0)
             step.terminated, step.truncated = terminated & ~ignored, truncated & ~ignored
             self.done = step.terminated | step.truncated
         return step
@@ -289,7 +293,7 @@ class SingleEnvironment(gymnasium.Env[Any, Any]):
         if step.finals is not None and (terminated or truncated):
             shown = shown | step.finals
         observation, info = self._one(shown)
-        return observation, float(step.rewards), terminated, truncated, info | {k: float(x) for k, x in step.numbers.items()}
+        return observation, float(step.scores), terminated, truncated, info | {k: float(x) for k, x in step.numbers.items()}
 
     def _one(self, parts: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
         arrays = {path: x[0].cpu().numpy() for path, x in parts.items()}

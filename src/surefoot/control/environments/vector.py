@@ -87,8 +87,8 @@ class VectorEnvironments:
             terminated, truncated = terminated & ~ignored, truncated & ~ignored
             self.done = terminated | truncated
             read = self._read(observations, infos, ~self.done)
+        scores = np.where(ignored, 0, info_values(step_infos, "score", rewards.astype(np.float64)))
         rewards = as_float32(np.where(ignored, 0, rewards))
-        scores = as_float32(np.where(ignored, 0, info_values(step_infos, "score", rewards)))
         life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
         step = Step(read, rewards, terminated | life_lost, truncated, ignored, finals, scores, life_lost)
         last_infos = step_infos.get("final_info", {}) if self.mode is AutoresetMode.SAME_STEP else step_infos
