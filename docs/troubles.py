@@ -160,6 +160,11 @@ TROUBLES: dict[str, Symptoms] = {
             "how-to/your-own-network.md",
             [rows(100, ratio_at_start=1.02, **SURE)],
         ),
+        "sampler_differs": (
+            "The sampler has other probabilities than the trainer",
+            "how-to/sample-with-vllm.md",
+            [rows(100, sampler_kl=0.2, **SURE)],
+        ),
         "negative_kl": (
             "A KL is negative",
             "math.md#kl-divergence",

@@ -46,6 +46,7 @@ CHECKED_METRICS = (
     "repeated",
     "eos_rate",
     "special_tokens",
+    "sampler_kl",
     "kl_reference",
     "kl_reference_response",
     "policy_loss",

@@ -2,7 +2,16 @@
 
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.diagnostics import Curve, Finding, RunCurves, in_words
-from surefoot.diagnostics.reward_findings import CLEAR, answers_alike, earnings, ends, is_measured, raise_kl_penalty, rise
+from surefoot.diagnostics.reward_findings import (
+    CLEAR,
+    answers_alike,
+    earnings,
+    ends,
+    is_measured,
+    lasting_stretch,
+    raise_kl_penalty,
+    rise,
+)
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
@@ -171,6 +180,26 @@ def negative_kl(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     )
 
 
+def sampler_differs(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """The sampler's policy is not the trained one; in float32 that is an error at the start."""
+    apart = curves["sampler_kl"]
+    stretch = lasting_stretch(curves, apart, apart.values >= 0.05)
+    if stretch is None:
+        return None
+    return Finding(
+        "sampler_differs",
+        "warning",
+        "the policy that samples is not the one that is trained: the KL between them is "
+        f"{in_words(float(stretch.values.mean()))} nats per token",
+        "the sampler rounds more than the trainer, has older weights, or reads rows differently beside others",
+        (stretch.evidence(),),
+        (
+            "set precision = 'float32' for a few iterations: a model that reads rows differently is then an error",
+            "set objective.importance_cap = 2, which corrects for the difference",
+        ),
+    )
+
+
 def clip_idle(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The clip has almost never been active."""
     if recipe is not None and (recipe.objective.clip is None or recipe.objective.reuse is None):
@@ -310,6 +339,7 @@ UPDATE_CHECKS = (
     kl_runaway,
     left_reference,
     negative_kl,
+    sampler_differs,
     clip_idle,
     clip_saturated,
     wrong_start,

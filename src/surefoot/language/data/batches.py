@@ -1,7 +1,7 @@
 """The order in which rows are read, and batches packed without padding between prompt and response."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -86,6 +86,28 @@ class PackedBatch:
     """[K] its index in the response, 0 … T − 1"""
     before: Tensor
     """[K] column of the token before it, whose logits predict it"""
+
+
+def around_switch(
+    batch: PackedBatch, rows: Tensor, columns: Tensor, switch: int | None
+) -> Iterator[tuple[Tensor, Tensor, PackedBatch]]:
+    """The places (row, column) of a batch in parts that a model reads with one set of frequencies each.
+
+    switch  a text of more tokens than this has other frequencies (see ``switch_of``); None: there is one part
+
+    A place is read as the end of a text of its own, as when it was sampled: up to the switch in the first part, past it in the
+    second. Yields the indices of a part's places, the rows that it reads, and these as a batch.   [K], [K] -> [k], [b]
+    """
+    if switch is None or batch.ids.shape[1] <= switch:
+        everything = torch.arange(len(rows), device=rows.device), torch.arange(len(batch.ids), device=rows.device)
+        yield *everything, replace(batch, rows=rows, before=columns)
+        return
+    near = columns < switch
+    for part, width in ((near, switch), (~near, batch.ids.shape[1])):
+        if bool(part.any()):
+            used, local = torch.unique(rows[part], return_inverse=True)
+            shorter = {"ids": batch.ids[used, :width], "real": batch.real[used, :width], "rows": local}
+            yield part.nonzero().squeeze(-1), used, replace(batch, **shorter, last=batch.last[used], before=columns[part])
 
 
 def read_mask(mask: Tensor) -> Tensor:

@@ -371,7 +371,7 @@ def _decoder(model: Any, weights: PackedModel | None, read: Any, past: Any, samp
     if weights is not None:
         return FastDecoder(weights, read, [(layer.keys, layer.values) for layer in past.layers], samples, more - 1)
     if past is None:
-        return RecomputingDecoder(model, read, samples, more - 1)
+        return RecomputingDecoder(model, read, samples, more - 1, spread=0)
     return CachedDecoder(model, read, past, samples, more - 1)
 
 

@@ -7,6 +7,7 @@ class is written as a trunk and ``head.safetensors``, as all were before.
 
 import copy
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ from surefoot.language.models.loading import (
     write_weights,
 )
 from surefoot.language.models.padding_free import Reading, end_to_end, padded
+from surefoot.language.models.policy.lengths import by_length, switch_of
 from surefoot.recipes.models import ModelRecipe
 from surefoot.runs.checkpoint import non_finite_numbers
 from surefoot.store.manifest import check_folder
@@ -104,12 +106,22 @@ class RewardModel(nn.Module):
         if self.of_steps:
             return self.raw(ids, mask)
         weight = self.scaled_weight
-        scores: Tensor = linear(self._last_hidden(ids, mask).to(weight.dtype), weight).squeeze(-1)
-        return scores
+
+        def scores(ids: Tensor, mask: Tensor) -> Tensor:
+            return linear(self._last_hidden(ids, mask).to(weight.dtype), weight).squeeze(-1)
+
+        return self._by_length(scores, ids, mask)
+
+    def _by_length(self, function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, mask: Tensor) -> Tensor:
+        """A function of rows, each read with the frequencies of its own length.   [B, L], [B, L] -> [B, …]"""
+        parts = by_length(mask, switch_of(self.backbone))
+        if len(parts) == 1:
+            return function(ids, mask)
+        return torch.cat([function(ids[part], mask[part]) for part in parts])[torch.cat(parts).argsort()]
 
     def raw(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The head's output at the last real token.   [B, L], [B, L] -> [B]"""
-        return self._score(self._last_hidden(ids, mask))
+        return self._by_length(lambda ids, mask: self._score(self._last_hidden(ids, mask)), ids, mask)
 
     def _score(self, hidden: Tensor) -> Tensor:
         """The head's output, in the dtype of its weights; bfloat16 would round scores to three digits.   [..., d] -> [...]"""
@@ -129,11 +141,15 @@ class RewardModel(nn.Module):
 
     def prefix_scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The head's output after every prefix, for use as a critic; undefined outside the mask.   [B, L], [B, L] -> [B, L]"""
-        read = self._reading(ids, mask)
-        scores = self._score(self._hidden(read, mask))
-        if read.place is None:
-            return scores
-        return scores.new_zeros(mask.shape).masked_scatter(mask.bool(), scores)
+
+        def scores(ids: Tensor, mask: Tensor) -> Tensor:
+            read = self._reading(ids, mask)
+            of_tokens = self._score(self._hidden(read, mask))
+            if read.place is None:
+                return of_tokens
+            return of_tokens.new_zeros(mask.shape).masked_scatter(mask.bool(), of_tokens)
+
+        return self._by_length(scores, ids, mask)
 
     @torch.no_grad()
     def standardise(self, raw: Tensor) -> None:

@@ -26,7 +26,7 @@ from surefoot.core.learner import START_TOLERANCE
 from surefoot.core.minibatches import select_rows
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
-from surefoot.core.sharding import gathered
+from surefoot.core.sharding import gathered, is_sharded
 from surefoot.errors import SurefootError
 from surefoot.functional import (
     kl_k1,
@@ -39,12 +39,14 @@ from surefoot.functional import (
 from surefoot.functional.masking import keep_only
 from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_length, repeated_share
 from surefoot.language.calls import Background
-from surefoot.language.data.batches import EpochSampler
+from surefoot.language.data.batches import EpochSampler, pack_batch, row_lengths
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.placement import shares_base, whole
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
+from surefoot.language.models.policy.lengths import switch_of
 from surefoot.language.models.policy.passes import Inputs, in_micro_batches
+from surefoot.language.models.quantised import has_quantised
 from surefoot.language.online.responses import (
     Responses,
     concat_prompts,
@@ -59,11 +61,14 @@ from surefoot.language.online.turns import Conversation, Environments, as_sample
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
 from surefoot.language.rewards.terms import FunctionReward, function_rewards, parts_of
-from surefoot.language.sampling import Samples, concat_samples
+from surefoot.language.sampling import Samples, concat_samples, log_softmax
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Engine, OnFinished, Request
+from surefoot.language.sampling.kv_cache import CACHE_TOLERANCE, logits_alone
 from surefoot.recipes.language import LanguageRecipe
 
+COMPARED = 16
+"""tokens at the end of a row whose log-probabilities are compared with those of the row by itself"""
 ADAPTED_BETA = "reference_beta"
 """key of an adapted β in ``LearnerState.coefficients``"""
 
@@ -123,6 +128,8 @@ class LanguageCollector:
         self.budget = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
         self.state: LearnerState | None = None
         """of the run, whose updates number the policy's weights; None before the first rollout"""
+        self.compared = False
+        """whether log-probabilities were compared with those of single rows"""
         self.ahead: Background[Responses] | None = None
         """the responses of the next iteration, while a server samples them"""
 
@@ -329,6 +336,7 @@ class LanguageCollector:
             wanted = max(missing, least, world) if parts else settings.prompts
             with state.timer.section("sampling") as sampling, gathered(self.policy, self.policy.model), together():
                 responses, own_seconds = self._respond_to_next(wanted, done + len(signal) * settings.samples)
+                self._compare_with_single_rows(responses.samples)
             with state.timer.section("scoring") as scoring, whole(self.reward_roots), together():
                 scores = responses.score_with(self.reward)
                 total = final_rewards(scores, responses.samples, self.recipe)
@@ -344,6 +352,38 @@ class LanguageCollector:
         responses, scores, total = parts[0] if len(parts) == 1 else self._concat(parts)
         without = 1 - sum(signal) / len(signal)
         return SampledBatch(responses, scores, total, rows, trained.to(total.device), len(parts), without, *seconds)
+
+    def _compare_with_single_rows(self, samples: Samples) -> None:
+        """Compare the log-probabilities of sampler and trainer, once, with those of the shortest and the longest row by itself.
+
+        Raises SurefootError if they differ in float32: the model reads a row differently beside others, or past some length.
+        """
+        policy, model = self.policy, self.policy.model
+        written = samples.mask.any(-1).nonzero().squeeze(-1)
+        if self.compared or not policy.exact or is_sharded(policy) or has_quantised(model) or not len(written):
+            return
+        self.compared = True
+        if model.dtype not in (torch.float32, torch.float64):
+            return
+        inputs = {"prompt": samples.prompt, "prompt_mask": samples.prompt_mask}
+        lengths = row_lengths(inputs, samples.mask)[written]
+        rows = written[torch.stack([lengths.argmin(), lengths.argmax()])]
+        both, actions, mask, sampled = select_rows((inputs, samples.actions, samples.mask, samples.log_probs), rows)
+        with policy.without_values():
+            trained = policy(both, actions, mask).log_probs
+        for row in range(len(rows)):
+            one = pack_batch(*select_rows((both, actions, mask), torch.tensor([row])), self.tokens.pad_id)
+            steps, columns = one.steps[-COMPARED:], one.before[-COMPARED:]
+            alone = log_softmax(logits_alone(model, one.ids[0], columns, switch_of(model)), policy.temperature)
+            wanted = alone.gather(-1, actions[row, steps].unsqueeze(-1)).squeeze(-1)
+            for who, found in (("trainer", trained), *([("sampler", sampled)] if self.engine.exact else [])):
+                gap = float((found[row, steps] - wanted).abs().max())
+                if not gap <= CACHE_TOLERANCE:
+                    raise SurefootError(
+                        f"model={self.recipe.model!r}: the {who} computes log-probabilities that differ by up to {gap:.2g} "
+                        f"nats from those of a single row of {int(one.last) + 1} tokens (at most {CACHE_TOLERANCE:g} in "
+                        f"float32): {type(model).__name__} reads a row differently beside others; use another model"
+                    )
 
     def _respond_to_next(self, count: int, done: int) -> tuple[Responses, float]:
         """Responses to this rank's share of the next ``count`` prompts, and the seconds that they took if they were sampled

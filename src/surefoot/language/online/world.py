@@ -42,6 +42,7 @@ from surefoot.language.models.padding_free import padding_notes
 from surefoot.language.models.placement import keeps_stored, place, shard_role, sharding_of, shares_base, whole
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.policy.critic import Critic, ValueHead
+from surefoot.language.models.policy.lengths import check_length
 from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.models.quantised import parameter_count
 from surefoot.language.models.reward_model import RewardModel
@@ -122,6 +123,7 @@ class LanguageWorld:
         self.model_summary += padding_notes(recipe, self.policy.padding_reason)
         self._place()
         roles = (self.policy, self.reference, self.reward, self.gold)
+        check_length(recipe, self.policy, self.longest)
         self.engine = make_engine(recipe, model, self.tokens, self.longest)
         self.model_summary.append(f"sampling: engine {self.engine.name} ({self.engine.reason})")
         self.collector = LanguageCollector(recipe, *roles, self.prompts, self.tokens, self.engine, self.environments)

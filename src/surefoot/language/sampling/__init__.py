@@ -8,6 +8,7 @@ changes a token only if its random number falls that close to the boundary betwe
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from surefoot.core.distributed import exact_device, in_float64
+from surefoot.core.minibatches import select_rows
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.files import check_flags, check_whole
 from surefoot.language import quiet_transformers
 from surefoot.language.data.tokens import left_padded
+from surefoot.language.models.policy.lengths import switch_of
 from surefoot.language.sampling.ends import EndDetector, Ends
 from surefoot.language.sampling.fast_decode import fast_decoder
 from surefoot.language.sampling.kv_cache import (
@@ -127,6 +130,11 @@ def sample(
     check_prompts(model, prompts, max_tokens, eos_ids)
     check_options(len(prompts), samples, temperature, seeds, stop, decode, greedy, path)
     assert on_token is None or samples * len(prompts) == 1, "on_token follows a single response"
+    if len(groups := prompt_groups(list(map(len, prompts)), max_tokens, switch_of(model))) > 1:
+        options: dict[str, Any] = {"samples": samples, "max_tokens": max_tokens, "temperature": temperature, "stop": stop}
+        options |= {"eos_ids": eos_ids, "pad_id": pad_id, "decode": decode, "greedy": greedy, "path": path, "rows": rows}
+        draw = partial(sample, model, **options, look_every=look_every)
+        return _by_group(groups, draw, prompts, samples, seeds, pad_id, on_finished)
     device = model.get_input_embeddings().weight.device
     every = look_every or (1 if device.type == "cpu" or on_token is not None else LOOK_EVERY)
     parts = []
@@ -139,11 +147,47 @@ def sample(
                 uniforms = uniform_draws([seeds[number] for number in numbers], max_tokens).to(exact_device(device))
             logits, past = read_prompts(model, batch)
             ends = EndDetector(eos_ids, stop, decode, logits.shape[-1], device)
-            decoder, used = decoder_for(model, batch, past, len(of_prompt), max_tokens, path)
-            responses = _Responses(logits.repeat_interleave(len(of_prompt), 0), max_tokens, pad_id, numbers, on_finished)
+            decoder, used, logits = decoder_for(model, batch, logits, past, len(of_prompt), max_tokens, path)
+            responses = _Responses(logits, max_tokens, pad_id, numbers, on_finished)
             responses.draw(decoder, ends, uniforms, temperature, every, on_token)
             parts.append(responses.as_samples(batch, len(of_prompt), used))
     return concat_samples(parts, pad_id)
+
+
+def prompt_groups(lengths: Sequence[int], max_tokens: int, switch: int | None) -> list[list[int]]:
+    """Prompts whose responses can be read together by a model with other frequencies past ``switch`` tokens: those that stay
+    below it, those that are past it, and those that pass it with their response.
+    """
+    if switch is None:
+        return [list(range(len(lengths)))]
+    kinds = [1 if length > switch else 2 if length + max_tokens - 1 > switch else 0 for length in lengths]
+    return [group for kind in range(3) if (group := [place for place, of_place in enumerate(kinds) if of_place == kind])]
+
+
+def _by_group(
+    groups: Sequence[Sequence[int]],
+    draw: Callable[..., Samples],
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    seeds: Sequence[int],
+    pad_id: int,
+    on_finished: Callable[[int, Sequence[int]], None] | None,
+) -> Samples:
+    """The responses to groups of prompts, drawn one group after another, in the order of the prompts."""
+    parts, everyone = [], []
+    for group in groups:
+        numbers = [place * samples + number for place in group for number in range(samples)]
+
+        def finished(number: int, ids: Sequence[int], numbers: Sequence[int] = numbers) -> None:
+            assert on_finished is not None
+            on_finished(numbers[number], ids)
+
+        of_group = [seeds[number] for number in numbers] if len(seeds) else ()
+        told = None if on_finished is None else finished
+        parts.append(draw([prompts[place] for place in group], seeds=of_group, on_finished=told))
+        everyone += numbers
+    drawn: Samples = select_rows(concat_samples(parts, pad_id), torch.tensor(everyone).argsort())
+    return drawn
 
 
 def row_chunks(prompts: int, samples: int, rows: int | None) -> Iterator[tuple[range, range]]:
@@ -363,18 +407,26 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def decoder_for(
-    model: nn.Module, prompts: Prompts, past: Any, samples: int, max_tokens: int, path: Decoding | None
-) -> tuple[Decoder, DecodingPath]:
-    """The fastest decoder that is exact for this model, or the one named by ``path``."""
-    more = max_tokens - 1  # nothing is read after the last token
-    if path in (None, "packed"):
-        decoder = fast_decoder(model, prompts, past, samples, more)
+    model: nn.Module, prompts: Prompts, logits: Tensor, past: Any, samples: int, max_tokens: int, path: Decoding | None
+) -> tuple[Decoder, DecodingPath, Tensor]:
+    """The fastest decoder that is exact for this model, or the one named by ``path``; and the logits of the first tokens.
+
+    logits   after each prompt, with padding   [G, vocabulary] -> [G · samples, vocabulary]
+    """
+    more, switch, lengths = max_tokens - 1, switch_of(model), prompts.lengths  # nothing is read after the last token
+    long = switch is not None and bool(lengths.min() > switch)
+    crossing = switch is not None and not long and bool(lengths.max() + more > switch)
+    first = logits.repeat_interleave(samples, 0)
+    if path in (None, "packed") and not crossing:
+        decoder = fast_decoder(model, prompts, logits, past, samples, more)
         if decoder is not None:
-            return decoder, "packed"
-    if past is not None and (path == "cached" or (path in (None, "model") and cache_is_exact(model, prompts, more))):
-        return CachedDecoder(model, prompts, past, samples, more), "cached"
+            return decoder, "packed", first
+    usable = past is not None and not crossing
+    if usable and (path == "cached" or (path in (None, "model") and cache_is_exact(model, prompts, more, long))):
+        return CachedDecoder(model, prompts, past, samples, more), "cached", first
     if path in (None, "model", "recomputed"):
-        return RecomputingDecoder(model, prompts, samples, more), "recomputed"
+        recomputing = RecomputingDecoder(model, prompts, samples, more, int(lengths.max() - lengths.min()), switch)
+        return recomputing, "recomputed", recomputing.logits()
     raise SurefootError(f"path={path!r}: not available for {type(model).__name__}; leave it out")
 
 

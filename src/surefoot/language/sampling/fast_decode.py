@@ -7,8 +7,8 @@ faster for a few dozen rows. Attention of one token is two batched matrix produc
 long queries, takes three times as long on a CPU.
 
 The model's own forward pass reads the prompt. Before packed weights are used, two prompts and two more tokens are compared with
-that pass. Adapters are merged into the packed weights. The sampler uses the model's own pass for unknown families and models
-with hooks.
+the model reading each of them by itself. Adapters are merged into the packed weights. The sampler uses the model's own pass for
+unknown families and models with hooks.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.language.models.quantised import has_quantised
-from surefoot.language.sampling.kv_cache import Prompts, log_prob_difference
+from surefoot.language.sampling.kv_cache import Prompts, difference_from_single_rows
 
 PACKED_LIMIT = 64_000_000
 """parameters of all layers above which the model's own forward pass is used: arithmetic dominates there, and packing copies"""
@@ -146,7 +146,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def fast_decoder(model: nn.Module, prompts: Prompts, past: Any, samples: int, more: int) -> FastDecoder | None:
+def fast_decoder(model: nn.Module, prompts: Prompts, logits: Tensor, past: Any, samples: int, more: int) -> FastDecoder | None:
     """The packed model after its prompts; None for an unknown family or if its log-probabilities differ."""
     from transformers.cache_utils import DynamicLayer
 
@@ -159,11 +159,8 @@ def fast_decoder(model: nn.Module, prompts: Prompts, past: Any, samples: int, mo
     rows, steps = prompts.shortest_and_longest(), min(2, more)
     few = prompts.at(rows)
     probe = FastDecoder(packed, few, [(keys[rows], values[rows]) for keys, values in states], samples=1, more=steps)
-    return (
-        FastDecoder(packed, prompts, states, samples, more)
-        if log_prob_difference(model, probe, few, steps) <= TOLERANCE
-        else None
-    )
+    apart = difference_from_single_rows(model, logits[rows], probe, few, steps)
+    return FastDecoder(packed, prompts, states, samples, more) if apart.largest <= TOLERANCE else None
 
 
 def pack_model(model: Any) -> PackedModel | None:

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.language.data.tokens import positions
+from surefoot.language.models.policy.lengths import by_length
 
 T = TypeVar("T")
 CACHE_TOLERANCE = 1e-2
-"""largest difference of a log-probability, in float32, between decoding with and without the cache that counts as rounding"""
+"""largest difference of a log-probability, in float32, between a cached row and a single one that counts as rounding"""
+ROUGH_TOLERANCE = 0.02
+"""largest KL between their distributions, in nats, that counts as rounding in bfloat16"""
 
 
 class Decoder(Protocol):
@@ -62,11 +65,19 @@ class Prompts:
 
 
 def forward(
-    model: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor, *, keep: int, past: Any = None, caching: bool = True
+    model: nn.Module,
+    ids: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    *,
+    keep: int,
+    past: Any = None,
+    caching: bool = True,
 ) -> Any:
     """One forward pass of a ``transformers`` model, with only the arguments that its class accepts.
 
-    ids [n, t]; mask [n, tokens so far] or None without padding; positions [n, t]. Returns logits of the last ``keep`` tokens.
+    ids [n, t]; mask [n, tokens so far] or None without padding; positions [n, t], None for the model's own. Returns logits of
+    the last ``keep`` tokens.
     """
     options = {"position_ids": positions, "logits_to_keep": keep, "use_cache": caching, cache_name(model): past}
     accepted = parameters_of(type(model).forward)
@@ -193,69 +204,110 @@ class CachedDecoder:
             self.mask = self.mask[kept]
 
 
-def log_prob_difference(model: nn.Module, decoder: Decoder, prompts: Prompts, steps: int) -> float:
-    """The largest difference of a log-probability between a decoder's steps and one forward pass over the whole sequence."""
+def logits_alone(model: nn.Module, ids: Tensor, columns: Tensor, switch: int | None) -> Tensor:
+    """Logits after some tokens of one row that a model reads by itself, each with the frequencies of the text up to there.
+
+    switch   of ``switch_of``
+
+    ids [L], columns [k] ascending -> [k, vocabulary]
+    """
+    near = columns < (len(ids) if switch is None else switch)
+    logits = []
+    for part, end in ((near, switch), (~near, None)):
+        if bool(part.any()):
+            text, places = ids[:end], columns[part]
+            after = forward(model, text[None], None, None, keep=len(text) - int(places[0]), caching=False).logits[0]
+            logits.append(after[places - len(text)])
+    return torch.cat(logits)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a decoder's log-probabilities lie from those of single rows."""
+
+    largest: float
+    """of one log-probability"""
+    kl: float
+    """the largest KL between the distributions of a token"""
+
+
+def difference_from_single_rows(model: nn.Module, logits: Tensor, decoder: Decoder, prompts: Prompts, steps: int) -> Difference:
+    """Compare a decoder with the model reading each row by itself, without padding, mask, positions or cache.
+
+    logits   of the decoder after each prompt, those of its first token   [G, vocabulary]
+    """
     tokens = prompts.ids[:, -1:].expand(-1, steps)  # any tokens serve
-    mask = torch.cat([prompts.mask, prompts.mask.new_ones(len(tokens), steps)], -1)
-    output = forward(model, torch.cat([prompts.ids, tokens], -1), mask, positions(mask), keep=steps, caching=False)
-    stepped = torch.stack([decoder.step(token) for token in tokens.T], 1)
-    return float((stepped.log_softmax(-1) - output.logits[:, -steps:].log_softmax(-1)).abs().max())
+    decoded = torch.stack([logits, *(decoder.step(token) for token in tokens.T)], 1).float().log_softmax(-1)
+    alone = [
+        forward(model, torch.cat([ids[real], more]).unsqueeze(0), None, None, keep=steps + 1, caching=False).logits[
+            0, -steps - 1 :
+        ]
+        for ids, real, more in zip(prompts.ids, prompts.mask, tokens, strict=True)
+    ]
+    single = torch.stack(alone).float().log_softmax(-1)
+    gap = single - decoded
+    return Difference(float(gap.abs().max()), float((single.exp() * gap).sum(-1).max()))
 
 
-_EXACT: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
+_EXACT: WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], bool]] = WeakKeyDictionary()
 
 
-def cache_is_exact(model: nn.Module, prompts: Prompts, more: int) -> bool:
-    """Whether decoding with the cache gives the model's own log-probabilities. Tested once per model, with and without padding,
-    because some families misread masks or positions with a cache, and some caches can't be repeated or reordered.
+def cache_is_exact(model: nn.Module, prompts: Prompts, more: int, long: bool = False) -> bool:
+    """Whether decoding with the cache gives the log-probabilities of rows that the model reads by themselves. Tested once per
+    model, with and without padding, because some families ignore masks or positions, and others misread them with a cache.
+
+    long   whether prompts are past the model's switch of frequencies, for which the test is another
     """
-    results = _EXACT.setdefault(model, {})
-    if more and prompts.padded not in results:
-        few = prompts.at(prompts.shortest_and_longest())
-        difference = _attempt(lambda: _cache_difference(model, few, min(2, more)))
-        results[prompts.padded] = difference is not None and difference <= CACHE_TOLERANCE
-    return results.get(prompts.padded, True)
-
-
-def _cache_difference(model: nn.Module, prompts: Prompts, steps: int) -> float:
-    """The largest difference of a log-probability with the cache: of two samples of each prompt, then without the first slot.
-
-    0 in bfloat16, where rounding is larger than some faults. Raises what the model or its cache raises.
-    """
-    logits, past = read_prompts(model, prompts)
-    if past is None:
-        raise NotImplementedError
-    decoder, last = CachedDecoder(model, prompts, past, 2, steps + 1), 2 * len(prompts.ids) - 1
-    slots = torch.arange(len(prompts.ids), device=prompts.ids.device).repeat_interleave(2)
-    differences = [log_prob_difference(model, decoder, prompts.at(slots), steps)]
-    decoder.shrink(last, slots.new_tensor([0]), slots.new_tensor([last]))
-    slots = torch.cat([slots[last:], slots[1:last]])
-    read = prompts.at(slots)
-    read = Prompts(*(torch.cat([x, x[:, -1:].expand(-1, steps)], -1) for x in (read.ids, read.mask)))
-    differences.append(log_prob_difference(model, decoder, read, 1))
-    rough = logits.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(logits.device.type)
-    return 0.0 if rough else max(differences)
+    results, case = _EXACT.setdefault(model, {}), (prompts.padded, long, more > 0)
+    if case not in results and (more or prompts.padded):
+        few, steps = prompts.at(prompts.shortest_and_longest()), min(2, more)
+        logits, past = read_prompts(model, few)
+        rough = logits.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(logits.device.type)
+        apart = difference_from_single_rows(model, logits, CachedDecoder(model, few, past, 1, steps), few, steps)
+        results[case] = apart.kl <= ROUGH_TOLERANCE if rough else apart.largest <= CACHE_TOLERANCE
+    return results.get(case, True)
 
 
 class RecomputingDecoder:
-    """A model read without a cache: every step reads the whole sequence. Slow, but exact for every family."""
+    """A model read without a cache: every step reads the whole sequence, as training does. Slow, but exact for every family.
 
-    def __init__(self, model: nn.Module, prompts: Prompts, samples: int, more: int) -> None:
-        self.model, self.length = model, prompts.ids.shape[1]
-        width = (0, more)
-        self.ids = nn.functional.pad(prompts.ids, width).repeat_interleave(samples, 0)
-        self.mask = nn.functional.pad(prompts.mask, width, value=True).repeat_interleave(samples, 0)
+    spread   by how many tokens the longest prompt is longer than the shortest
+    switch   rows of more tokens are read by themselves: their frequencies are others (see ``switch_of``)
+    """
+
+    def __init__(
+        self, model: nn.Module, prompts: Prompts, samples: int, more: int, spread: int, switch: int | None = None
+    ) -> None:
+        self.model, self.spread, self.switch, self.length = model, spread, switch, prompts.ids.shape[1]
+        self.lengths = prompts.lengths.repeat_interleave(samples)
+        order = prompts.mask.int().argsort(dim=-1, descending=True, stable=True)  # padding follows the real tokens
+        self.ids = nn.functional.pad(prompts.ids.gather(-1, order), (0, more)).repeat_interleave(samples, 0)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits after one more token.   [n] -> [n, vocabulary]"""
-        self.ids[:, self.length] = tokens
-        self.length += 1
-        ids, mask = self.ids[:, : self.length], self.mask[:, : self.length]
-        logits: Tensor = forward(self.model, ids, mask, positions(mask), keep=1, caching=False).logits[:, -1]
-        return logits
+        self.ids[torch.arange(len(tokens), device=tokens.device), self.lengths] = tokens
+        self.lengths, self.length = self.lengths + 1, self.length + 1
+        return self.logits()
+
+    def logits(self) -> Tensor:
+        """Logits after all tokens so far.   -> [n, vocabulary]"""
+        if self.switch is None:
+            return self._after(self.ids[:, : self.length], self.lengths, self.spread)
+        parts = by_length(torch.arange(self.length, device=self.ids.device) < self.lengths.unsqueeze(-1), self.switch)
+        read = []
+        for part in parts:
+            lengths = self.lengths[part]
+            width = int(lengths.max())
+            read.append(self._after(self.ids[part, :width], lengths, width - int(lengths.min())))
+        return torch.cat(read)[torch.cat(parts).argsort()]
+
+    def _after(self, ids: Tensor, lengths: Tensor, spread: int) -> Tensor:
+        """Logits after the last real token of each row.   [n, t], [n] -> [n, vocabulary]"""
+        logits: Tensor = forward(self.model, ids, None, None, keep=spread + 1, caching=False).logits
+        return logits[torch.arange(len(ids), device=ids.device), lengths - ids.shape[1] + logits.shape[1] - 1]
 
     def shrink(self, count: int, holes: Tensor, movers: Tensor) -> None:
         """Drop the finished slots."""
-        for buffer in (self.ids, self.mask):
+        for buffer in (self.ids, self.lengths):
             buffer[holes] = buffer[movers]
-        self.ids, self.mask = self.ids[:count], self.mask[:count]
+        self.ids, self.lengths = self.ids[:count], self.lengths[:count]

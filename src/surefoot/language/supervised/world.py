@@ -39,6 +39,7 @@ from surefoot.language.models.loading import context_length
 from surefoot.language.models.padding_free import padding_notes
 from surefoot.language.models.placement import place, shard_role, sharding_of
 from surefoot.language.models.policy import LanguagePolicy
+from surefoot.language.models.policy.lengths import check_length
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.speed.blocks import compile_blocks, eager_blocks
 from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
@@ -138,6 +139,7 @@ class SupervisedWorld:
             self.held_out = self._rows(recipe.data.held_out)
         self.standardised_on: Sequence[list[int]] = self._standardised_on() if self.preference else []
         longest = guaranteed_length(train.lengths, recipe.steps, recipe.padding_free)
+        check_length(recipe, model, max(train.lengths))
         trained = sum(train.trained) // train.count
         self.warnings += self.memory.check(
             prompt=longest - trained,

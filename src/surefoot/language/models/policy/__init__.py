@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from surefoot.core.distributed import world_size
 from surefoot.core.rollout import Evaluation, Policy, Shared
 from surefoot.functional import chunked_likelihood
-from surefoot.language.data.batches import PackedBatch, pack_batch, row_lengths
+from surefoot.language.data.batches import PackedBatch, around_switch, pack_batch, row_lengths
 from surefoot.language.models.adapters import SharedBase
 from surefoot.language.models.padding_free import (
     COPIED,
@@ -24,6 +24,7 @@ from surefoot.language.models.padding_free import (
     same_beginnings,
 )
 from surefoot.language.models.policy.critic import Critic, ValueHead
+from surefoot.language.models.policy.lengths import switch_of
 from surefoot.language.models.policy.passes import Inputs, checkpoint_layers, computing
 from surefoot.language.models.policy.readout import Readout
 from surefoot.language.models.policy.routers import Routers
@@ -84,6 +85,7 @@ class LanguagePolicy(Policy):
         self.pad_id, self.temperature, self.bf16, self.exact = pad_id, temperature, bf16, not bf16
         self.chunk = chunk or positions_at_once(self.readout.vocabulary, next(model.parameters()).element_size())
         self.checkpointing, self.idle_critic = checkpointing, idle_critic
+        self.switch = next((switch for trunk in self._trunks() if (switch := switch_of(trunk)) is not None), None)
         self.padding_reason = self._reason_for_padding() if padding_free else None
         self.padding_free = padding_free and self.padding_reason is None
         self.prompts_once = self.padding_free and all(map(reads_prompts_once, self._trunks()))
@@ -109,18 +111,19 @@ class LanguagePolicy(Policy):
             ready(self)
         mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
         batch = pack_batch(inputs, actions, mask, self.pad_id)
-        read = self._reading(batch, inputs)
-        with computing(self, self.checkpointing, self.bf16), read.laid_out():
-            with self._recording() as router_logits:
-                hidden, states = self.readout.states(read, batch.rows, batch.before)
-            head = self.readout.linear or self.readout.head
-            likelihood = chunked_likelihood(states, actions[batch.rows, batch.steps], head, self.temperature, self.chunk)
-            values = self._values(batch, read, hidden, batch.rows, batch.before) if self.valued else None
-        log_probs, entropy = (_scatter(x, batch, mask) for x in likelihood)
-        router_loss = self.routers.loss(router_logits, read.real) if self.routers is not None and router_logits else None
-        return Evaluation(
-            log_probs, entropy, None if values is None else _scatter(values, batch, mask), router_loss=router_loss
-        )
+        head, router_loss, valued, parts = self.readout.linear or self.readout.head, None, False, []
+        for places, rows, part in around_switch(batch, batch.rows, batch.before, self.switch):
+            read, taken = self._reading(part, inputs, rows), actions[batch.rows[places], batch.steps[places]]
+            with computing(self, self.checkpointing, self.bf16), read.laid_out():
+                with self._recording() as router_logits:
+                    hidden, states = self.readout.states(read, part.rows, part.before)
+                likelihood = chunked_likelihood(states, taken, head, self.temperature, self.chunk)
+                values = self._values(part, read, hidden) if self.valued else None
+            parts.append((places, (*likelihood, likelihood[0] if values is None else values)))
+            valued = values is not None
+            router_loss = self.routers.loss(router_logits, read.real) if self.routers is not None and router_logits else None
+        log_probs, entropy, values = (_scatter(x, batch, mask) for x in _joined(parts))
+        return Evaluation(log_probs, entropy, values if valued else None, router_loss=router_loss)
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
@@ -157,7 +160,7 @@ class LanguagePolicy(Policy):
                 batch = pack_batch(
                     inputs, actions, torch.ones_like(actions, dtype=torch.bool) if mask is None else mask, self.pad_id
                 )
-                read = self._reading(batch, inputs)
+                read = self._reading(batch, inputs, torch.arange(len(batch.ids), device=batch.ids.device))
                 with self.routers.recording() as router_logits, read.laid_out():
                     self.model.base_model(input_ids=read.ids, use_cache=False, **read.options)
                 loads.append(self.routers.load(router_logits, read.real))
@@ -170,11 +173,16 @@ class LanguagePolicy(Policy):
     def values_after(self, inputs: Inputs, actions: Tensor, mask: Tensor) -> Tensor:
         """V after the last token of each row: the expected return of a truncated response; zeros without a critic.   [B]"""
         batch = pack_batch(inputs, actions, mask, self.pad_id)
-        rows, read = torch.arange(len(actions), device=actions.device), self._reading(batch, inputs)
-        with computing(self, self.checkpointing, self.bf16), read.laid_out():
-            hidden = None if self.value_head is None else self.readout.states(read, rows, batch.last)[0]
-            values = self._values(batch, read, hidden, rows, batch.last)
-        return torch.zeros(len(actions), device=actions.device) if values is None else values
+        parts = []
+        for places, rows, part in around_switch(
+            batch, torch.arange(len(actions), device=actions.device), batch.last, self.switch
+        ):
+            read = self._reading(part, inputs, rows)
+            with computing(self, self.checkpointing, self.bf16), read.laid_out():
+                hidden = None if self.value_head is None else self.readout.states(read, part.rows, part.before)[0]
+                values = self._values(part, read, hidden)
+            parts.append((places, (torch.zeros(len(places), device=actions.device) if values is None else values,)))
+        return _joined(parts)[0]
 
     def costs(self, inputs: Inputs, mask: Tensor) -> Tensor:
         """Real tokens of each row, prompt and response.   [B]"""
@@ -209,13 +217,14 @@ class LanguagePolicy(Policy):
     def _trunks(self) -> list[nn.Module]:
         return [self.model.base_model, *([self.critic.trunk] if isinstance(self.critic, Critic) else [])]
 
-    def _reading(self, batch: PackedBatch, inputs: Inputs) -> Reading:
+    def _reading(self, batch: PackedBatch, inputs: Inputs, rows: Tensor) -> Reading:
         if self.prompts_once and self.routers is None:  # whose loss is a mean over all tokens, as often as they are read
-            return prompts_once(batch.ids, batch.real, inputs["prompt_mask"].bool().sum(-1))
+            return prompts_once(batch.ids, batch.real, inputs["prompt_mask"].bool().sum(-1)[rows])
         return (end_to_end if self.padding_free else padded)(batch.ids, batch.real)
 
-    def _values(self, batch: PackedBatch, read: Reading, hidden: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor | None:
-        """V after the tokens at (row, column); None without a critic.   [K]"""
+    def _values(self, batch: PackedBatch, read: Reading, hidden: Tensor | None) -> Tensor | None:
+        """V after the tokens at the batch's places; None without a critic.   [K]"""
+        rows, columns = batch.rows, batch.before
         if isinstance(self.critic, Critic):
             values: Tensor = self.critic(read.ids, **read.options)[read.at(rows, columns)]
             return values
@@ -253,6 +262,14 @@ class ReferencePolicy(nn.Module):
         with nullcontext() if self.base is None else self.base.using(None):
             log_probs: Tensor = self.policy(inputs, actions, mask).log_probs
         return log_probs
+
+
+def _joined(parts: Sequence[tuple[Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
+    """Values at all places from those of the parts of ``around_switch``."""
+    if len(parts) == 1:
+        return parts[0][1]
+    back = torch.cat([places for places, _ in parts]).argsort()
+    return tuple(torch.cat(pieces)[back] for pieces in zip(*(values for _, values in parts), strict=True))
 
 
 def _scatter(values: Tensor, batch: PackedBatch, mask: Tensor) -> Tensor:
