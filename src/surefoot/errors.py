@@ -4,18 +4,33 @@ The message of an error is one line: what is wrong, why, and the remedy.
 """
 
 import difflib
+import re
 import shlex
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+Call = TypeVar("Call", bound=Callable[..., Any])
 LONGEST_CAUSE = 500
 """longest text of another library's exception, in characters"""
 _announce: ContextVar[Callable[[str], None]] = ContextVar("announce", default=lambda line: None)
+
+
+_in_command: ContextVar[bool] = ContextVar("in_command", default=False)
+IN_PYTHON = (
+    (r"surefoot resume ([^;]+?)(?: --ranks \d+)?(?=;|$)", r"surefoot.resume('\1')"),
+    (r"surefoot train ([^;]+?) --run-dir ([^;]+?)(?=;|$)", r"surefoot.train('\1', run_dir='\2')"),
+    (r" \(--seed of a command\)", ""),
+    (r"(?<!\S)\(?--(allow-changes|profile)\b", lambda found: found[0].replace("--", "").replace("-", "_") + "=True"),
+    (r"(?<![\w-])--(?:run-dir|name)\b", "run_dir"),
+    (r"(?<![\w-])--(steps|seed|task|data|rows|episodes)\b", r"\1"),
+)
+"""words of the command line, and what they are in Python"""
 
 
 class SurefootError(ValueError):
@@ -47,6 +62,34 @@ class Interrupted(BaseException):
 
     result: Any = None
     """what the run has trained: the agent or language model so far"""
+
+
+@contextmanager
+def in_command() -> Iterator[None]:
+    """Errors are read by a user of the command line in this block, elsewhere by one who calls functions."""
+    token = _in_command.set(True)
+    try:
+        yield
+    finally:
+        _in_command.reset(token)
+
+
+def in_python_words(call: Call) -> Call:
+    """The call with errors in Python's words, ``run_dir`` for ``--run-dir``, unless a command makes it."""
+
+    @wraps(call)
+    def calling(*arguments: Any, **named: Any) -> Any:
+        try:
+            return call(*arguments, **named)
+        except (SurefootError, Interrupted) as error:
+            if not _in_command.get():
+                text = str(error)
+                for words, python in IN_PYTHON:
+                    text = re.sub(words, python, text)
+                error.args = (text,)
+            raise
+
+    return cast(Call, calling)
 
 
 @contextmanager

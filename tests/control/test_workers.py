@@ -361,7 +361,7 @@ def interrupted(number: int, folder: Path) -> None:
     (folder / "in order").touch()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_whole_group_reaches_the_workers_too_and_the_run_stops_in_order(number: int, tmp_path: Path) -> None:
     """A terminal sends its Ctrl-C so, and some systems their SIGTERM."""
     child = multiprocessing.get_context("fork").Process(target=interrupted, args=(number, tmp_path / "run"))

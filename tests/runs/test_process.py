@@ -384,6 +384,22 @@ def test_a_recipe_is_a_path_and_an_evaluation_has_its_checkpoint(tmp_path: Path)
     assert Path(str(result.checkpoint)).name == "64"
 
 
+def test_errors_are_in_the_words_of_whoever_called(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> None:
+    folder = tmp_path / "a run"
+    train(steps=64, run_dir=folder)
+    for call, here, there in (
+        (lambda: train(run_dir=folder), f"continue it with: surefoot.resume('{folder}'); or choose another run_dir", "--name"),
+        (lambda: surefoot.resume(folder), "extend it with steps above 64", "--steps"),
+    ):
+        with pytest.raises(SurefootError) as caught:
+            call()
+        assert here in str(caught.value)
+        assert there not in str(caught.value)
+    assert "extend it with --steps above 64" in command("resume", str(folder))[2]
+    with pytest.raises(Interrupted, match=r"continue with: surefoot.resume\('"):
+        train(run_dir=tmp_path / "stopped", callback=interrupt)
+
+
 # ---- systems ----------------------------------------------------------------------------------------------------------------
 
 

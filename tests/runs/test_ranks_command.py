@@ -129,7 +129,7 @@ def test_without_restarts_a_killed_rank_is_one_line_and_the_run_resumes_on_one(t
     assert code == 0, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_the_command_saves_and_stops_in_one_line(number, tmp_path):
     run = started(tmp_path, "train", *TASKS["cartpole"], "--ranks", "2", "--quiet", "--name", "run")
     while not (tmp_path / "runs" / "run" / "checkpoints").exists():

@@ -187,7 +187,7 @@ def wait_for(path, seconds=200):
 def test_a_finished_run_is_rejected_and_can_be_extended(tmp_path):
     path = tmp_path / "run"
     begin_or_continue(path, "CartPole-v1")
-    with pytest.raises(SurefootError, match=r"finished, 2048 steps are done; extend it with --steps above 2048"):
+    with pytest.raises(SurefootError, match=r"finished, 2048 steps are done; extend it with steps above 2048"):
         api.resume(path)
     surefoot.resume(path, steps=2560)
     assert outcome(path)["at"][0] == "2560"
@@ -266,7 +266,7 @@ def test_a_changed_recipe_is_rejected_with_the_difference(tmp_path):
     config = path / "config.toml"
     config.write_text(config.read_text().replace("gae_lambda = 0.8", "gae_lambda = 0.9"))
     before = outcome_without_best(path)
-    with pytest.raises(SurefootError, match=r"objective.gae_lambda: 0.8 -> 0.9.*--allow-changes"):
+    with pytest.raises(SurefootError, match=r"objective.gae_lambda: 0.8 -> 0.9.*allow_changes=True"):
         api.resume(path)
     assert_same(before, outcome_without_best(path))
     api.resume(path, allow_changes=True)

@@ -12,7 +12,7 @@ from surefoot import __version__
 from surefoot.cli.options import Group
 from surefoot.cli.ranks import AGENT, RANK_OPTIONS, RANKED
 from surefoot.core.ranks import join_ranks, launch_of, leave_ranks
-from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean
+from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean, in_command
 from surefoot.terminal import Output, visible
 
 COMMANDS = {
@@ -51,7 +51,8 @@ def main() -> NoReturn:
     """Run the command line and exit: 0, 1 if ``check`` fails, 2 for a user error, 130 after Ctrl-C or SIGTERM."""
     try:
         join_if_ranked(sys.argv[1:])
-        sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
+        with in_command():
+            sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
     except Interrupted as stop:
         fail(str(stop), 130)
     except RankLostError as error:

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from surefoot.errors import Interrupted, SurefootError
+from surefoot.errors import Interrupted, SurefootError, in_command
 from surefoot.recipes.callables import python_safe_path, unset_python_safe_path
 from surefoot.signals import SignalHandler, held_back, let_in
 from surefoot.terminal import Output, is_terminal, visible_lines
@@ -148,7 +148,8 @@ def _child(connection: Connection, work: Work) -> None:
         return parent is not None and not parent.is_alive()
 
     try:
-        send("finished", work(Parent(step, lambda line: send("line", line), orphaned)))
+        with in_command():
+            send("finished", work(Parent(step, lambda line: send("line", line), orphaned)))
     except Interrupted:
         send("stopped", None)
     except SurefootError as error:
@@ -168,7 +169,8 @@ class OverallProgress:
     def __init__(self, total: int, stderr: bool = False) -> None:
         self.total, self.done = total, dict[str, int]()
         stream = sys.stderr if stderr else sys.stdout
-        self.console = Console(file=Output(stream), highlight=False, soft_wrap=True)
+        shown: Any = Output(stream)
+        self.console = Console(file=shown, highlight=False, soft_wrap=True)
         self.bar: Progress | None = None
         if is_terminal(stream):
             columns = (TextColumn("{task.description}"), BarColumn(32), TaskProgressColumn(), TextColumn("{task.fields[left]}"))

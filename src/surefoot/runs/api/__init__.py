@@ -15,7 +15,7 @@ from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.core.algorithms import Objective
 from surefoot.core.ranks import join_ranks
 from surefoot.core.seeding import as_found
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, in_python_words
 from surefoot.files import as_path, check_flags
 from surefoot.recipes.arguments import AgentTask, Arguments, ControlArguments, ModelTask, RewardModelTask
 from surefoot.recipes.callables import take_objects
@@ -82,7 +82,8 @@ def train(task: ModelTask, algorithm: Algorithm = None, **arguments: Unpack[Trai
 @overload
 def train(task: RewardModelTask, algorithm: Algorithm = None, **arguments: Unpack[Training]) -> "RewardModel": ...
 @overload
-def train(task: str, algorithm: Algorithm = None, **arguments: Unpack[Training]) -> Any: ...
+def train(task: str | Path, algorithm: Algorithm = None, **arguments: Unpack[Training]) -> Any: ...
+@in_python_words
 def train(
     task: Task,
     algorithm: Objective | str | None = None,
@@ -146,6 +147,7 @@ def _with_fields(signature: inspect.Signature) -> inspect.Signature:
 train.__signature__ = _with_fields(inspect.signature(train))  # type: ignore[attr-defined]
 
 
+@in_python_words
 def resume(
     run_dir: str | Path,
     *,
@@ -206,6 +208,7 @@ def evaluate(
     rows: int | None = None,
     reward: str | Sequence[str] = (),
 ) -> Any: ...
+@in_python_words
 @as_found
 def evaluate(
     what: Any,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.core.seeding import as_found
+from surefoot.errors import in_python_words
 from surefoot.files import as_path, check_flags
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import hub
@@ -28,6 +29,7 @@ def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = Fa
     return from_parts(parts, where, trust_remote_code)
 
 
+@in_python_words
 @as_found
 def load(folder: str | Path, *, trust_remote_code: bool = False, network: Any = None) -> Any:
     """Load the agent or language model in a folder: a saved one, a checkpoint, or a run (its best checkpoint, else its latest).
