@@ -45,7 +45,7 @@ class EvaluationResult:
     lengths: list[int]
     episodes: int
     seed: int
-    checkpoint: str | None = None
+    checkpoint: str | None = field(default=None, compare=False)
     info: dict[str, float | None] = field(default_factory=dict)
     """means of the numbers in the last info of the episodes, by the names in ``rollout.info``"""
     note: str = ""
