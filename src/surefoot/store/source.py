@@ -37,7 +37,7 @@ def package_source(parts: Sequence[str] = (".",)) -> str:
     """A hash of the files of Python in parts of this package."""
     digest = hashlib.sha256()
     for path in sorted({path for part in parts for path in (PACKAGE / part).rglob("*.py")}):
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode() + path.read_bytes())
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode() + read_bytes(path))
     return digest.hexdigest()[:24]
 
 
