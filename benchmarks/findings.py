@@ -16,7 +16,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,22 @@ class Silent(gymnasium.RewardWrapper):
         return 0.0
 
 
+class Coin(gymnasium.Env[Any, Any]):
+    """Episodes of one step, whose reward is a coin, whatever the action."""
+
+    def __init__(self) -> None:
+        self.observation_space, self.action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32), gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """Nothing to see."""
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        """Heads or tails."""
+        return np.zeros(1, np.float32), float(self.np_random.random() < 0.5), True, False, {}
+
+
 def cartpole(wrapper: Callable[..., Any], *arguments: Any, **settings: Any) -> Callable[[], Any]:
     """Makes a CartPole with a fault."""
     return lambda: wrapper(gymnasium.make("CartPole-v1", **settings), *arguments)
@@ -95,7 +111,7 @@ def cartpole(wrapper: Callable[..., Any], *arguments: Any, **settings: Any) -> C
 class Case:
     """A recipe that is trained with several seeds.
 
-    faults   findings of which one must appear; none: the run is healthy
+    faults   the finding that must appear, and others that show the same fault; none: the run is healthy
     text     takes the folder of a start (SFT model and files) for its recipe
     """
 
@@ -139,7 +155,12 @@ def online(reward: str, gold: bool = True) -> Callable[[Path], Table]:
 
     def table(start: Path) -> Table:
         function = GOLD if reward == "gold" else f"{start / 'rewards.py'}:{reward}"
-        terms = {"terms": [{"function": function}], "missing_eos_value": -1.0, **({"gold": GOLD} if gold else {})}
+        terms = {
+            "terms": [{"function": function}],
+            "missing_eos": "penalty",
+            "missing_eos_value": -1.0,
+            **({"gold": GOLD} if gold else {}),
+        }
         data = {"train": str(start / "prompts.jsonl"), "held_out": str(start / "held_out_prompts.jsonl")}
         critic = {"own_model": False, "start": None}
         return {"model": str(start / "sft"), "data": data, "reward": terms, "critic": critic, "traces": {"rows": 0}}
@@ -182,7 +203,9 @@ CASES: dict[str, Case] = {
     "fast": Case(
         "CartPole-v1", {**CART, "optimizer": FAST, "objective": {"reuse": {"epochs": 20, "minibatches": 2}}}, ("kl_runaway",)
     ),
-    "blind": Case("CartPole-v1", {**CART, "steps": 6_400}, ("return_flat",), cartpole(Blind)),
+    "blind": Case(
+        "CartPole-v1", {**CART, "steps": 6_400}, ("observation_constant", "return_flat", "return_collapsed"), cartpole(Blind)
+    ),
     "endless": Case("CartPole-v1", CART, ("return_flat",), cartpole(Endless, max_episode_steps=40)),
     "silent": Case("CartPole-v1", CART, ("return_flat",), cartpole(Silent)),
     "turning": Case("cartpole", {"steps": 25_600}, ("return_collapsed",), cartpole(Turning, 1_800)),
@@ -217,11 +240,11 @@ CASES: dict[str, Case] = {
         {**CART, "algorithm": "TRPO", "objective": {"trust_region": {"delta": 50.0, "tries": 1, "damping": 0.0}}},
         ("no_step_taken",),
     ),
-    "blind_and_fast": Case(
-        "CartPole-v1",
-        {**CART, "optimizer": {"learning_rate": 0.03, "schedule": "constant"}},
+    "coin": Case(
+        "benchmarks.findings:Coin",
+        {**SMALL, "steps": 5_120, "optimizer": {"learning_rate": 0.05}},
         ("entropy_collapsed",),
-        cartpole(Blind),
+        Coin,
     ),
     # text with a fault
     "hackable": Case(
@@ -308,7 +331,7 @@ def make_start(folder: Path, seed: int) -> Path:
     write_rows(folder / "wrong_pairs.jsonl", swapped[128:])
     write_rows(folder / "random_pairs.jsonl", [draw.choice(both) for both in zip(pairs, swapped, strict=True)])
     (folder / "rewards.py").write_text(REWARDS)
-    for name, changes in (("sft", {"steps": 4_800}), ("untrained", {"steps": 16, "optimizer": {"learning_rate": 1e-9}})):
+    for name, changes in (("sft", {"steps": 3_200}), ("untrained", {"steps": 16, "optimizer": {"learning_rate": 1e-9}})):
         data = {"train": str(folder / "demonstrations.jsonl")}
         recipe = find_recipe("reviews_sft", {"seed": seed, "data": data, "evaluation": {"rows": 0}, **changes})
         api.start(recipe, folder / name)
@@ -376,15 +399,21 @@ def trained_runs() -> Iterator[Run]:
     for name, case in CASES.items():
         for seed in case.seeds:
             if cell_file(name, seed).exists():
-                columns = json.loads(cell_file(name, seed).read_text())["columns"]
-                lines = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-                yield Run(name, seed, lines, case.made(seed, Path("start")), case.faults)
+                yield stored(name, seed, json.loads(cell_file(name, seed).read_text())["columns"])
+
+
+def stored(name: str, seed: int, columns: Mapping[str, list[Any]]) -> Run:
+    """A cell as a run."""
+    lines = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return Run(name, seed, lines, CASES[name].made(seed, Path("start")), CASES[name].faults)
 
 
 def stored_runs() -> Iterator[Run]:
     """The returns of this library's runs in ``results/``, one folder for each task and preset."""
     for path in sorted(RESULTS.glob("*-*/surefoot-*.json")):
         result = json.loads(path.read_text())
+        if "curve" not in result:
+            continue
         lines = [{"steps": steps, "episode_return": earned} for steps, earned in result["curve"]]
         yield Run(f"results/{path.parent.name}", result["seed"], lines, None)
 
@@ -467,13 +496,12 @@ def tables(judged: list[Row]) -> str:
         for held_out in (False, True):
             of = [run for run in tested if run["held_out"] == held_out]
             cells.append(share(sum(run["alarms"].get(name) in SERIOUS for run in of), len(of)))
-        planted = [run for run in judged if name in run["faults"]]
+        planted = [run for run in judged if name in run["faults"][:1]]
         cells.append(share(sum(any(fault in run["alarms"] for fault in run["faults"]) for run in planted), len(planted)))
         lines.append(cells)
-    for held_out, label in ((False, "**any serious finding**"), (True, "**any serious finding**, held out")):
-        of = [run for run in healthy if run["held_out"] == held_out]
-        count = sum("serious" in run["alarms"].values() for run in of)
-        lines.append([label, *((share(count, len(of)), "") if not held_out else ("", share(count, len(of)))), ""])
+    halves = [[run for run in healthy if run["held_out"] == held_out] for held_out in (False, True)]
+    serious = [share(sum("serious" in run["alarms"].values() for run in of), len(of)) for of in halves]
+    lines.append(["**any serious finding**", *serious, ""])
     return markdown_table(["finding", "false alarms, tuned on", "false alarms, held out", "planted, caught"], lines)
 
 

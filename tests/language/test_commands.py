@@ -147,7 +147,7 @@ def test_a_dry_run_prints_parameters_rows_and_updates_of_each_kind(command: Comm
         (("evaluate", "RUNS/sft", "--data", "nowhere.jsonl"), ("nowhere.jsonl",)),
         (("evaluate", "RUNS/ppo", "--episodes", "4"), ("--episodes", "on held-out rows: --data, --rows; leave it out")),
         (("data", "make", "letters", "--out", "recipe.toml"), ("--out recipe.toml", "name a file that ends in .jsonl")),
-        (("evaluate", "RUNS/sft", "--seed", "4"), ("--seed", "on held-out rows: --data, --rows; leave it out")),
+        (("evaluate", "RUNS/reward", "--seed", "4"), ("--seed", "on held-out rows: --data, --rows; leave it out")),
         (("evaluate", "RUNS/sft", "--task", "CartPole-v1"), ("--task", "on held-out rows: --data, --rows; leave it out")),
         (("evaluate", "RUNS/sft", "--samples", "4"), ("--samples 4", "kind = 'sft'", "data accuracy")),
         (("evaluate", "RUNS/ppo", "--samples", "2"), ("neither 0 nor 1", "--threshold T")),
