@@ -38,6 +38,14 @@ OUT = RESULTS / "findings"
 JUDGED = OUT / "judged.json"
 PAGE = HERE.parent / "docs" / "benchmarks" / "findings.md"
 BEGIN, END = "<!-- the table of benchmarks/findings.py page -->", "<!-- end of the table -->"
+KINDS = {
+    "preferences_at_chance": ("reward", "dpo"),
+    "chosen_less_likely": ("dpo",),
+    "loss_flat": ("sft",),
+    "loss_rose": ("sft", "reward", "dpo"),
+    "unusable_start": ("sft", "language"),
+}
+"""kinds of runs that a check is about, where it also reads metrics of others"""
 Row = dict[str, Any]
 Table = dict[str, Any]
 SERIOUS = ("serious", "warning")
@@ -447,7 +455,8 @@ def judge(run: Run) -> Row:
     for check in RUN_CHECKS:
         curves.read = False
         check(curves, run.recipe)
-        tested += [check.__name__] if curves.read else []
+        kind = "control" if run.recipe is None else run.recipe.kind
+        tested += [check.__name__] if curves.read and kind in KINDS.get(check.__name__, (kind,)) else []
     return {
         "name": run.name,
         "seed": run.seed,
