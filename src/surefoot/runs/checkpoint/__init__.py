@@ -9,7 +9,6 @@ not a checkpoint, so a kill at any moment leaves either the old ones or the old 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -94,8 +93,9 @@ def check_written(folder: Path, snapshot: Snapshot) -> None:
     for name, skeleton in () if fault else snapshot.skeletons.items():
         if read_json(folder / f"{name}.json") != json.loads(json.dumps(skeleton)):
             fault = f"{name}.json is not what was saved"
-        saved = snapshot.tensors[name]
-        with open_tensors(folder / f"{name}.safetensors") if saved else nullcontext() as file:
+        if not (saved := snapshot.tensors[name]):
+            continue
+        with open_tensors(folder / f"{name}.safetensors") as file:
             for key, tensor in saved.items():
                 back = file.get_tensor(key)
                 same = (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
