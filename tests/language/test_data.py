@@ -310,6 +310,18 @@ def test_a_message_may_call_tools_in_place_of_its_content(write: Callable[..., P
     assert texts([[i for i, kept in zip(rows.ids[0], rows.trained[0], strict=True) if kept]]) == [f"{call}4⟨eos⟩"]
 
 
+def test_nulls_of_json_are_kept_and_those_of_a_schema_removed(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None}}}
+    messages = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    listed = tmp_path / "a.json"
+    listed.write_text(json.dumps([{"messages": messages}]))
+    (tmp_path / "b.json").write_text(json.dumps({"rows": [{"messages": messages}]}, indent=1))
+    for path in (jsonl(tmp_path / "a.jsonl", [{"messages": messages}]), listed, tmp_path / "b.json"):
+        assert texts(demonstrations(read_rows(path), WITH_TOOLS, 200).ids)[0].count('"b": null') == 1
+    stored = parquet(tmp_path / "a.parquet", [{"messages": messages}, {"messages": [ASK, ANSWER]}])
+    assert texts(demonstrations(read_rows(stored), WITH_TOOLS, 200).ids)[0].count("null") == 0
+
+
 def test_a_prompt_keeps_its_tools_wherever_it_is_rendered_again(tmp_path: Path) -> None:
     rows = prompts(read_rows(jsonl(tmp_path / "a.jsonl", [{"prompt": [ASK], **OPTIONS}])), WITH_TOOLS, 200)
     again = repeat_prompts(rows, [0, 0])

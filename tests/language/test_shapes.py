@@ -11,7 +11,7 @@ from surefoot.language.data.datasets import demonstrations, pairs, prompts
 from surefoot.language.data.preview import preview
 from surefoot.language.data.sources import open_rows, read_rows
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.pocket import pocket
+from surefoot.language.models.pocket import character_tokenizer, pocket
 
 TOKENS = Tokens(pocket()[1])
 PLAIN = Tokens(pocket()[1])
@@ -202,6 +202,28 @@ def test_control_tokens_are_split_kept_or_rejected_and_counted(tmp_path: Path) -
     with pytest.raises(SurefootError, match=r"line 1: column 'messages' contains the control token '⟨eos⟩'; remove it, or set"):
         demonstrations(rows(tmp_path, *given), TOKENS, 300, control="reject")
     assert demonstrations(rows(tmp_path, given[1]), TOKENS, 300).notes == ()
+
+
+def test_rows_whose_answers_a_template_edits_are_counted(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content.split('</t>')[-1] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<t>{% endif %}"
+    )
+    said = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"<t>{x}</t>It is 4."}]}
+        for x in ("why?", "so!")
+    ]
+    made = demonstrations(rows(tmp_path, *said), Tokens(tokenizer), 300)
+    edited, prompt = (note.partition(": ")[2] for note in made.notes)
+    assert edited == (
+        "2 rows with an answer of which the chat template omits a part, such as '<t>why?</t>'; train what the rows say with "
+        "data.answers = 'row'"
+    )
+    assert prompt.startswith("2 rows that go on otherwise than the prompt of a sampled answer")
+    made = demonstrations(rows(tmp_path, *said), Tokens(tokenizer, answers="row"), 300)
+    assert made.notes == ()
+    assert [Tokens(tokenizer).decode(ids) for ids in made.ids] == ["a<t>why?</t>It is 4.", "a<t>so!</t>It is 4."]
 
 
 def test_preview_shows_the_format_and_control_tokens(tmp_path: Path) -> None:

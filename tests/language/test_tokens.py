@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
 from surefoot.language.calls import DeadlineExceeded, with_deadline
-from surefoot.language.data.tokens import Tokens, left_padded, positions, right_padded
+from surefoot.language.data.rows import Row, messages_column
+from surefoot.language.data.tokens import Edits, Tokens, left_padded, positions, right_padded
 from surefoot.language.models.pocket import ALPHABET, character_tokenizer, pocket
 
 from . import tiny
@@ -225,7 +226,7 @@ def test_a_template_that_masks_everything_is_rejected() -> None:
 
 
 def test_template_that_omits_earlier_answers_can_train_only_the_last_one() -> None:
-    tokens = tokens_with("{% for m in messages %}{{ m['content'] if loop.last else '…' }}{% endfor %}")
+    tokens = tokens_with("{% for m in messages %}{{ m['content'] if loop.last or m['role'] == 'user' else '…' }}{% endfor %}")
     with pytest.raises(SurefootError, match="renders the first 2 messages differently when more follow"):
         tokens.demonstration({"messages": LONG})
     assert written(tokens, *tokens.demonstration({"messages": SAID})) == ["4⟨eos⟩"]
@@ -486,6 +487,130 @@ def test_reply_is_rejected_if_the_template_omits_or_repeats_the_answer(template:
 
 
 # ---- BOS, EOS, time limits --------------------------------------------------------------------------------------------
+
+
+# ---- templates that edit messages -------------------------------------------------------------------------------------
+
+R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'U' + m.content }}{% else %}"
+    "{{ 'A' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'A<think>' }}{% endif %}"
+)
+"""removes the thoughts of every answer, and begins those that are sampled with one, as that of DeepSeek-R1-Distill"""
+CALLED = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+TOOL_TURN = [
+    {"role": "assistant", "tool_calls": [CALLED]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+def test_what_a_template_changes_in_an_answer_is_noticed() -> None:
+    tokens = tokens_with(R1)
+    tokens.conversation([*BEGUN, {"role": "assistant", "content": "<think>2 and 2</think>It is 4."}])
+    assert tokens.edits == Edits(omitted="<think>2 and 2</think>", other_prompt=True)
+    for template in (CHATML, CHATML.replace("m['content']", "m['content'] | trim")):
+        tokens = tokens_with(template)
+        tokens.conversation([*LONG[:-1], {"role": "assistant", "content": " <think>3</think> six "}])
+        assert tokens.edits == Edits()
+    tokens = tokens_with(CHATML.replace("m['content']", "(m.thinking if m.thinking and loop.last else '') + m['content']"))
+    tokens.conversation([*BEGUN, {"role": "assistant", "content": "4", "thinking": "2 and 2"}, *LONG[2:]])
+    assert tokens.edits == Edits(omitted="2 and 2")
+
+
+def test_answers_as_they_are_written_follow_the_prompt_with_which_they_are_sampled() -> None:
+    tokens = Tokens(tokens_with(R1).tokenizer, answers="row")
+    said = ["<think>2 and 2</think>It is 4.", "No thought.", "<think>x</think>six"]
+    asked = [{"role": "user", "content": text} for text in ("2+2?", "3+3?", "5?")]
+    messages = [m for q, a in zip(asked, said, strict=True) for m in (q, {"role": "assistant", "content": a})]
+    messages[3]["weight"] = 0
+    ids, trained = tokens.demonstration({"prompt": messages[:1], "completion": messages[1:]})
+    assert written(tokens, ids, trained) == ["2 and 2</think>It is 4.⟨eos⟩", "x</think>six⟨eos⟩"]
+    assert ids[: trained.index(True)] == tokens.encode_prompt(messages[:1])
+    assert tokens.decode(ids) == "U2+2?A<think>2 and 2</think>It is 4.U3+3?A<think>No thought.U5?A<think>x</think>six"
+    with pytest.raises(
+        SurefootError, match=r"message 2 has 'tool_calls', which only a chat template writes; set data\.answers"
+    ):
+        tokens.conversation([*BEGUN, *TOOL_TURN])
+
+
+@pytest.mark.parametrize("generation", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "missing", "call"),
+    [
+        ("c.arguments | tojson", "", '{"a": 2}'),
+        ("c.arguments + ''", "", '{"a": 2}'),
+        ("c.arguments", "", '{"a": 2}'),
+        ("c.arguments", "{{ m.content + '' }}", '{"a": 2}'),
+        ("c.arguments.items() | first | join", "", "a2"),
+    ],
+)
+@pytest.mark.parametrize("stored", ['{"a": 2}', {"a": 2}])
+def test_arguments_of_calls_have_the_form_that_the_template_renders(
+    arguments: str, missing: str, call: str, stored: Any, generation: bool
+) -> None:
+    marks = ("{% generation %}", "{% endgeneration %}") if generation else ("", "")
+    template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' }}"
+        + marks[0]
+        + "{% if m.tool_calls %}"
+        + missing
+        + "{% for t in m.tool_calls %}{% set c = t.function %}{{ c.name }}{{ "
+        + arguments
+        + " }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}{{ eos_token }}" + marks[1] + "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    row = Row(
+        {
+            "m": [
+                *BEGUN,
+                {**TOOL_TURN[0], "content": None, "tool_calls": [{"function": {"name": "add", "arguments": stored}}]},
+                *TOOL_TURN[1:],
+            ]
+        },
+        "",
+        "",
+    )
+    tokens = tokens_with(template)
+    ids, _ = tokens.conversation(messages_column(row, "m"))
+    assert f"<assistant>add{call}<tool>4<assistant>four" in tokens.decode(ids)
+
+
+def test_a_message_that_the_template_omits_is_rejected() -> None:
+    gemma = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ '<' + m.role + '>' + (m.content or '') }}{% if m.tool_calls %}"
+        "{{ m.tool_calls[0].function.name }}{% for t in messages[loop.index:] if t.role == 'tool' %}"
+        "{{ t.content | tojson }}{% endfor %}{% endif %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    tokens = tokens_with(gemma)
+    assert 'add"4"' in tokens.decode(tokens.conversation([*BEGUN, *TOOL_TURN])[0])
+    uncalled = [*BEGUN, {"role": "assistant", "content": "I call 4"}, *TOOL_TURN[1:]]
+    for make in (lambda: tokens.conversation(uncalled), lambda: tokens.encode_prompt(uncalled[:-1])):
+        with pytest.raises(SurefootError, match="omits message 3, of role 'tool'; write it as the template expects it"):
+            make()
+    with pytest.raises(
+        SurefootError, match="omits a reply of role 'tool' after an answer; reply with another role, such as 'user'"
+    ):
+        tokens.encode_reply([{"role": "tool", "content": "4"}], [])
+    with pytest.raises(SurefootError, match="omits a call of 'add' in message 2"):
+        tokens_with(CHATML.replace("m['content']", "(m.content or '')")).conversation([*BEGUN, *TOOL_TURN])
+    with pytest.raises(SurefootError, match="omits message 1, of role 'system'"):
+        tokens_with(CHATML.replace("m['content']", "(m.content if m.role != 'system' else '')")).conversation(
+            [{"role": "system", "content": "4"}, *SAID]
+        )
+
+
+def test_turns_that_end_in_eos_only_at_the_end_get_one_end_each() -> None:
+    """As in gpt-oss, whose answers end with <|return|> when they are sampled, and with <|end|> in a conversation."""
+    ends = "(eos_token if loop.last and m.role == 'assistant' else '⟨system⟩')"
+    tokens = tokens_with(CHATML.replace("eos_token + '\n'", ends))
+    reply = [{"role": "user", "content": "3+3?"}]
+    assert tokens.tokenizer.decode(tokens.encode_reply(reply, [tokens.eos_id])) == "<user>3+3?⟨system⟩<assistant>"
+    assert tokens.tokenizer.decode(tokens.encode_reply(reply, [5])) == "⟨system⟩<user>3+3?⟨system⟩<assistant>"
+    ids, trained = tokens.conversation(LONG)
+    assert written(tokens, ids, trained) == ["4", "six⟨eos⟩"], "⟨system⟩ ends no sampled answer"
 
 
 def test_text_that_begins_with_bos_gets_no_second_one() -> None:

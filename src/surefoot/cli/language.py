@@ -279,6 +279,9 @@ def data() -> None:
     show_default=True,
     help="As in data.control_tokens.",
 )
+@click.option(
+    "--answers", type=click.Choice(["template", "row"]), default="template", show_default=True, help="As in data.answers."
+)
 @trust_option
 def preview(file: Path, columns: str, **options: Any) -> None:
     """Show rows of FILE as tokens.

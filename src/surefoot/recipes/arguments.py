@@ -280,6 +280,7 @@ class DataSettingsTable(TypedDict, total=False):
 
     columns: Mapping[str, str]
     control_tokens: Literal["split", "keep", "reject"]
+    answers: Literal["template", "row"]
     train: Iterable[Mapping[str, Any]] | str
     held_out: Iterable[Mapping[str, Any]] | str | None
     max_length: int
@@ -325,6 +326,7 @@ class PromptSettingsTable(TypedDict, total=False):
 
     columns: Mapping[str, str]
     control_tokens: Literal["split", "keep", "reject"]
+    answers: Literal["template", "row"]
     train: Iterable[Mapping[str, Any]] | str
     held_out: Iterable[Mapping[str, Any]] | str | None
     max_length: int

@@ -20,6 +20,10 @@ class RowSettings(Section):
     """control tokens, such as EOS, in messages of the user, the system and tools. split: encoded as ordinary text; keep: as
     control tokens; reject: the run does not start if any text of a row has one"""
 
+    answers: Literal["template", "row"] = "template"
+    """the assistant's messages that are trained. template: as the chat template renders them, which may omit a part, such as
+    thoughts; row: as they are written, after the prompt with which answers are sampled"""
+
     @pydantic.model_validator(mode="after")
     def _check_columns(self) -> "RowSettings":
         for own, name in self.columns.items():

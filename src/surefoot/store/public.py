@@ -40,11 +40,11 @@ objective.trust_region objective.trust_region.schedule objective.trust_region.ki
 objective.normalise_advantages objective.kl_estimator objective.reference_estimator objective.aggregation optimizer.kind
 optimizer.schedule rollout.backend rollout.info rollout.symmetry network.activation network.custom network.actor_parts
 network.critic_parts normalise.observations evaluation.demonstrations adapter.targets adapter.quantize data.columns
-data.control_tokens data.train data.held_out sampling.stop sampling.old_log_probs sampling.engine server.model server.transfer
-turns.environment reward.terms.model reward.terms.label reward.terms.function reward.terms.url reward.terms.judge.model
-reward.terms.judge.prompt reward.terms.judge.pattern reward.terms.judge.key reward.terms.judge.against reward.terms.per
-reward.terms.separator reward.missing_eos reward.gold reference.model critic.start critic.label mixing.demonstrations
-preference.loss preference.separator
+data.control_tokens data.answers data.train data.held_out sampling.stop sampling.old_log_probs sampling.engine server.model
+server.transfer turns.environment reward.terms.model reward.terms.label reward.terms.function reward.terms.url
+reward.terms.judge.model reward.terms.judge.prompt reward.terms.judge.pattern reward.terms.judge.key
+reward.terms.judge.against reward.terms.per reward.terms.separator reward.missing_eos reward.gold reference.model critic.start
+critic.label mixing.demonstrations preference.loss preference.separator
 """
 TEXTS = frozenset(_FIELDS.split())
 """fields of recipes whose text may be published, without what names a folder or an address of this machine"""

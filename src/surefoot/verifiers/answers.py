@@ -23,7 +23,12 @@ from surefoot.verifiers.processes import (
 )
 
 
-@checked(lambda answer=(), after="", **_: (check_text("after", after), list(texts(answer, "answer"))))
+def _check_texts(*, answer: Sequence[Any] = (), after: Any = "", **_: Any) -> None:
+    check_text("after", after)
+    list(texts(answer, "answer"))
+
+
+@checked(_check_texts)
 def exact(
     responses: Sequence[str], answer: Sequence[Any], *, case: bool = True, space: bool = False, after: str = ""
 ) -> list[float]:
@@ -149,7 +154,7 @@ def _check_json() -> None:
     check_package("jsonschema", "jsonschema", "json")
 
 
-@checked(lambda answer=(), after="", **_: (check_text("after", after), list(texts(answer, "answer"))))
+@checked(_check_texts)
 @requires(_check_math)
 @bounded()
 def math(

@@ -79,7 +79,7 @@ def _digits(formulas: Iterable[Any]) -> int:
     """Digits after the point to which numbers are rounded: 6, or more for tiny ones, so that four digits of them count."""
     smallest = 1.0
     for formula in (one for one in formulas if not isinstance(one, str)):
-        from sympy import preorder_traversal
+        from sympy import preorder_traversal  # type: ignore[import-untyped]
 
         for part in preorder_traversal(formula):
             if getattr(part, "is_number", False) and getattr(part, "is_comparable", False):

@@ -79,7 +79,8 @@ def pair_of(row: Row, tokens: Tokens) -> tuple[list[int], list[int], int, list[b
     prompt = dialogue_of(row, prompt, tokens)
     sides = ({"prompt": prompt, "completion": dialogue_of(row, answer, tokens)} for answer in (chosen, rejected))
     (ids, trained), (other, trained_too) = map(tokens.demonstration, sides)
-    return ids, other, len(tokens.encode_prompt(prompt)), trained, trained_too
+    own = tokens.encode_prompt(prompt)
+    return ids, other, min(_common_prefix(own, ids), _common_prefix(own, other)), trained, trained_too
 
 
 def prompt_of(row: Row, tokens: Tokens) -> tuple[str | Messages, list[int]]:

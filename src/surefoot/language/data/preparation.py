@@ -26,10 +26,10 @@ from surefoot.language.data.processes import in_processes, usable_processes
 from surefoot.language.data.rows import Row, text_or_messages
 from surefoot.language.data.shapes import as_demonstration, as_pair, as_prompt, label_of, paired, steps_of, unpaired
 from surefoot.language.data.sources import Source
-from surefoot.language.data.tokens import Tokens, options_of
+from surefoot.language.data.tokens import Edits, Tokens, options_of
 from surefoot.language.rewards.scores import split_steps, step_tokens
 
-VERSION = 3
+VERSION = 4
 """of what rows become; caches of another version are not read"""
 LARGE = 32 * 10**6
 """bytes of rows from which on their ids are on disk instead of in memory"""
@@ -129,6 +129,12 @@ class Tally:
     """rows with control tokens in messages of others than the assistant"""
     literal: int = 0
     """rows with control tokens in plain text or in the assistant's messages"""
+    omitted: int = 0
+    """rows of which a part of an answer is not among the tokens"""
+    part: str = ""
+    """the first such part"""
+    other_prompt: int = 0
+    """rows that begin otherwise than the prompt of their answer"""
     unused: dict[str, None] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
     """columns for reward functions"""
@@ -136,15 +142,20 @@ class Tally:
     def add(self, other: "Tally") -> None:
         """Add what was noticed in further rows."""
         self.split, self.literal = self.split + other.split, self.literal + other.literal
+        self.omitted, self.other_prompt = self.omitted + other.omitted, self.other_prompt + other.other_prompt
+        self.part = self.part or other.part
         self.unused |= other.unused
         self.columns |= other.columns
 
     def notes(self, control: ControlPolicy) -> tuple[str, ...]:
-        """Lines about control tokens and labelled answers."""
+        """Lines about control tokens, edited answers and labelled answers."""
+        remedy = "train what the rows say with data.answers = 'row'"
         how = "text" if control == "split" else "control tokens"
         lines = (
             (self.split, f"rows with control tokens in messages, encoded as {how} (data.control_tokens={control!r})"),
             (self.literal, "rows with control tokens in plain text or answers, encoded as control tokens"),
+            (self.omitted, f"rows with an answer of which the chat template omits a part, such as {self.part!r}; {remedy}"),
+            (self.other_prompt, f"rows that go on otherwise than the prompt of a sampled answer; {remedy}"),
             (self.left_over, "labelled answers left out, because their prompt has no answer with the other label"),
         )
         return tuple(f"{self.file}: {count} {what}" for count, what in lines if count)
@@ -170,10 +181,15 @@ class _RowMaker:
         self.tally = Tally()
         with quiet_transformers():  # the tokenizer warns of text longer than the context; such rows are counted here
             for row in rows:
+                self.tokens.edits = Edits()
                 try:
                     made.append(MAKERS[self.kind](self, row))
                 except SurefootError as error:
                     return made, self.tally, f"{row.where}: {error}"
+                edits = self.tokens.edits
+                self.tally.omitted += bool(edits.omitted)
+                self.tally.part = self.tally.part or f"{edits.omitted:.60}"
+                self.tally.other_prompt += edits.other_prompt
         return made, self.tally, None
 
     def look(self, row: Row, columns: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from surefoot.language.data.datasets import (
 from surefoot.language.data.preparation import ControlPolicy
 from surefoot.language.data.shapes import is_labelled, paired, shape_of
 from surefoot.language.data.sources import Source, open_rows
-from surefoot.language.data.tokens import Tokens
+from surefoot.language.data.tokens import Answers, Tokens
 from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import context_length, load_model
 from surefoot.runs.hub import is_hub_name
@@ -70,6 +70,7 @@ def preview(
     trust_remote_code: bool = False,
     columns: Mapping[str, str] | None = None,
     control: ControlPolicy = "split",
+    answers: Answers = "template",
 ) -> Group:
     """The output of ``surefoot data preview FILE --model M``: rows as training reads them.
 
@@ -77,13 +78,14 @@ def preview(
     max_length   longer rows are dropped; the model's context if None
     columns      as ``data.columns``
     control      as ``data.control_tokens``
+    answers      as ``data.answers``
 
     Raises SurefootError for a model or data that training would reject.
     """
     source = open_rows(path, columns)
     first = next(iter(source)).columns
     loaded, tokenizer = load_model(model_folder(str(model)), trust_remote_code=trust_remote_code)
-    tokens, limit = Tokens(tokenizer, loaded), max_length or context_length(loaded) or 1_000_000
+    tokens, limit = Tokens(tokenizer, loaded, answers=answers), max_length or context_length(loaded) or 1_000_000
     shown, summary = _sequences(source, first, tokens, limit, rows, control)
     panels = [Panel(coloured_tokens(one, tokens), title=one.label, title_align="left") for one in shown]
     legend = Text.assemble(("trained", TRAINED), ", ", ("read only", READ))

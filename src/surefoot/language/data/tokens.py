@@ -9,14 +9,17 @@ import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.calls import DeadlineExceeded, with_deadline
 from surefoot.language.data.rendering import ENDS, Continuation, ControlTokens, changed_span, tokens_within
-from surefoot.language.data.rows import SETTINGS, TOOLS, WEIGHT
+from surefoot.language.data.rows import CALLS, SETTINGS, TOOLS, WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +63,24 @@ class PrefixError(SurefootError):
         )
 
 
+CALL = ("fetch", "city", "7305816942")
+"""name, argument and value of a tool call with which templates are tried"""
+SHORTEST = 5
+"""characters that two texts share by more than chance"""
+Answers = Literal["template", "row"]
+"""``data.answers``"""
+
+
+@dataclass
+class Edits:
+    """What a chat template changes in the answers of a row."""
+
+    omitted: str = ""
+    """a part of an answer that is not among the trained tokens"""
+    other_prompt: bool = False
+    """the prompt that an answer to the same messages would get is no beginning of the row"""
+
+
 RENDERING = 10.0
 """time limit of a chat template for one conversation, in seconds"""
 
@@ -73,6 +94,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", split: bool = True) -> None:
         self.tokenizer, self.split = tokenizer, split
         self._control: dict[str, ControlTokens] = {}
+        self._call_forms: dict[tuple[str, bool], tuple[bool, Any]] = {}
         self._text_after = Continuation(tokenizer)
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
@@ -127,8 +149,70 @@ class ChatTemplate:
         return str(self.tokenizer.get_chat_template(tools=(options or {}).get("tools")))
 
     def _apply(self, messages: Messages, **options: Any) -> Any:
-        self._template(options_of(messages))
+        template = self._template(options_of(messages))
+        if any(CALLS in message for message in messages):
+            messages = Dialogue([self._suited(message, template) for message in messages], options_of(messages))
         return _apply_template(self.tokenizer, messages, **options)
+
+    def _suited(self, message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
+        """A message whose tool calls have the form that the template renders: arguments as an object or as JSON text, and what
+        stands for a missing content.
+        """
+        if CALLS not in message:
+            return message
+        key = (template, bool(message.get("content")))
+        if key not in self._call_forms:
+            self._call_forms[key] = self._call_form(*key)
+        return _in_form(message, *self._call_forms[key])
+
+    def _call_form(self, template: str, content: bool) -> tuple[bool, Any]:
+        """Whether the arguments of calls are text for a template, and what stands for a missing content (... for none).
+
+        Objects where it renders both, or neither.
+        """
+        name, key, value = CALL
+        call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": name, "arguments": {key: value}}}
+        said = {"role": "assistant", **({"content": "!"} if content else {}), CALLS: [call]}
+        for as_text, missing in product((False, True), (...,) if content else (..., None, "")):
+            messages = [{"role": "user", "content": "?"}, _in_form(said, as_text, missing)]
+            with suppress(SurefootError):
+                text = str(_apply_template(self.tokenizer, messages, tokenize=False, chat_template=template))
+                wrong = (f"'{key}'", f"'{value}'", f'\\"{key}')  # Python's notation, and text within text
+                if all(part in text for part in CALL) and not any(part in text for part in wrong):
+                    return as_text, missing
+        return False, ...
+
+    def check_rendered(self, messages: Messages) -> None:
+        """Raise SurefootError if the template omits a message of the user, the system or a tool, or a tool call."""
+        options = options_of(messages)
+        texts = [str(message.get("content") or "") for message in messages]
+        whole, position = self._text(messages)[0], 0
+        tools = any(message["role"] == "tool" or CALLS in message for message in messages)
+        for message, text in zip(messages, texts, strict=True):
+            place = whole.find(text.strip(), position)
+            if (place < 0 or tools) and message["role"] != "assistant":
+                break
+            position = max(position, place)
+        else:
+            return
+        marks = [_mark(str(index), *texts) if text.strip() else "" for index, text in enumerate(texts)]
+        others = [
+            message if message["role"] == "assistant" else {**message, "content": mark or text}
+            for message, mark, text in zip(messages, marks, texts, strict=True)
+        ]
+        written = self._text(Dialogue(others, options))[0]
+        for number, (message, mark) in enumerate(zip(messages, marks, strict=True), start=1):
+            if message["role"] != "assistant" and mark and mark not in written:
+                raise SurefootError(
+                    f"the chat template omits message {number}, of role {message['role']!r}; write it as the template expects "
+                    "it, or use another model"
+                )
+            for call in message.get(CALLS, ()):
+                name = call.get("function", call).get("name") if isinstance(call, dict) else None
+                if isinstance(name, str) and name not in written:
+                    raise SurefootError(
+                        f"the chat template omits a call of {name!r} in message {number}; remove the row, or use another model"
+                    )
 
 
 class Tokens(ChatTemplate):
@@ -137,14 +221,21 @@ class Tokens(ChatTemplate):
     tokenizer   any tokenizer of ``transformers``; it is not changed
     model       its model, whose generation config may list further EOS ids
     split       encode control tokens in messages of the user, the system and tools as ordinary text
+    answers     whether the assistant's messages are trained as the chat template renders them, or as they are written
 
     Raises SurefootError if there is no EOS token.
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None" = None, split: bool = True
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        model: "PreTrainedModel | None" = None,
+        split: bool = True,
+        answers: Answers = "template",
     ) -> None:
         super().__init__(tokenizer, split)
+        self.answers: Answers = answers
+        self.edits = Edits()
         self.eos_ids: tuple[int, ...] = _eos_ids(tokenizer, model)
         self.pad_id: int = _pad_id(tokenizer, self.eos_ids)
 
@@ -153,6 +244,7 @@ class Tokens(ChatTemplate):
         """The same tokenizer and EOS ids with another treatment of control tokens."""
         tokens = copy.copy(other)
         tokens.split = split
+        tokens.edits = Edits()
         return tokens
 
     def fingerprint(self) -> str | None:
@@ -169,6 +261,7 @@ class Tokens(ChatTemplate):
             {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()},
             self.eos_ids,
             self.split,
+            self.answers,
             type(self.tokenizer).__qualname__,
             [version(package) for package in ("transformers", "tokenizers")],
         ]
@@ -185,6 +278,7 @@ class Tokens(ChatTemplate):
         Text that already begins with BOS gets no second one.
         """
         if not isinstance(prompt, str):
+            self.check_rendered(prompt)
             return self.render(prompt, add_generation_prompt=True)
         ids = list(self.tokenizer(prompt)["input_ids"])
         bos = self.tokenizer.bos_token_id
@@ -199,7 +293,13 @@ class Tokens(ChatTemplate):
         ids = self._text_after.encode(completion)[0]
         return ids if ids and ids[-1] in self.eos_ids else [*ids, self.eos_id]
 
-    def encode_reply(self, reply: str | Messages, turn: Sequence[int], ends: Collection[int] = ()) -> list[int]:
+    def encode_reply(
+        self,
+        reply: str | Messages,
+        turn: Sequence[int],
+        ends: Collection[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The ids between two turns of the model: the environment's reply and the beginning of the next turn.
 
         Only the reply is encoded. Sampled ids stay unchanged, because encoding their text again may give others.
@@ -207,14 +307,16 @@ class Tokens(ChatTemplate):
         reply   text, encoded unchanged; or messages, as the chat template renders them after an assistant's message
         turn    ids of the model's turn. The end that the template writes after it is left out if the turn has one
         ends    ids that end a turn, besides EOS
+        options of the chat template
 
-        Raises SurefootError if there is no template, or if it rejects the messages or omits the assistant's text.
+        Raises SurefootError if there is no template, or if it rejects the messages or omits the assistant's text or the reply.
         """
         if isinstance(reply, str):
             return self._text_after.encode(reply)[0]
-        mark = _mark(self._template(), repr(reply))
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-        written, control = self._text([*before, *reply], add_generation_prompt=True)
+        options = options or {}
+        mark = _mark(self._template(options), repr(reply))
+        before = Dialogue([{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}], options)
+        written, control = self._text(Dialogue([*before, *reply], options), add_generation_prompt=True)
         _, *behind = written.split(mark)
         if not behind:
             raise SurefootError("the chat template omits the assistant's message, so no reply can follow it; use another model")
@@ -222,7 +324,10 @@ class Tokens(ChatTemplate):
             raise SurefootError(
                 "the chat template repeats the assistant's message, so no reply can follow it; use another model"
             )
+        self._check_reply(before, reply)
         ids = (control.encode(behind[0], follows=True) if control else self._text_after.encode(behind[0]))[0]
+        if turn and turn[-1] in self.eos_ids and ids and ids[0] in self.special_ids and self._ends_otherwise(before, ids):
+            return ids[1:]
         both = {*self.eos_ids, *ends}
         end = next((place for place, token in enumerate(ids) if token in both), None)
         if turn and turn[-1] in both and end is not None and not self.decode(ids[:end], special=True).strip():
@@ -231,6 +336,23 @@ class Tokens(ChatTemplate):
         common = (n for n in range(min(len(turn), len(ids)), 0, -1) if list(turn[-n:]) == ids[:n])
         count = next((n for n in common if not self.special_ids.isdisjoint(ids[:n])), 0)
         return ids[count:]
+
+    def _check_reply(self, before: Messages, reply: Messages) -> None:
+        """Raise SurefootError if the template omits a message of a reply, as one of a tool that was not called."""
+        marks = [_mark(str(index), repr(reply)) for index in range(len(reply))]
+        marked = [{**message, "content": mark} for message, mark in zip(reply, marks, strict=True)]
+        written = self._text(Dialogue([*before, *marked], options_of(before)), add_generation_prompt=True)[0]
+        for message, mark in zip(reply, marks, strict=True):
+            if mark not in written and str(message.get("content") or "").strip():
+                raise SurefootError(
+                    f"the chat template omits a reply of role {message['role']!r} after an answer; reply with another role, "
+                    "such as 'user'"
+                )
+
+    def _ends_otherwise(self, before: Messages, ids: Sequence[int]) -> bool:
+        """Whether the template ends the last answer with EOS, and one before other messages with the first of these ids."""
+        last = self.render(before)
+        return last[-1] in self.eos_ids and ids[0] not in (*self.eos_ids, last[-1]) and last[-1] not in ids
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -267,7 +389,7 @@ class Tokens(ChatTemplate):
         The assistant's turns are found by the template's ``{% generation %}`` mark, or by rendering the conversation up to the
         start and to the end of each turn. A template that renders a turn differently when more follow, as those that remove
         earlier thoughts, is rendered with other texts in place of the turn, which shows where the turn is. Ids after the last
-        trained one are dropped. The first id is never trained: nothing precedes it.
+        trained one are dropped. The first id is never trained: nothing precedes it. ``edits`` has what the template changed.
 
         Raises SurefootError if the template rejects the messages, or if the assistant's text can't be located.
         """
@@ -292,6 +414,9 @@ class Tokens(ChatTemplate):
         turns = [i for i in answers if messages[i].get(WEIGHT, 1)]
         if not turns:
             raise SurefootError("every message of the assistant has weight 0, so nothing would be trained; remove the row")
+        if self.answers == "row":
+            return self._as_written(messages, answers, turns)
+        self.check_rendered(messages)
         if re.search(r"{%-?\s*generation\b", self._template(options_of(messages))):
             ids, trained = self._generated(messages)
             start = self._prefix(messages, answers[0], ids, add_generation_prompt=True) if after else 0
@@ -316,7 +441,55 @@ class Tokens(ChatTemplate):
                 "the chat template marks nothing of the assistant's text as generated, so nothing would be trained; "
                 "fix its {% generation %} block"
             )
+        self._note_edits(messages, turns, ids, trained)
         return self._ended(ids, trained, ends_in_answer=turns[-1] == len(messages) - 1)
+
+    def _as_written(self, messages: Messages, answers: Sequence[int], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation as it is sampled: the prompt, the text of each answer with EOS, and replies between them."""
+        if answers[0] == 0:
+            raise SurefootError("the first message is the assistant's, so no prompt precedes it; remove it")
+        options = options_of(messages)
+        ids = self.encode_prompt(Dialogue(messages[: answers[0]], options))
+        opening, trained = (
+            self._text(Dialogue(messages[: answers[0]], options), add_generation_prompt=True)[0],
+            [False] * len(ids),
+        )
+        for turn, following in zip(answers, [*answers[1:], len(messages)], strict=True):
+            message = messages[turn]
+            if others := [key for key, part in message.items() if key not in ("role", "content", "name", WEIGHT) and part]:
+                raise SurefootError(
+                    f"message {turn + 1} has {others[0]!r}, which only a chat template writes; set data.answers = 'template'"
+                )
+            content = str(message.get("content", ""))
+            # the prompt may begin the answer: <think>
+            shared = max(n for n in range(min(len(opening), len(content)) + 1) if opening.endswith(content[:n]))
+            own = self.encode_completion(content[shared:])
+            ids += own
+            trained += [turn in turns] * len(own)
+            if turn == turns[-1]:
+                break
+            reply = self.encode_reply(messages[turn + 1 : following], own, options=options)
+            ids += reply
+            trained += [False] * len(reply)
+            opening = self.decode(reply, special=True)
+        return ids, trained
+
+    def _note_edits(self, messages: Messages, turns: Sequence[int], ids: Sequence[int], trained: Sequence[bool]) -> None:
+        """Record a part of the trained answers that is not among the tokens, and whether the row begins with its prompt."""
+        written = _dense(self.decode([i for i, kept in zip(ids, trained, strict=True) if kept], special=True))
+        if turns[-1] == 0:
+            return
+        for turn in turns:
+            for key, part in messages[turn].items():
+                read = key == "content" or (key not in ("role", "name") and self.reads(key, options_of(messages)))
+                if isinstance(part, str) and read and not self.edits.omitted and part.strip():
+                    self.edits.omitted = _omitted(written, part) and _omitted(
+                        written, self.decode(self.encode_completion(part))
+                    )
+        with suppress(PrefixError):
+            self._prefix(messages, turns[-1], [*ids], add_generation_prompt=True)
+            return
+        self.edits.other_prompt = True
 
     def _generated(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Ids, and which of them the template marks as generated."""
@@ -327,11 +500,12 @@ class Tokens(ChatTemplate):
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {**self.tokenizer.special_tokens_map, **options_of(marked)}
-        plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in marked]
+        template = self._template(options)
+        plain = [{key: part for key, part in self._suited(message, template).items() if key != WEIGHT} for message in marked]
         text, spans = _bounded(
             lambda: render_jinja_template(
                 conversations=[plain],
-                chat_template=self._template(options),
+                chat_template=template,
                 return_assistant_tokens_mask=True,
                 **options,
             )
@@ -415,6 +589,40 @@ class Tokens(ChatTemplate):
         """The id of an empty prompt: a response needs at least one id before it."""
         bos = self.tokenizer.bos_token_id
         return self.eos_id if bos is None else int(bos)
+
+
+def _in_form(message: Mapping[str, Any], as_text: bool, missing: Any) -> Mapping[str, Any]:
+    """A message with its calls' arguments as JSON text, if ``as_text``, and with a content (... for none) where it has none."""
+    calls = list(message[CALLS])
+    for index, call in enumerate(calls if as_text else ()):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+            calls[index] = {**call, "function": function} if "function" in call else function
+    return {**message, CALLS: calls} | ({} if message.get("content") or missing is ... else {"content": missing})
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
+
+
+def _omitted(written: str, text: str) -> str:
+    """The part of a text that is not in another one, which has no white space; "" if there is none."""
+    places = [place for place, character in enumerate(text) if not character.isspace()]
+    dense = "".join(text[place] for place in places)
+    if dense in written:
+        return ""
+
+    def shared(part: Callable[[int], str]) -> int:
+        low, high = 0, len(dense)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if part(middle) in written else (low, middle)
+        return low if low >= SHORTEST else 0
+
+    end = shared(lambda count: dense[len(dense) - count :])
+    start = min(shared(lambda count: dense[:count]), len(dense) - end - 1)
+    return text[places[start] : places[len(dense) - end - 1] + 1]
 
 
 def _require_template(tokenizer: "PreTrainedTokenizerBase") -> None:

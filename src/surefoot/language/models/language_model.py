@@ -226,7 +226,7 @@ def load_base(recipe: ModelRecipe) -> "tuple[PreTrainedModel, Tokens]":
         trust_remote_code=recipe.trust_remote_code,
         as_stored=keeps_stored(recipe) or (recipe.adapter is not None and recipe.adapter.quantize is not None),
     )
-    return model, Tokens(tokenizer, model)
+    return model, Tokens(tokenizer, model, answers=recipe.data.answers)  # type: ignore[attr-defined]
 
 
 def model_files(model: nn.Module, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:

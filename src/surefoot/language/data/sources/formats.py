@@ -126,12 +126,12 @@ def json_rows(path: Path) -> Iterator[Row]:
     with _opened(path) as content:
         start = content.read(CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start[:1] == b"[":
-        yield from _numbered(path, _list_elements(path))
+        yield from _numbered(path, _list_elements(path), has_schema=False)
         return
     try:
         json.loads(start.partition(b"\n")[0])
     except (ValueError, RecursionError):
-        yield from _numbered(path, _only_list(path))
+        yield from _numbered(path, _only_list(path), has_schema=False)
     else:
         yield from jsonl_rows(path)
 
@@ -238,12 +238,12 @@ def saved_rows(folder: Path) -> Iterator[Row]:
     yield from _numbered(folder, batches())
 
 
-def _numbered(path: Path, values: Iterable[Any]) -> Iterator[Row]:
+def _numbered(path: Path, values: Iterable[Any], has_schema: bool = True) -> Iterator[Row]:
     for number, columns in enumerate(values, start=1):
         where = f"{path}, row {number}"
         if not isinstance(columns, dict):
             raise SurefootError(f"{where}: is {json_type(columns)}; write a list of objects")
-        yield Row(without_schema_nulls(columns), where, str(path))
+        yield Row(without_schema_nulls(columns) if has_schema else columns, where, str(path))
 
 
 def without_schema_nulls(row: Columns) -> Columns:
