@@ -123,6 +123,21 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def limit_reached(error: BaseException) -> str | None:
+    """The line for an error because the machine, or a limit of the process, gives no more threads or memory; else None."""
+    text = str(error).lower()
+    if "start new thread" in text or "thread creation failed" in text:
+        return (
+            f"no more threads or memory for them ({cause_of(error)}); raise ulimit -u and ulimit -v, or the limits of the "
+            "container, then repeat the command, or resume the run"
+        )
+    if isinstance(error, MemoryError) or any(words in text for words in ("allocate memory", "out of memory", "failed to map")):
+        return (
+            f"out of memory ({cause_of(error)}); raise ulimit -v or train with less, then repeat the command, or resume the run"
+        )
+    return None
+
+
 def place_of(error: BaseException) -> str:
     """``robot.py:32``, the line of the user's code that raised an exception; empty if there is none."""
     ours = (str(Path(__file__).parent), *sysconfig.get_paths().values())

@@ -10,9 +10,9 @@ import click
 
 from surefoot import __version__
 from surefoot.cli.options import Group
-from surefoot.cli.ranks import AGENT, RANK_OPTIONS, RANKED
+from surefoot.cli.ranks import AGENT, RANK_OPTIONS, RANKED, leave_line
 from surefoot.core.ranks import join_ranks, launch_of, leave_ranks
-from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean, in_command
+from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean, in_command, limit_reached
 from surefoot.terminal import Output, visible
 
 COMMANDS = {
@@ -70,6 +70,10 @@ def main() -> NoReturn:
         fail(f"{text or error.format_message()} (see: {command} --help)", 2)
     except (click.Abort, KeyboardInterrupt):
         fail("stopped", 130)
+    except (RuntimeError, MemoryError, ImportError) as error:
+        if (limit := limit_reached(error)) is None:
+            raise
+        fail(limit, 2)
     except OSError as error:
         what, why = error.filename or "writing", error.strerror or error
         resumable = ", or resume the run" if sys.argv[1:2] and sys.argv[1] in RESUMABLE else ""
@@ -105,7 +109,9 @@ def fail(message: str, code: int, shown: bool = True) -> NoReturn:
     """
     line, launch = visible(" ".join(message.split())), launch_of(os.environ)
     joined = launch is not None and leave_ranks(line)
-    if shown and not (joined and launch is not None and launch.rank):
+    printed = shown and not (joined and launch is not None and launch.rank)
+    leave_line(line, printed)
+    if printed:
         print(f"surefoot: {line}", file=Output(sys.stderr))
     sys.exit(code)
 

@@ -3,15 +3,17 @@
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from surefoot.cli.options import COUNT, POSITIVE
-from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note
+from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note, restarts
 from surefoot.errors import SurefootError
 from surefoot.signals import STOPPING
 
@@ -19,7 +21,8 @@ RANKED = ("train", "resume", "rounds", "demo")
 """commands that several ranks run together"""
 RANK_OPTIONS = ("--ranks", "--max-restarts", "--rank-timeout")
 AGENT = "SUREFOOT_AGENT"
-"""environment variable of ranks that a command of ours started: it reports a rank that died"""
+"""environment variable of ranks that a command of ours started: a folder for their last lines. The command reports a rank that
+died, and the last line of another if none was printed"""
 
 
 class Ranks(click.ParamType[int]):
@@ -100,7 +103,6 @@ def _run_agent(ranks: int, max_restarts: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ[AGENT] = "1"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -113,17 +115,31 @@ def _run_agent(ranks: int, max_restarts: int) -> None:
         signals_to_handle=",".join(number.name for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN),
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "surefoot", *sys.argv[1:])
-    except ChildFailedError as error:
-        _report(error)
+        with tempfile.TemporaryDirectory() as lines:
+            os.environ[AGENT] = lines
+            try:
+                elastic_launch(config, sys.executable)("-m", "surefoot", *sys.argv[1:])
+            except ChildFailedError as error:
+                _report(error, Path(lines))
     except SignalException:
         sys.exit(130)  # the first rank has printed where it stopped
 
 
-def _report(error: Any) -> NoReturn:
-    """End as the rank that failed first."""
+def leave_line(line: str, printed: bool) -> None:
+    """Leave a rank's last line for the command that started it, if there is one."""
+    if folder := os.environ.get(AGENT):
+        with suppress(OSError):
+            (Path(folder) / f"{restarts():04} {'printed' if printed else 'silent'} {os.getpid()}").write_text(line)
+
+
+def _report(error: Any, lines: Path) -> NoReturn:
+    """End as the rank that failed first, with a line that no rank has printed: the first rank may be the one that hangs."""
     number, failure = error.get_first_failure()
     if failure.exitcode >= 0:
+        left = sorted(lines.iterdir())
+        last = [file for file in left if file.name[:4] == left[-1].name[:4]]  # of the last attempt
+        if last and " silent " in last[-1].name and " printed " not in last[0].name:
+            raise SurefootError(last[0].read_text())
         sys.exit(failure.exitcode)
     name = signal.Signals(-failure.exitcode).name
     why = f"{name}, perhaps out of memory" if name == "SIGKILL" else name

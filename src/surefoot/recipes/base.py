@@ -219,6 +219,11 @@ class Recipe(Section):
         return self.evaluation.every or max(1, self.steps // 10)
 
     @property
+    def iteration_steps(self) -> int | None:
+        """Steps of an iteration; None if it depends on what is collected."""
+        return None
+
+    @property
     def checkpoint_every(self) -> int:
         """Steps between checkpoints."""
         return self.checkpoint.every or max(1, self.steps // 10)

@@ -178,6 +178,11 @@ class ControlRecipe(Recipe):
         return self.rollout.environments * self.rollout.steps
 
     @property
+    def iteration_steps(self) -> int | None:
+        """Steps of an iteration; None for whole episodes, and for vector environments, which may not count every row."""
+        return None if self.objective.needs_whole_episodes or self.rollout.backend != "loop" else self.batch_size
+
+    @property
     def evaluate_every(self) -> int:
         """Steps between evaluations. By default the whole budget if a tenth of it is less than an iteration, because such a run
         would spend most of its time on evaluations.

@@ -241,6 +241,11 @@ class LanguageRecipe(ModelRecipe):
         return self.sampling.prompts * self.sampling.samples
 
     @property
+    def iteration_steps(self) -> int | None:
+        """Responses of an iteration; None if a batch may be smaller."""
+        return self.responses if self.sampling.rounds == 1 else None
+
+    @property
     def has_reference(self) -> bool:
         """Whether anything reads the reference: a KL in the reward or in the loss, or the metrics."""
         settings = self.reference

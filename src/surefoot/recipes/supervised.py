@@ -118,6 +118,11 @@ class SupervisedRecipe(ModelRecipe):
             )
         return self
 
+    @property
+    def iteration_steps(self) -> int:
+        """Rows of an update."""
+        return self.data.batch
+
 
 class SftRecipe(SupervisedRecipe):
     """Supervised fine-tuning on demonstrations."""

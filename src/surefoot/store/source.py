@@ -219,7 +219,8 @@ def source_differences(
     objects  those that were passed again
     """
     found = (follow(before["roots"], before["search"], folder) for folder in here)
-    now = next((each for each in found if each["code"]), {"code": {}, "packages": {}})
+    nothing: dict[str, dict[str, str]] = {"code": {}, "packages": {}}
+    now = next((each for each in found if each["code"]), nothing)
     for field, thing in (objects or {}).items():
         now["code"] |= source_of_object(field, thing)
     lines = []

@@ -306,7 +306,7 @@ class Session:
 
     def _publish_opening(self) -> None:
         """Publish the lines about the model and the warnings, and those of other ranks that are not the same."""
-        mine = (*self.opening, *self.world.model_summary, *self.world.warnings)
+        mine = (*self.opening, *self._budget(), *self.world.model_summary, *self.world.warnings)
         lines = exchange(mine)
         for line in mine if rank() == 0 else ():
             self.message(line)
@@ -314,6 +314,15 @@ class Session:
             for line in others:
                 if line not in mine:
                     self.message(f"rank {number}: {line}")
+
+    def _budget(self) -> list[str]:
+        """What the budget becomes, if it is not a multiple of an iteration."""
+        steps, each = self.recipe.steps, self.recipe.iteration_steps
+        iterations = -(-(steps - self.state.steps) // (each or 1))
+        if each is None or iterations <= 0 or self.state.steps + iterations * each == steps:
+            return []
+        many = f"{iterations:,} iterations of {each:,} steps" if iterations > 1 else f"one iteration of {each:,} steps"
+        return [f"steps={steps}: becomes {self.state.steps + iterations * each:,}, since only whole iterations train ({many})"]
 
     def _own_listeners(self) -> list[Listener]:
         """Callbacks, and what every run has: files and trackers if there is a folder, and findings on the first rank."""

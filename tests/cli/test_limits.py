@@ -1,0 +1,62 @@
+"""Limits of the machine, and ranks that hang, end a command with one line."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.cli import ranks
+from surefoot.errors import limit_reached
+from surefoot.runs.events import Event, Message
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("can't start new thread"), "no more threads or memory for them (RuntimeError: can't start new thread)"),
+        (MemoryError(), "out of memory (MemoryError); raise ulimit -v"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), "out of memory ("),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "out of memory ("),
+    ],
+)
+def test_a_limit_of_threads_or_memory_is_one_line(command, monkeypatch, error, line) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr("surefoot.runs.api.start", fail)
+    code, _, err = command("train", "CartPole-v1", "--steps", "64")
+    assert (code, err.count("\n"), line in err) == (2, 1, True), err
+
+
+def test_other_errors_are_no_limits() -> None:
+    assert limit_reached(RuntimeError("shape mismatch")) is None
+    assert limit_reached(ImportError("No module named 'x'")) is None
+
+
+@pytest.mark.parametrize("printed", [False, True], ids=["silent", "printed"])
+def test_the_command_prints_the_last_line_of_a_rank_if_no_rank_did(tmp_path: Path, monkeypatch, printed: bool) -> None:
+    """As when the first rank, which prints for all, is the one that does not answer."""
+    monkeypatch.setenv(ranks.AGENT, str(tmp_path))
+    ranks.leave_line("rank 1 of 2: another rank did not answer in time", printed)
+    error = SimpleNamespace(get_first_failure=lambda: (1, SimpleNamespace(exitcode=2)))
+    with pytest.raises(SystemExit if printed else SurefootError) as ended:
+        ranks._report(error, tmp_path)
+    assert printed or "another rank did not answer in time" in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("steps", "line"), [(96, "steps=96: becomes 128, since only whole iterations train (2 iterations"), (128, None)]
+)
+def test_a_run_says_what_its_budget_becomes(steps: int, line: str | None) -> None:
+    lines: list[str] = []
+
+    def display(event: Event) -> None:
+        if isinstance(event, Message):
+            lines.append(event.text)
+
+    fields = {"rollout": {"environments": 4, "steps": 16}, "objective": {"reuse": {"epochs": 1, "minibatches": 1}}}
+    surefoot.train("CartPole-v1", steps=steps, display=display, evaluation={"episodes": 0}, **fields)
+    assert [text for text in lines if text.startswith("steps=")] == [text for text in lines if line and text.startswith(line)]
+    assert bool(line) == any(text.startswith("steps=") for text in lines)
