@@ -121,9 +121,8 @@ class Dashboard(Display):
         """the steps and samples of the last evaluation"""
         self.new = False
         """whether these samples have not been shown yet"""
-        self.live = Live(
-            Text(self.title), console=console or Console(file=Output(sys.stdout)), refresh_per_second=8, transient=False
-        )
+        shown: Any = Output(sys.stdout)
+        self.live = Live(Text(self.title), console=console or Console(file=shown), refresh_per_second=8, transient=False)
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.live.start()  # not earlier: until now the recipe could be rejected

@@ -255,9 +255,9 @@ def evaluate(
     if isinstance(what, Agent):
         reject(data=file, rows=rows, reward=terms or None)
         torch.set_num_threads(what.recipe.threads)  # even the last bits of an action depend on it
-        same = task is None or task_place(task) == task_place(what.recipe.task)
-        arguments = what.recipe.environment if same else {}
-        played = evaluate_agent(what, task or what.recipe.task, arguments, episodes, 0 if seed is None else seed, deterministic)
+        place = str(task) if isinstance(task, Path) else task or what.recipe.task
+        arguments = what.recipe.environment if task_place(place) == task_place(what.recipe.task) else {}
+        played = evaluate_agent(what, place, arguments, episodes, 0 if seed is None else seed, deterministic)
         return played if checkpoint is None else replace(played, checkpoint=str(checkpoint))
     if not hasattr(what, "recipe"):
         raise SurefootError(f"{what!r}: is not an agent, model or run; load one with surefoot.load(RUN)")
