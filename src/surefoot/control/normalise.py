@@ -113,11 +113,12 @@ class ObservationNormaliser(RunningMoments):
         """
         clip, sizes = self.clip, [math.prod(shape) for shape in self.shapes.values()]
         pieces = zip(self.shapes.items(), torch.split(self.mean, sizes), torch.split(self.scale, sizes), strict=True)
-        prepared = []
-        for (path, shape), *pair in pieces:
+        prepared: list[tuple[str, Tensor, Tensor]] = []
+        for (path, shape), mean, scale in pieces:
             kind = torch.float64 if path in self.exact and (device is None or exact_device(device) == device) else torch.float32
             # Copies: torch.export can't save tensors that share storage.
-            prepared.append((path, *(x.to(device, kind, copy=True).reshape(shape) for x in pair)))
+            mean, scale = (x.to(device, kind, copy=True).reshape(shape) for x in (mean, scale))
+            prepared.append((path, mean, scale))
 
         def normalise(observations: Mapping[str, Tensor]) -> dict[str, Tensor]:
             result = as_inputs(observations)
