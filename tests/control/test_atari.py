@@ -240,7 +240,7 @@ def test_a_game_in_its_second_life_is_restored_exactly(sticky: float, tmp_path: 
     assert environments.environments[0].unwrapped.ale.lives() == 4  # type: ignore[attr-defined]
     save_checkpoint(tmp_path / "state", {"environments": environments.state_dict()})
     _, lost = again.load_state_dict(load_checkpoint(tmp_path / "state")["environments"])
-    assert lost == []
+    assert lost == {}
     assert_same_from_here(environments, again, 60)
 
 

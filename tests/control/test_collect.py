@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -510,7 +511,7 @@ def test_a_restored_collector_continues_bit_for_bit() -> None:
 
     original, again = world(), world()
     original.collector.collect(fresh_state(1))
-    again.load({**original.checkpoint_parts(), "collector": original.collector.state_dict()}, "here")
+    again.load({**original.checkpoint_parts(), "collector": original.collector.state_dict()}, Path("here"), True)
     for part in range(2, 5):
         a, b = original.collector.collect(fresh_state(part)), again.collector.collect(fresh_state(part))
         assert torch.equal(a.inputs["observation"], b.inputs["observation"])
@@ -540,7 +541,7 @@ def test_a_lost_environment_is_reported_and_its_running_statistics_start_again()
     original = collecting([Ticking(0.1) for _ in range(3)], steps=10, normalise={"rewards": True})
     original.collector.collect(fresh_state())
     again = collecting([Ticking(pace) for pace in (0.1, 0.2, 0.1)], steps=10, normalise={"rewards": True})
-    lines = again.load({**original.checkpoint_parts(), "collector": original.collector.state_dict()}, "here")
+    lines = again.load({**original.checkpoint_parts(), "collector": original.collector.state_dict()}, Path("here"), True)
     assert len(lines) == 1
     assert "environments [1]" in lines[0]
     assert "not exact" in lines[0]

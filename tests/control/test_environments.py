@@ -223,7 +223,7 @@ def test_environments_are_restored_exactly_from_a_saved_state(task: str, steps: 
     for actions in script[:steps]:
         observations = environments.step(actions).observations
     restored, lost = again.load_state_dict(through_a_file(environments.state_dict(), tmp_path / "state"))
-    assert lost == []
+    assert lost == {}
     assert np.array_equal(restored["observation"], observations["observation"])
     ends = 0
     for actions in script[steps:]:
@@ -262,9 +262,8 @@ def test_an_environment_that_does_not_replay_is_reported_lost_and_restarts_its_e
         environments.step(np.zeros(3, int))
     again = three()
     _, lost = again.load_state_dict(environments.state_dict())
-    assert lost == [1]
-    assert again.episodes == [0, 1, 0]
-    assert [len(log) for log in again.actions] == [5, 0, 5]
+    assert list(lost) == [1]
+    assert [(record.number, len(record.actions)) for record in again.records] == [(0, 5), (1, 0), (0, 5)]
 
 
 def test_an_environment_whose_episode_ends_earlier_than_it_did_is_reported_lost() -> None:
@@ -274,7 +273,7 @@ def test_an_environment_whose_episode_ends_earlier_than_it_did_is_reported_lost(
         environments.step(np.zeros(1, int))
     again = LoopedEnvironments(lambda: Clockwork(ends=((5, "terminated"),)), 1, SEED, "clock")
     observations, lost = again.load_state_dict(environments.state_dict())
-    assert lost == [0]
+    assert list(lost) == [0]
     assert observations["observation"].tolist() == [[0, 1, 0, 0]]
 
 
@@ -284,7 +283,7 @@ def test_a_resumed_vector_environment_reports_that_all_its_episodes_are_new_and_
     environments.step(np.zeros(3, int))
     single = clockworks()
     observations, lost = together("NEXT_STEP", single).load_state_dict(environments.state_dict())
-    assert lost == [0, 1, 2]
+    assert list(lost) == [0, 1, 2]
     assert observations["observation"][:, 2].tolist() == [0, 0, 0]
     assert not {env.seeds[-1] for env in single} & {episode_seed(SEED, b, 0) for b in range(3)}
 
@@ -446,8 +445,8 @@ def test_an_environment_that_fails_while_replaying_is_lost_and_starts_a_new_epis
 
     again = LoopedEnvironments(Broken, 1, SEED, "faulty")
     _, lost = again.load_state_dict(state)
-    assert lost == [0]
-    assert again.episodes == [1]
+    assert list(lost) == [0]
+    assert again.records[0].number == 1
 
 
 def test_a_fault_stops_training_in_one_line() -> None:

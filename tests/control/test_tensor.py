@@ -805,7 +805,7 @@ def test_without_a_state_dict_a_resumed_run_starts_new_episodes_with_a_message()
     saved.collector.collect(fresh_state())
     parts = {**saved.checkpoint_parts(), "collector": saved.collector.state_dict()}
     again = world_of(IsaacLike, rollout={"environments": 4, "steps": 16})
-    (line,) = again.load(parts, Path("here"))
+    (line,) = again.load(parts, Path("here"), False)
     assert "have no state_dict that fits: all 4 start new episodes, so this resume is not exact" in line
     assert again.collector.starts.all()
     assert list(again.collector.log.finished) == list(saved.collector.log.finished)

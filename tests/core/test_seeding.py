@@ -1,10 +1,14 @@
-"""Random streams of ``surefoot.core.seeding``."""
+"""Random streams and hashes of ``surefoot.core.seeding``."""
 
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.core.seeding import derived_seed, stream
+from surefoot.core.seeding import derived_seed, fingerprint, stream
 
 names = st.sampled_from(["weights", "predict", "sample", "shuffle", "evaluation"])
 
@@ -18,3 +22,23 @@ def test_two_streams_agree_only_when_seed_and_name_agree(seed: int, other: int, 
 def test_derived_seeds_are_the_same_in_every_release() -> None:
     """Checkpoints replay episodes by these numbers."""
     assert [derived_seed(1, 0, 0), derived_seed(1, 0, 1), derived_seed(1, "sample")] == [1835504127, 1501029259, 1424653476]
+
+
+DIFFERENT: list[Any] = [
+    None, False, 0, 0.0, -0.0, "", b"", "0", [], [[]], [0], [0, 0], {}, {"a": 0}, {"a": 1}, {"b": 0},
+    np.zeros(2), np.zeros((2, 1)), np.zeros(2, np.float32), np.zeros(0), np.zeros((0, 3)), np.array(0.0), np.zeros(2, bool),
+    torch.zeros(2, dtype=torch.bfloat16), {"a": [1, {"b": np.ones(1)}]}, {"a": [1, {"b": np.zeros(1)}]},
+]  # fmt: skip
+
+
+def test_values_that_differ_in_type_shape_or_bits_have_different_hashes() -> None:
+    assert len({fingerprint(value) for value in DIFFERENT}) == len(DIFFERENT)
+
+
+def test_the_same_numbers_have_one_hash_as_array_tensor_view_or_other_byte_order() -> None:
+    table = np.arange(6, dtype=np.float32).reshape(2, 3)
+    same = [table, torch.from_numpy(table), table.T.copy().T, torch.from_numpy(table.T.copy()).t(), table.astype(">f4")]
+    assert len({fingerprint(value) for value in same}) == 1
+    assert fingerprint({"a": 1, "b": (2,)}) == fingerprint({"b": [2], "a": 1})
+    with pytest.raises(TypeError, match="a set can't be hashed"):
+        fingerprint({"a": {1}})

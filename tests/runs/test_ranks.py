@@ -17,7 +17,6 @@ from ranked import PATIENCE, SOON, TIMEOUT, finish, on_ranks, start_ranks
 import surefoot
 from surefoot import SurefootError, demos
 from surefoot.control.world import ControlWorld
-from surefoot.core import ranks
 from surefoot.core.distributed import check_same_weights, exchange, on_first, rank, share, together, world_size
 from surefoot.core.learner import Learner
 from surefoot.core.ranks import first_host, join_ranks, launch_of
@@ -87,7 +86,7 @@ def test_ranks_step_the_environments_of_one_process(two, tmp_path):
     surefoot.train("CartPole-v1", preset="none", run_dir=tmp_path / "one", **RECIPE)
     states = [load_checkpoint(path / "checkpoints" / "96")["collector"] for path in (run, tmp_path / "one")]
     assert [len(state["running_return"]) for state in states] == [3, 3]
-    assert [len(state["environments"]["episodes"]) for state in states] == [3, 3]
+    assert [len(state["environments"]["rows"]) for state in states] == [3, 3]
 
 
 def test_an_evaluation_on_two_ranks_is_that_of_one_process(two):

@@ -4,8 +4,7 @@ Traces contain no frames, and training renders nothing. An episode is a function
 replayed and rendered later. A digest of the observations in training shows whether the replay is the same episode.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +16,7 @@ from surefoot.control.environments.looped import LoopedEnvironments, episode_see
 from surefoot.control.evaluate import EpisodeStep
 from surefoot.control.spaces import Array, Observations
 from surefoot.core.rollout import Rollout
+from surefoot.core.seeding import fingerprint
 from surefoot.core.traces import TracedRow
 from surefoot.errors import SurefootError
 
@@ -62,7 +62,7 @@ def origin(
     step       number of steps between the reset and the first of these
     seed       the episode's seed
     before     the actions sent to the environment before that [step, ...]
-    observed   SHA-256 of the observations before each of these steps
+    observed   the fingerprint of the observations before each of these steps
     """
     if not isinstance(environments, Replayable):
         return {}
@@ -81,17 +81,8 @@ def origin(
         "step": len(before),
         "seed": episode_seed(seed, row, episode),
         "before": torch.from_numpy(np.ascontiguousarray(before)),
-        "observed": digest({path: part[row, steps] for path, part in raw.observations.items()}),
+        "observed": fingerprint({path: part[row, steps] for path, part in raw.observations.items()}),
     }
-
-
-def digest(observations: Mapping[str, Array]) -> str:
-    """SHA-256 of observations [T, ...] in hexadecimal digits."""
-    total = hashlib.sha256()
-    for path, part in sorted(observations.items()):
-        total.update(f"{path} {part.dtype.str} {part.shape} ".encode())
-        total.update(np.ascontiguousarray(part).tobytes())
-    return total.hexdigest()
 
 
 def replay(row: TracedRow, environments: LoopedEnvironments, send: Callable[[Tensor], Array]) -> Iterator[EpisodeStep]:
@@ -104,8 +95,8 @@ def replay(row: TracedRow, environments: LoopedEnvironments, send: Callable[[Ten
     about = row.about
     if "observed" not in about:
         raise ReplayMismatchError(NOT_REPLAYABLE)
-    environments.first, environments.episodes[0] = row.row, about["episode"] - 1
-    environments.restart(0)
+    environments.first = row.row
+    environments.begin(0, about["episode"])
     first, total, score = about["step"], 0.0, 0.0
     for t, action in enumerate(about["before"].numpy()):
         _, terminated, truncated, score, *_ = environments.act(0, action)
@@ -123,6 +114,6 @@ def replay(row: TracedRow, environments: LoopedEnvironments, send: Callable[[Ten
         if now != before:
             what = ("reward {:g}, terminated {}, truncated {}".format(*each) for each in (now, before))
             raise ReplayMismatchError("step {} of the replay gave {}, in training {}".format(first + t + 1, *what))
-    if digest({path: np.stack([each[path] for each in observations]) for path in observations[0]}) != about["observed"]:
+    if fingerprint({path: np.stack([each[path] for each in observations]) for path in observations[0]}) != about["observed"]:
         raise ReplayMismatchError("the observations of the replay differ from those in training")
     yield EpisodeStep(first + len(observations), None, score, total, True)

@@ -127,8 +127,11 @@ class ControlWorld:
         """The agent's part of a checkpoint."""
         return self.agent.checkpoint_parts()
 
-    def load(self, parts: dict[str, Any], where: Path) -> list[str]:
-        """Restore the agent and the environments from a checkpoint; return warnings about inexact restoration."""
+    def load(self, parts: dict[str, Any], where: Path, allow_changes: bool) -> list[str]:
+        """Restore the agent and the environments from a checkpoint; return warnings about inexact restoration.
+
+        Raises SurefootError if an environment replays otherwise, unless ``allow_changes``.
+        """
         trained, name = [space_from_json(parts["spaces"][kind]) for kind in ("observation", "action")], task_name(self.task)
         try:
             note = check_agreement(trained, self.agent.spaces)
@@ -139,9 +142,15 @@ class ControlWorld:
         with together():
             self.collector.load_state_dict(parts["collector"])
         first = self.environments.first
-        lost = [index for rows in exchange([first + row for row in self.collector.lost]) for index in rows]
+        lost = {
+            index: why
+            for rows in exchange({first + i: why for i, why in self.collector.lost.items()})
+            for index, why in rows.items()
+        }
         if not lost:
             return notes
+        if different := next(filter(None, lost.values()), None):
+            return [*notes, self._difference(sorted(lost), different, allow_changes)]
         if isinstance(self.environments, TensorEnvironments):
             return [
                 *notes,
@@ -150,9 +159,19 @@ class ControlWorld:
             ]
         return [
             *notes,
-            f"environments {lost} of {name} did not replay to the same observation: they start new "
+            f"{name}: a vector environment without state_dict can't be replayed: all {len(lost):,} start new "
             "episodes, so this resume is not exact",
         ]
+
+    def _difference(self, lost: list[int], first: str, allow_changes: bool) -> str:
+        """The warning about environments that replayed otherwise; an error unless that is allowed."""
+        what = f"environments {lost} of {task_name(self.task)} did not replay as in training (environment {lost[0]}: {first})"
+        if allow_changes:
+            return f"{what}: they start new episodes, so this resume is not exact"
+        raise SurefootError(
+            f"{what}; give what outlives an episode to state_dict and load_state_dict of the environment or its wrapper, and "
+            "train again, or pass --allow-changes to start new episodes"
+        )
 
     def evaluate(self) -> EvaluationReport | None:
         """Mean greedy return."""

@@ -351,7 +351,7 @@ class World(Protocol):
         """The contents of a checkpoint that load without the run: weights, and what is needed to use them."""
         ...
 
-    def load(self, parts: dict[str, Any], where: Path) -> list[str]:
+    def load(self, parts: dict[str, Any], where: Path, allow_changes: bool) -> list[str]:
         """Continue from a checkpoint's parts; return one line for each thing that could not be restored exactly."""
         ...
 

@@ -1,5 +1,5 @@
-"""What makes a run repeat itself: random generators, all derived from its one seed, deterministic algorithms on GPUs, and
-PyTorch's modes, whatever those of the program are.
+"""What makes a run repeat itself: random generators from its one seed, hashes to compare with, deterministic algorithms on GPUs,
+and PyTorch's modes, whatever those of the program are.
 
 Streams differ by name, never by adding to the seed: seed 1's second stream must not be seed 2's first. Without deterministic
 algorithms a GPU sums the gradient of attention, among others, in the order in which its threads finish.
@@ -8,9 +8,11 @@ Importing this needs no torch: a worker process needs seeds and no torch, which 
 """
 
 import gc
+import hashlib
 import os
+import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -45,6 +47,79 @@ def _sequence(words: tuple[int | str, ...]) -> "np.random.SeedSequence":
     import numpy as np  # not above: a command line needs MAX_SEED and no numpy
 
     return np.random.SeedSequence([zlib.crc32(word.encode()) if isinstance(word, str) else word for word in words])
+
+
+# ---- hashes -----------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(values: Any) -> str:
+    """SHA-256 in hexadecimal digits of nested values; see ``Fingerprint.add``."""
+    whole = Fingerprint()
+    whole.add(values)
+    return whole.digits()
+
+
+class Fingerprint:
+    """A running hash. SHA-256 is the fastest of Python's that has no known collisions, where processors compute it."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def raw(self, content: bytes | memoryview) -> None:
+        """Add bytes, without their length: for values whose types and number are known."""
+        self._hash.update(content)
+
+    def add(self, values: Any) -> None:
+        """Add None, booleans, numbers, text, bytes, arrays, tensors (as arrays, from any device), and dicts, lists and tuples.
+
+        The order of a dict's keys does not matter. Raises TypeError for anything else.
+        """
+        if hasattr(values, "dtype"):
+            self._add_array(values)
+        elif isinstance(values, Mapping):
+            self._tag(f"dict {len(values)}")
+            for key in sorted(values, key=str):
+                self.add(key)
+                self.add(values[key])
+        elif isinstance(values, (list, tuple)):
+            self._tag(f"list {len(values)}")
+            for value in values:
+                self.add(value)
+        elif isinstance(values, float):
+            self._tag("float")
+            self.raw(struct.pack("<d", values))
+        elif values is None or isinstance(values, (bool, int)):
+            self._tag(f"{type(values).__name__} {values}")
+        elif isinstance(values, (str, bytes)):
+            content = values.encode("utf-8", "surrogatepass") if isinstance(values, str) else values
+            self._tag(f"{type(values).__name__} {len(content)}")
+            self.raw(content)
+        else:
+            raise TypeError(f"a {type(values).__name__} can't be hashed")
+
+    def _add_array(self, array: Any) -> None:
+        import numpy as np
+
+        if hasattr(array, "detach"):
+            import torch  # loaded already, as this is a tensor
+
+            kind, shape = str(array.dtype).removeprefix("torch."), tuple(array.shape)
+            array = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # numpy has no bfloat16
+        else:
+            kind, shape = array.dtype.newbyteorder("=").name, array.shape
+            if array.dtype.hasobject:
+                raise TypeError("an array of objects can't be hashed")
+            array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        self._tag(f"{kind} {shape}")
+        if array.size:  # bytes of nothing can't be viewed
+            self.raw(memoryview(array.reshape(-1).view(np.uint8)))
+
+    def _tag(self, text: str) -> None:
+        self.raw(f"{text};".encode())
+
+    def digits(self) -> str:
+        """The hash of all that was added, in hexadecimal digits; more can be added."""
+        return self._hash.hexdigest()
 
 
 # ---- deterministic algorithms -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from surefoot.control.agent import Agent, CompiledActor
 from surefoot.control.collect.episodes import EpisodeLog
 from surefoot.control.collect.scoring import Acted, Finals, rollout_of
 from surefoot.control.collect.symmetry import Symmetry
-from surefoot.control.environments.looped import Environments, Step, check_saved_count
+from surefoot.control.environments.looped import Environments, Lost, Step, check_saved_count
 from surefoot.control.environments.observations import non_finite, not_finite_message
 from surefoot.control.environments.slices import concatenate, join_states, slice_state
 from surefoot.control.networks import EPISODE_STARTS
@@ -61,7 +61,7 @@ class ControlCollector:
         self.running_length = np.zeros(count, np.int64)
         self.log = EpisodeLog(environments.name, environments.first, agent.recipe.rollout.info)
         self.steps_taken = 0
-        self.lost: list[int] = []
+        self.lost: Lost = {}
         self.lstm_state = agent.policy.initial_lstm_state(count)
         self.starts = np.ones(count, bool)  # whether the next observation may be the first of an episode
         self.raw: RawRollout | None = None
@@ -217,12 +217,11 @@ class ControlCollector:
         All ranks must call this.
         """
         parts = exchange(self._own_state())
-        firsts = exchange(self.environments.first)
         if len(parts) == 1:
             return parts[0]
         memories = [part["memory"] for part in parts]
         return parts[0] | {
-            "environments": join_states([part["environments"] for part in parts], firsts),
+            "environments": join_states([part["environments"] for part in parts]),
             "memory": None if memories[0] is None else torch.cat(memories),
             **{name: concatenate([np.asarray(part[name]) for part in parts]) for name in BY_ROW},
         }
@@ -239,7 +238,7 @@ class ControlCollector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state. ``lost`` then lists the environments that did not replay and started a new episode."""
+        """Restore a state. ``lost`` then has the environments that did not replay and started a new episode."""
         if world_size() > 1:
             state = self._own_part(state)
         self.observations, self.lost = self.environments.load_state_dict(state["environments"])
@@ -249,7 +248,7 @@ class ControlCollector:
         self.running_return = torch.as_tensor(state["running_return"]).numpy().copy()
         self.running_length = torch.as_tensor(state["running_length"]).numpy().copy()
         self.log.load_state_dict(state)
-        self._restart_counters(self.lost)
+        self._restart_counters(list(self.lost))
 
     def _own_part(self, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a state. Raises SurefootError if the state has another number of environments."""

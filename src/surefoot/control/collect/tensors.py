@@ -14,6 +14,7 @@ from surefoot.control.collect import check_actions
 from surefoot.control.collect.episodes import RECENT_EPISODES, EpisodeLog
 from surefoot.control.collect.scoring import Acted, Finals, Scorer, rollout_of
 from surefoot.control.collect.symmetry import Symmetry
+from surefoot.control.environments.looped import Lost
 from surefoot.control.environments.observations import SUCCESS, not_finite_message
 from surefoot.control.environments.tensor import TensorEnvironments, TensorStep
 from surefoot.control.networks import EPISODE_STARTS
@@ -63,7 +64,7 @@ class TensorCollector:
         self.starts = torch.ones(count, dtype=torch.bool, device=device)
         self.log = EpisodeLog(environments.name, environments.first, agent.recipe.rollout.info)
         self.steps_taken = 0
-        self.lost: list[int] = []
+        self.lost: Lost = {}
 
     def use_eager(self) -> None:
         """Act and score without compiled programs from the next rollout on."""

@@ -6,6 +6,7 @@ the mask of the next action is one entry.
 """
 
 import contextlib
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,11 +28,14 @@ from surefoot.control.environments.observations import (
     numbers_in,
     score_and_life,
 )
-from surefoot.control.spaces import Array, Observations, SpaceError, as_float32
+from surefoot.control.environments.records import ENDS, MASKS, OBSERVATIONS, REWARDS, Hook, Record, as_arrays
+from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of, place_of
 
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
+Lost = dict[int, str]
+"""environments that were not restored exactly -> what was different in their replay; empty if they can't be replayed"""
 
 
 @dataclass
@@ -87,11 +91,14 @@ class Environments(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
-        """Restore a state; return the current observations and the environments that were not restored exactly."""
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, Lost]:
+        """Restore a state; return the current observations and the environments that start new episodes instead."""
         ...
 
     def close(self) -> None: ...
+
+
+_two_numbers = struct.Struct("<dd").pack
 
 
 def episode_seed(seed: int, environment: int, episode: int, purpose: str = "training") -> int:
@@ -121,8 +128,9 @@ def check_same_actions(found: Sequence[gymnasium.Space[Any]], name: str, numbers
 class LoopedEnvironments:
     """B environments stepped one after the other in this process, each reset as soon as its episode ends.
 
-    Every episode is reset with ``episode_seed``. The actions since that reset are kept, so that a checkpoint can restore an
-    environment by replaying them.
+    Every episode is reset with ``episode_seed``. A checkpoint restores an environment by replaying its last whole episode and
+    the present one, and compares hashes of what both returned; state that outlives an episode is loaded with its
+    ``load_state_dict``, if it has that.
     """
 
     def __init__(
@@ -135,9 +143,12 @@ class LoopedEnvironments:
         check_same_actions([each.action_space for each in self.environments], name, range(first, first + count))
         self.reader = Reader(self.observation_space, self.action_space, count, name)
         self.observations = self.reader.empty()
-        self.episodes = [-1] * count
-        self.actions: list[list[Any]] = [[] for _ in range(count)]
-        self.marked: list[tuple[int, list[Any], int]] = []
+        self.hooks = [Hook(environment) for environment in self.environments]
+        self.records = [Record(-1) for _ in range(count)]
+        """the present episodes"""
+        self.whole: list[Record | None] = [None] * count
+        """the last whole episodes"""
+        self.marked: list[tuple[Record, int]] = []
         self._discrete = isinstance(self.action_space, spaces.Discrete)
         self.first = first
         """the number of the first environment, if these are a slice of more"""
@@ -145,16 +156,16 @@ class LoopedEnvironments:
 
     def reset(self) -> Observations:
         for index in range(self.count):
-            self._begin(index, self.episodes[index] + 1)
+            self.begin(index, self.records[index].number + 1)
         return copied(self.observations)
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
-        self._begin(index, self.episodes[index] + 1)
+        self.begin(index, self.records[index].number + 1)
         return copied(self.observations), [index]
 
-    def _begin(self, index: int, episode: int) -> None:
-        self.episodes[index] = episode
-        self.actions[index] = []
+    def begin(self, index: int, episode: int) -> None:
+        """Reset one environment to an episode."""
+        self.records[index] = Record(episode, self._start(index))
         number = self.first + index
         self.position[:] = number, episode, 0
         try:
@@ -163,6 +174,15 @@ class LoopedEnvironments:
         except (Exception, SystemExit) as error:
             raise self._failure(index, error) from error
         self._store(index, observation, info, True)
+
+    def _start(self, index: int) -> Any:
+        """The state before a reset, from environments that save one."""
+        try:
+            return self.hooks[index].save()
+        except Exception as error:
+            if self.records[index].number < 0 and not isinstance(error, SpaceError):
+                return None  # before the first reset it may have none
+            raise self._failure(index, error) from error
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         count = self.count
@@ -177,25 +197,27 @@ class LoopedEnvironments:
                 infos[index] = numbers_in(info)
                 if trunc and not term:
                     finals[index] = self.reader.row(self.observations, index)
-                self._begin(index, self.episodes[index] + 1)
+                self.whole[index] = self.records[index]
+                self.begin(index, self.records[index].number + 1)
         ignored = np.zeros(count, bool) if active is None else ~active
         rewards = as_float32(rewards)
         return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, life_lost, infos)
 
     def mark(self) -> None:
         """Remember the current episodes and the length of their action logs; a rollout begins."""
-        self.marked = [(episode, log, len(log)) for episode, log in zip(self.episodes, self.actions, strict=True)]
+        self.marked = [(record, len(record.actions)) for record in self.records]
 
     def actions_before_mark(self, index: int) -> tuple[int, Array]:
         """The episode of an environment at the last mark, and its actions before that."""
-        episode, log, count = self.marked[index]
-        return episode, np.array(log[:count], self.action_space.dtype)
+        record, count = self.marked[index]
+        return record.number, np.array(record.actions[:count], self.action_space.dtype)
 
     def act(self, index: int, action: Any) -> tuple[float, bool, bool, float, bool, Any]:
         """Take one action in one environment and log it: reward, terminated, truncated, score, life lost, info."""
         action = int(action) if self._discrete else np.asarray(action)
-        self.actions[index].append(np.copy(action))  # the environment may change its argument
-        self.position[:] = self.first + index, self.episodes[index], len(self.actions[index])
+        record = self.records[index]
+        record.actions.append(np.copy(action))  # the environment may change its argument
+        self.position[:] = self.first + index, record.number, len(record.actions)
         try:
             observation, reward, terminated, truncated, info = check_tuple(self.environments[index].step(action), STEP)
             reward = as_number(reward)  # an array would turn None into NaN
@@ -204,6 +226,8 @@ class LoopedEnvironments:
         except (Exception, SystemExit) as error:
             raise self._failure(index, error) from error
         self._store(index, observation, info, not (terminated or truncated))
+        record.add(REWARDS, _two_numbers(reward, score))
+        record.add(ENDS, bytes((terminated, truncated, life_lost)))
         return reward, terminated, truncated, score, life_lost, info
 
     def _store(self, index: int, observation: Any, info: Any, acting: bool) -> None:
@@ -211,42 +235,54 @@ class LoopedEnvironments:
             self.reader.store(self.observations, index, observation, info, acting)
         except Exception as error:
             raise self._failure(index, error) from error
+        record = self.records[index]
+        for path, values in self.observations.items():
+            if path != MASK:
+                record.add(OBSERVATIONS, values[index].tobytes())
+            elif acting:
+                record.add(MASKS, values[index].tobytes())
 
     def _failure(self, index: int, error: BaseException) -> SurefootError:
         what = f"gave {error}" if isinstance(error, SpaceError) else f"raised {cause_of(error)}"
-        position = self.first + index, self.episodes[index], len(self.actions[index])
+        position = self.first + index, self.records[index].number, len(self.records[index].actions)
         return SurefootError(environment_failure(self.name, position, what, self.purpose, place_of(error)))
 
     def state_dict(self) -> dict[str, Any]:
-        logs = {str(i): np.array(log, self.action_space.dtype) for i, log in enumerate(self.actions) if log}
-        return {"episodes": list(self.episodes), "actions": logs, "observations": copied(self.observations)}
+        """``rows``: the present and the last whole episode of each environment."""
+        dtype = self.action_space.dtype
+        pairs = zip(self.records, self.whole, strict=True)
+        return {"rows": [now.saved(dtype) | {"whole": None if past is None else past.saved(dtype)} for now, past in pairs]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
-        if "episodes" not in state:  # saved by a vector environment
-            return self.reset(), list(range(self.count))
-        check_saved_count(len(state["episodes"]), self.count)
-        lost = []
-        for index, episode in enumerate(state["episodes"]):
-            self._begin(index, episode)
-            actions = np.asarray(state["actions"].get(str(index), ()))
-            if not (self._replays(index, actions) and self._shows(index, state["observations"])):
-                lost.append(index)
-                self._begin(index, episode + 1)
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, Lost]:
+        if "rows" not in state:  # saved by a vector environment
+            return self.reset(), dict.fromkeys(range(self.count), "")
+        check_saved_count(len(state["rows"]), self.count)
+        lost = {}
+        for index, row in enumerate(as_arrays(state["rows"])):
+            past = row["whole"]
+            different = "" if past is None else self._replay(index, past, True)
+            self.whole[index] = None if different or past is None else self.records[index]
+            if different := different or self._replay(index, row, False):
+                lost[index] = different
+                self.begin(index, row["number"] + 1)
         return copied(self.observations), lost
 
-    def _replays(self, index: int, actions: Array) -> bool:
-        """Whether the episode accepts the same actions again without ending or failing."""
+    def _replay(self, index: int, saved: dict[str, Any], whole: bool) -> str:
+        """Replay an episode, to its end if it was whole; return what was different, in words."""
+        where, last = f"episode {saved['number']}", len(saved["actions"])
         try:
-            return not any(terminated or truncated for _, terminated, truncated, *_ in (self.act(index, a) for a in actions))
-        except SurefootError:
-            return False
-
-    def _shows(self, index: int, expected: dict[str, Any]) -> bool:
-        """Whether the observation and its mask are the same as before."""
-        if set(expected) != set(self.observations):
-            return False
-        pairs = ((self.observations[path][index], np.asarray(expected[path])[index]) for path in expected)
-        return all(np.array_equal(now, before, equal_nan=True) for now, before in pairs)
+            if saved["start"] is not None:
+                self.hooks[index].load(saved["start"])
+            self.begin(index, saved["number"])
+            for step, action in enumerate(saved["actions"], 1):
+                _, terminated, truncated, *_ = self.act(index, action)
+                if (terminated or truncated) != (whole and step == last):
+                    how = "ended" if terminated or truncated else "did not end"
+                    return f"{where} {how} after {step} steps"
+        except Exception as error:
+            return f"{where}: {error if isinstance(error, SurefootError) else cause_of(error)}"
+        different = self.records[index].difference(saved["hashes"])
+        return different and f"{where} had other {different}"
 
     def close(self) -> None:
         close_all(self.environments)

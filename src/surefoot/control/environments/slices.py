@@ -1,13 +1,27 @@
-"""Join what slices of the environments return, and cut a saved state into slices."""
+"""Slices of the environments: join what they return, cut a saved state, and share the arrays of a step in memory.
 
-from collections.abc import Callable, Sequence
+With memory that a process shares with its workers (Linux), an answer is a copy, not a pickle.
+"""
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from surefoot.control.environments.looped import Step
-from surefoot.control.environments.shared import BY_ENVIRONMENT
+from surefoot.control.environments.records import as_arrays
+from surefoot.control.spaces import Array
+
+ALIGNMENT = 64
+OBSERVATIONS = "observations/"
+BY_ENVIRONMENT = ("final_observations", "final_infos")
+"""fields of ``Step`` that map an environment's index to a value"""
+Layout = Mapping[str, tuple[tuple[int, ...], str]]
+"""name -> shape and dtype of an array"""
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
@@ -42,26 +56,74 @@ def joined(parts: Sequence[dict[str, dict[int, Any]]], firsts: Sequence[int]) ->
 
 def slice_state(state: dict[str, Any], rows: slice) -> dict[str, Any]:
     """The state of some of the environments, as arrays: tensors would make a worker import torch."""
-    if "episodes" not in state:  # of a vector environment
-        return state
-    logs = {index - rows.start: state["actions"].get(str(index)) for index in range(rows.start, rows.stop)}
-    return {
-        "episodes": list(state["episodes"][rows]),
-        "actions": {str(local): np.asarray(log) for local, log in logs.items() if log is not None},
-        "observations": _each(state["observations"], lambda values: np.asarray(values)[rows]),
-    }
+    if "rows" in state:
+        return {"rows": as_arrays(state["rows"][rows])}
+    return {"vectors": {first: part for first, part in state.get("vectors", {}).items() if int(first) == rows.start}}
 
 
-def join_states(parts: Sequence[dict[str, Any]], firsts: Sequence[int]) -> dict[str, Any]:
-    """The states of slices of environments as one; ``firsts`` are the numbers of their first environments."""
-    if "episodes" not in parts[0]:  # of a vector environment
-        return parts[0]
-    state: dict[str, Any] = {"episodes": [], "actions": {}}
-    for first, part in zip(firsts, parts, strict=True):
-        state["episodes"] += part["episodes"]
-        state["actions"] |= {str(first + int(local)): log for local, log in part["actions"].items()}
-    return state | {"observations": concatenate([part["observations"] for part in parts])}
+def join_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states of slices of environments as one."""
+    if "rows" in parts[0]:
+        return {"rows": [row for part in parts for row in part["rows"]]}
+    return {"vectors": {first: vector for part in parts for first, vector in part["vectors"].items()}}
 
 
-def _each(tree: Any, function: Callable[[Any], Any]) -> Any:
-    return {name: _each(below, function) for name, below in tree.items()} if isinstance(tree, dict) else function(tree)
+# ---- memory ---------------------------------------------------------------------------------------------------------------
+
+
+def new_memory(layout: Layout) -> int | None:
+    """A file in memory that has room for the arrays; None if this system has none."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        file = os.memfd_create("surefoot")
+    except OSError:
+        return None
+    try:
+        os.ftruncate(file, _size(layout))
+    except OSError:  # larger than a file may be
+        os.close(file)
+        return None
+    return file
+
+
+def mapped(layout: Layout, file: int) -> dict[str, Array]:
+    """The arrays in the file, which is closed; the memory lasts as long as they do."""
+    try:
+        memory = mmap.mmap(file, _size(layout))
+    finally:
+        os.close(file)
+    arrays, begin = {}, 0
+    for name, (shape, dtype) in layout.items():
+        arrays[name] = np.ndarray(shape, dtype, memory, begin)
+        begin += _room(shape, dtype)
+    return arrays
+
+
+def layout_of(arrays: Mapping[str, Array]) -> Layout:
+    """The layout of copies of these arrays."""
+    return {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
+
+
+def arrays_of(step: Step) -> dict[str, Array]:
+    """The arrays of a step by name, parts of observations too."""
+    parts = {OBSERVATIONS + path: array for path, array in step.observations.items()}
+    others = {field.name: getattr(step, field.name) for field in fields(Step) if field.name not in BY_ENVIRONMENT}
+    return parts | {name: array for name, array in others.items() if name != "observations" and array is not None}
+
+
+def step_of(arrays: Mapping[str, Array], **by_environment: Any) -> Step:
+    """A step with copies of the arrays, and its other fields."""
+    whole: dict[str, Any] = {"observations": {}, **by_environment}
+    for name, array in arrays.items():
+        part = name.startswith(OBSERVATIONS)
+        (whole["observations"] if part else whole)[name.removeprefix(OBSERVATIONS)] = array.copy()
+    return Step(**whole)
+
+
+def _room(shape: tuple[int, ...], dtype: str) -> int:
+    return -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def _size(layout: Layout) -> int:
+    return max(ALIGNMENT, sum(_room(*each) for each in layout.values()))

@@ -15,8 +15,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from surefoot.control.environments.looped import close_all
+from surefoot.control.environments.looped import Lost, close_all
 from surefoot.control.environments.observations import near_mask
+from surefoot.control.environments.records import has_hook
 from surefoot.control.spaces import (
     MASK,
     ObservationPart,
@@ -122,7 +123,7 @@ class TensorEnvironments:
     @property
     def resumable(self) -> bool:
         """Whether the environment saves its state."""
-        return all(callable(getattr(self.environment, name, None)) for name in ("state_dict", "load_state_dict"))
+        return has_hook(self.environment)
 
     def reset(self) -> dict[str, Tensor]:
         """Start a new episode in every row, each time another one; return the observations."""
@@ -241,7 +242,7 @@ class TensorEnvironments:
                 state[STATE] = self.environment.state_dict()
         return state
 
-    def load_state_dict(self, state: dict[str, Any], observations: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[int]]:
+    def load_state_dict(self, state: dict[str, Any], observations: dict[str, Tensor]) -> tuple[dict[str, Tensor], Lost]:
         """Restore a state; return the current observations and the rows that start new episodes.
 
         observations   the current ones when the state was saved
@@ -251,11 +252,11 @@ class TensorEnvironments:
         saved = state.get(STATE)
         fits = {path: x.shape for path, x in observations.items()} == {path: x.shape for path, x in first.items()}
         if saved is None or not self.resumable or not fits:
-            return first, list(range(self.count))
+            return first, dict.fromkeys(range(self.count), "")
         with self._errors():
             self.environment.load_state_dict(saved)
         self.resets -= 1  # as when it was saved
-        return {path: x.to(self.device) for path, x in observations.items()}, []
+        return {path: x.to(self.device) for path, x in observations.items()}, {}
 
     def close(self) -> None:
         """Close the environment."""

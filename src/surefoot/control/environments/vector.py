@@ -13,8 +13,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from surefoot.control.environments.atari import ATARI, AtariSettings, atari_settings
-from surefoot.control.environments.looped import Step, close_all, episode_seed
+from surefoot.control.environments.looped import Lost, Step, close_all, episode_seed
 from surefoot.control.environments.observations import INFO_KEY, STEP, Reader, as_rows, check_tuple, final_numbers
+from surefoot.control.environments.records import Hook, as_arrays, has_hook
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
 from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
 
@@ -22,7 +23,8 @@ from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
 class VectorEnvironments:
     """Any Gymnasium vector environment, in its own autoreset mode (SAME_STEP, NEXT_STEP or DISABLED).
 
-    It can't be replayed episode by episode, so a resumed run starts new episodes: resuming is not exact.
+    It can't be replayed episode by episode. A resumed run continues exactly with ``state_dict`` and
+    ``load_state_dict``, and starts new episodes without.
 
     first   the number of the first environment, if these are a slice of more
     """
@@ -37,6 +39,7 @@ class VectorEnvironments:
         self.mode = autoreset_mode_of(environments, name)
         self.done = np.zeros(self.count, bool)
         self.resets, self.steps = 0, 0
+        self.observations: Observations = {}
 
     def reset(self) -> Observations:
         # Different episodes each time. Gymnasium annotates the seed as int.
@@ -48,7 +51,8 @@ class VectorEnvironments:
             except (TypeError, gymnasium.error.Error):  # some take a single integer
                 observations, infos = self.environments.reset(seed=seeds[0])
         self.resets += 1
-        return self._read(observations, infos, ~self.done)
+        self.observations = self._read(observations, infos, ~self.done)
+        return self.observations
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
         return self.reset(), list(range(self.count))  # a vector environment can't restart single rows
@@ -88,6 +92,7 @@ class VectorEnvironments:
             self.done = terminated | truncated
             read = self._read(observations, infos, ~self.done)
         scores = np.where(ignored, 0, info_values(step_infos, "score", rewards.astype(np.float64)))
+        self.observations = read
         rewards = as_float32(np.where(ignored, 0, rewards))
         life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
         step = Step(read, rewards, terminated | life_lost, truncated, ignored, finals, scores, life_lost)
@@ -114,14 +119,31 @@ class VectorEnvironments:
             raise SurefootError(f"{self.name}: {what}, in {call}; fix the environment{line}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        return {"resets": self.resets}
+        state: dict[str, Any] = {"resets": self.resets}
+        if has_hook(self.environments):
+            with self._errors():
+                state |= {"state": Hook(self.environments).save(), "observations": self.observations, "done": self.done}
+        return {"vectors": {str(self.first): state}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, list[int]]:
-        self.resets = state.get("resets", 0)  # absent if single environments were saved
-        return self.reset(), list(range(self.count))
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, Lost]:
+        saved = as_arrays(state.get("vectors", {}).get(str(self.first), {}))  # none if single environments were saved
+        self.resets = saved.get("resets", 0)
+        first = self.reset()  # the environments allocate what the state goes into
+        old = saved.get("observations", {})
+        if not has_hook(self.environments) or _shapes(old) != _shapes(first):
+            return first, dict.fromkeys(range(self.count), "")
+        with self._errors():
+            Hook(self.environments).load(saved["state"])
+        self.resets -= 1  # as when it was saved
+        self.done, self.observations = saved["done"], old
+        return old, {}
 
     def close(self) -> None:
         close_all([self.environments])
+
+
+def _shapes(observations: Observations) -> dict[str, tuple[int, ...]]:
+    return {path: values.shape for path, values in observations.items()}
 
 
 def check_attributes(environments: VectorEnv[Any, Any, Any], name: str) -> None:

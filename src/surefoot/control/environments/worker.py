@@ -26,8 +26,7 @@ import gymnasium
 from surefoot.control.environments import make_environments, maker
 from surefoot.control.environments.looped import LoopedEnvironments
 from surefoot.control.environments.observations import environment_failure
-from surefoot.control.environments.shared import arrays_of, mapped
-from surefoot.control.environments.slices import by_environment
+from surefoot.control.environments.slices import arrays_of, by_environment, mapped
 from surefoot.control.spaces import Array
 from surefoot.errors import SurefootError, cause_of, place_of
 from surefoot.recipes.callables import unset_python_safe_path

@@ -27,10 +27,20 @@ import numpy as np
 
 from surefoot.control.environments import task_name
 from surefoot.control.environments.atari import ATARI
-from surefoot.control.environments.looped import MakeEnvironment, Step, check_same_actions, check_saved_count
+from surefoot.control.environments.looped import Lost, MakeEnvironment, Step, check_same_actions, check_saved_count
 from surefoot.control.environments.observations import copied, environment_failure
-from surefoot.control.environments.shared import arrays_of, layout_of, mapped, new_memory, step_of
-from surefoot.control.environments.slices import concatenate, concatenate_steps, join_states, joined, slice_state
+from surefoot.control.environments.slices import (
+    arrays_of,
+    concatenate,
+    concatenate_steps,
+    join_states,
+    joined,
+    layout_of,
+    mapped,
+    new_memory,
+    slice_state,
+    step_of,
+)
 from surefoot.control.environments.worker import IDLE, WorkerConfig, serve
 from surefoot.control.spaces import Array, Observations
 from surefoot.errors import SurefootError, cause_of
@@ -153,15 +163,17 @@ class WorkerEnvironments:
 
     def state_dict(self) -> dict[str, Any]:
         """The same state as in one process, so that a run may resume with another number of workers."""
-        return join_states(self._call("state_dict"), [worker.first for worker in self._workers])
+        return join_states(self._call("state_dict"))
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Any, list[int]]:
-        if "episodes" not in state:  # saved by a vector environment
-            return self.reset(), list(range(self.count))
-        check_saved_count(len(state["episodes"]), self.count)
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Any, Lost]:
+        if "rows" not in state:  # saved by a vector environment
+            return self.reset(), dict.fromkeys(range(self.count), "")
+        check_saved_count(len(state["rows"]), self.count)
         answers = self._call("load_state_dict", [(slice_state(state, worker.rows),) for worker in self._workers])
         self._observations = concatenate([observations for observations, _ in answers])
-        lost = [w.first + local for w, (_, lost) in zip(self._workers, answers, strict=True) for local in lost]
+        lost = {
+            w.first + local: why for w, (_, rows) in zip(self._workers, answers, strict=True) for local, why in rows.items()
+        }
         return self._observations, lost
 
     def close(self) -> None:

@@ -393,7 +393,7 @@ class LanguageWorld:
             **base_record(self.base),
         }
 
-    def load(self, parts: dict[str, Any], where: Path) -> list[str]:
+    def load(self, parts: dict[str, Any], where: Path, allow_changes: bool) -> list[str]:
         """Load weights and the position in the data from a checkpoint."""
         check_row_count(self.recipe.data.train, parts["collector"]["count"], len(self.collector.prompts.ids))
         check_unchanged(parts.get("sources", {}), self.sources)

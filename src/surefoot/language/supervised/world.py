@@ -298,7 +298,7 @@ class SupervisedWorld:
     def _model(self) -> torch.nn.Module:
         return self.result if isinstance(self.result, RewardModel) else self.result.model
 
-    def load(self, parts: dict[str, Any], where: Path) -> list[str]:
+    def load(self, parts: dict[str, Any], where: Path, allow_changes: bool) -> list[str]:
         """Load weights and the position in the data from a checkpoint."""
         check_row_count(self.recipe.data.train, parts["collector"]["count"], self.collector.rows.count)
         check_unchanged(parts.get("sources", {}), self.sources)

@@ -142,7 +142,7 @@ class Session:
         self.pending = parts.get("pending") or None
         with made_from(checkpoint):
             with together() if self.sharded else nullcontext():
-                lines = self.world.load(parts, checkpoint)
+                lines = self.world.load(parts, checkpoint, allow_changes)
             for line in lines:
                 self.message(line)
             with together():

@@ -1,0 +1,157 @@
+"""What a checkpoint keeps of an environment: the actions of an episode to replay, hashes of what it returned, and its state.
+
+A simulator's inner state can't be saved. An episode is a function of its seed and actions, unless something outlives episodes:
+that is what ``state_dict`` and ``load_state_dict`` of an environment or its wrappers are for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from surefoot.control.spaces import SpaceError
+from surefoot.core.seeding import Fingerprint
+
+OBSERVATIONS, MASKS, REWARDS, ENDS = KINDS = ("observations", "action masks", "rewards", "ends of episodes")
+"""what is compared"""
+SAVED, LOADED = HOOK = ("state_dict", "load_state_dict")
+KIND, OF = "$kind", "of"
+"""keys of a saved value that JSON does not have"""
+
+
+class Record:
+    """An episode so far: its number, its actions, and hashes of all that it returned.
+
+    start   the state before its reset, of environments that have ``state_dict``
+    """
+
+    def __init__(self, number: int, start: Any = None) -> None:
+        self.number, self.start = number, start
+        self.actions: list[Any] = []
+        self.hashes = {kind: Fingerprint() for kind in KINDS}
+
+    def add(self, kind: str, content: bytes) -> None:
+        """Add to a hash."""
+        self.hashes[kind].raw(content)
+
+    def saved(self, dtype: Any) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        return {
+            "number": self.number,
+            "start": self.start,
+            "actions": np.array(self.actions, dtype),
+            "hashes": {kind: each.digits() for kind, each in self.hashes.items()},
+        }
+
+    def difference(self, hashes: Mapping[str, str]) -> str:
+        """What a replay returned otherwise, in words: "rewards and ends of episodes"; empty if nothing."""
+        return " and ".join(kind for kind, each in self.hashes.items() if each.digits() != hashes.get(kind))
+
+
+# ---- state of its own -------------------------------------------------------------------------------------------------
+
+
+def has_hook(environment: Any) -> bool:
+    """Whether an object saves and loads its state."""
+    return all(callable(getattr(environment, name, None)) for name in HOOK)
+
+
+def wrapped(environment: Any) -> Iterator[Any]:
+    """An environment, and those in it from the outside to the inside, by the attribute ``env`` of wrappers."""
+    seen: set[int] = set()
+    while environment is not None and id(environment) not in seen:
+        seen.add(id(environment))
+        yield environment
+        environment = vars(environment).get("env") if hasattr(environment, "__dict__") else None
+
+
+class Hook:
+    """``state_dict`` and ``load_state_dict`` of an environment and of each wrapper that has them."""
+
+    def __init__(self, environment: Any) -> None:
+        layers = [each for each in wrapped(environment) if has_hook(each)]
+        # A wrapper may pass on the methods of what it wraps.
+        self.layers = [each for each in layers if getattr(each.state_dict, "__self__", each) is each]
+
+    def save(self) -> list[Any] | None:
+        """The states as a checkpoint can hold them, from the outside to the inside; None without any."""
+        return [saved(each.state_dict()) for each in self.layers] or None
+
+    def load(self, states: Any) -> None:
+        """Load saved states. Raises SpaceError if there are others than layers that load one."""
+        if len(states) != len(self.layers):
+            raise SpaceError(f"state_dict in {len(self.layers)} layers, where {len(states)} were saved")
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.load_state_dict(restored(state))
+
+
+def saved(value: Any, where: str = "") -> Any:
+    """A copy of a state that JSON and tensors can hold, from which ``restored`` makes the same types.
+
+    Raises SpaceError, with its place, for a value that can't be saved.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [saved(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: saved(each, f"{where}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, tuple) and type(value) is tuple:
+        return {KIND: "tuple", OF: saved(list(value), where)}
+    if isinstance(value, Mapping):
+        return {KIND: "dict", OF: [saved(pair, where) for pair in value.items()]}
+    if isinstance(value, bytes):
+        return {KIND: "bytes", OF: np.frombuffer(bytearray(value), np.uint8)}
+    if hasattr(value, "detach"):
+        try:
+            return {KIND: "tensor", OF: saved(np.array(value.detach().cpu().numpy()))}
+        except TypeError:  # such as bfloat16
+            raise SpaceError(f"a state_dict with a tensor of {value.dtype} at {where}, which can't be saved") from None
+    if isinstance(value, (np.ndarray, np.generic)) and not (value.dtype.hasobject or value.dtype.fields):
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        content = np.frombuffer(bytearray(value.tobytes()), np.uint8)  # any type and shape, to the bit
+        return {KIND: kind, "dtype": value.dtype.str, "shape": list(value.shape), OF: content}
+    raise SpaceError(
+        f"a state_dict with a {type(value).__name__}{f' at {where}' if where else ''}, which can't be saved; return numbers, "
+        "text, arrays, tensors, and dicts, lists and tuples of these"
+    )
+
+
+def restored(value: Any) -> Any:
+    """The reverse of ``saved``, also after its arrays have become tensors in a checkpoint."""
+    if isinstance(value, list):
+        return [restored(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if KIND not in value:
+        return {key: restored(each) for key, each in value.items()}
+    return _RESTORED[value[KIND]](value)
+
+
+def _array(value: dict[str, Any]) -> Any:
+    return np.frombuffer(np.asarray(value[OF]).tobytes(), value["dtype"]).reshape(value["shape"]).copy()
+
+
+def _tensor(value: dict[str, Any]) -> Any:
+    import torch
+
+    return torch.from_numpy(_array(value[OF]))
+
+
+_RESTORED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "tuple": lambda value: tuple(restored(value[OF])),
+    "dict": lambda value: dict(restored(value[OF])),
+    "bytes": lambda value: np.asarray(value[OF]).tobytes(),
+    "array": _array,
+    "number": lambda value: _array(value)[()],
+    "tensor": _tensor,
+}
+
+
+def as_arrays(tree: Any) -> Any:
+    """The dicts and lists of a saved state, with arrays for tensors."""
+    if isinstance(tree, dict):
+        return {name: as_arrays(below) for name, below in tree.items()}
+    if isinstance(tree, list):
+        return [as_arrays(below) for below in tree]
+    return np.asarray(tree) if hasattr(tree, "__array__") else tree

@@ -1,0 +1,186 @@
+"""A resumed environment returns what an undisturbed one would have returned, or the resume says what is different."""
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.wrappers import NormalizeReward, TimeLimit
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.control.environments.looped import LoopedEnvironments
+from surefoot.control.environments.records import restored, saved
+from surefoot.control.environments.vector import VectorEnvironments
+from surefoot.control.environments.workers import WorkerEnvironments
+from surefoot.control.spaces import SpaceError
+from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+
+from .test_environments import together
+from .tiny import Endless
+
+SHORT: dict[str, Any] = {
+    "rollout": {"environments": 2, "steps": 16},
+    "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
+    "evaluation": {"episodes": 0},
+    "display": None,
+}
+
+
+class Curriculum(Endless):
+    """Episodes of three steps; each episode raises the level, which shows in one kind of what the environment returns."""
+
+    def __init__(self, shows: str = "rewards") -> None:
+        self.shows, self.level, self.t = shows, 0, 0
+
+    def info(self) -> dict[str, Any]:
+        masks = {"action_mask": np.array([True, self.level == 0])} if self.shows == "action masks" else {}
+        return masks | ({"surefoot": {"score": float(self.level)}} if self.shows == "scores" else {})
+
+    def look(self) -> np.ndarray:
+        return np.full(2, self.level / 100 if self.shows == "observations" else 0, np.float32)
+
+    def reset(self, **_: Any) -> Any:
+        self.t = 0
+        return self.look(), self.info()
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        over = self.t >= (3 + min(self.level, 1) if self.shows == "ends" else 3)
+        result = self.look(), float(self.level if self.shows == "rewards" else 1), over, False, self.info()
+        self.level += over
+        return result
+
+
+class Resumable(Curriculum):
+    """The same, which saves its level."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level = state["level"]
+
+
+def through_a_file(state: Any, folder: Path) -> Any:
+    save_checkpoint(folder, {"environments": state})
+    return load_checkpoint(folder)["environments"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("shows", ["rewards", "scores", "ends", "observations", "action masks"])
+def test_a_state_that_outlives_an_episode_is_noticed_wherever_it_shows(shows: str, workers: int, tmp_path: Path) -> None:
+    """Two steps after a reset, in which nothing but the first observation could be compared."""
+
+    def two(task: Any) -> Any:
+        if workers:
+            return WorkerEnvironments(task, {"shows": shows}, 2, 1, workers, 60)
+        return LoopedEnvironments(lambda: task(shows), 2, 1, "task")
+
+    if workers and shows != "rewards":
+        pytest.skip("processes are slow to start, and the law is the same")
+    for task in (Curriculum, Resumable):
+        environments, again = two(task), two(task)
+        try:
+            environments.reset()
+            for _ in range(11):
+                environments.step(np.zeros(2, int))
+            state = through_a_file(environments.state_dict(), tmp_path / task.__name__)
+            again.reset()
+            _, lost = again.load_state_dict(state)
+            if task is Curriculum:
+                assert list(lost) == [0, 1]
+                assert {"scores": "rewards", "ends": "ended"}.get(shows, shows) in lost[0]
+                continue
+            assert lost == {}
+            for _ in range(9):
+                now, then = again.step(np.zeros(2, int)), environments.step(np.zeros(2, int))
+                assert [x.tolist() for x in (now.rewards, now.scores, now.terminated, now.observations["observation"])] == [
+                    x.tolist() for x in (then.rewards, then.scores, then.terminated, then.observations["observation"])
+                ]
+        finally:
+            environments.close()
+            again.close()
+
+
+@pytest.mark.parametrize("task", [Curriculum, Resumable, lambda: TimeLimit(Resumable(), 50)])
+def test_a_resumed_run_is_the_same_or_rejected_in_one_line_unless_changes_are_allowed(task: Any, tmp_path: Path) -> None:
+    whole = surefoot.train(task, steps=128, seed=1, run_dir=tmp_path / "whole", **SHORT)
+    surefoot.train(task, steps=128, seed=1, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 64, **SHORT)
+    if task is not Curriculum:
+        again = surefoot.resume(tmp_path / "cut", task=task, display=None)
+        assert all(torch.equal(x, y) for x, y in zip(whole.policy.parameters(), again.policy.parameters(), strict=True))
+        return
+    before = sorted(path for path in (tmp_path / "cut").rglob("*") if path.is_file() and path.name != "lock")
+    with pytest.raises(SurefootError, match=r"environments \[0, 1\] of Curriculum did not replay .* other rewards.*state_dict"):
+        surefoot.resume(tmp_path / "cut", task=task, display=None)
+    assert before == sorted(path for path in (tmp_path / "cut").rglob("*") if path.is_file() and path.name != "lock")
+    surefoot.resume(tmp_path / "cut", task=task, allow_changes=True, display=None)
+
+
+def test_a_wrapper_with_running_statistics_is_noticed() -> None:
+    def one() -> LoopedEnvironments:
+        return LoopedEnvironments(lambda: NormalizeReward(gymnasium.make("CartPole-v1")), 1, 1, "task")
+
+    environments = one()
+    environments.reset()
+    for _ in range(60):
+        environments.step(np.ones(1, int))
+    _, lost = one().load_state_dict(environments.state_dict())
+    assert "other rewards" in lost[0]
+
+
+class Vector(VectorEnvironments):
+    """A vector environment that saves its state."""
+
+    def __init__(self) -> None:
+        made = together("NEXT_STEP", [Resumable(), Resumable()]).environments
+        rows: Any = made.envs  # type: ignore[attr-defined]
+        made.state_dict = lambda: {  # type: ignore[attr-defined]
+            "rows": [(row.level, row.t) for row in rows],
+            "resets": made._autoreset_envs.copy(),  # type: ignore[attr-defined]
+        }
+
+        def load(state: Any) -> None:
+            for row, (level, t) in zip(rows, state["rows"], strict=True):
+                row.level, row.t = level, t
+            made._autoreset_envs = state["resets"]  # type: ignore[attr-defined]
+
+        made.load_state_dict = load  # type: ignore[attr-defined]
+        super().__init__(made, 1, "task")
+
+
+def test_a_vector_environment_with_state_continues_exactly(tmp_path: Path) -> None:
+    environments, again = Vector(), Vector()
+    environments.reset()
+    for _ in range(11):
+        environments.step(np.zeros(2, int))
+    _, lost = again.load_state_dict(through_a_file(environments.state_dict(), tmp_path / "state"))
+    assert lost == {}
+    for _ in range(9):
+        now, then = again.step(np.zeros(2, int)), environments.step(np.zeros(2, int))
+        assert (now.rewards.tolist(), now.ignored.tolist()) == (then.rewards.tolist(), then.ignored.tolist())
+
+
+def test_every_state_comes_back_from_a_checkpoint_with_its_types(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    state = {
+        "count": 3,
+        "mean": np.array(1.5),
+        "table": np.arange(6, dtype=np.uint16).reshape(2, 3).T,
+        "pair": (1, [2.5, None], {"x": True}),
+        "places": {(0, 1): "wall", 7: b"raw"},
+        "number": np.float32(2),
+        "weights": torch.arange(3),
+        "empty": np.zeros((0, 3)),
+        "names": np.array(["a", "bc"]),
+        "generator": generator.bit_generator.state,
+    }
+    back = restored(through_a_file(saved(state), tmp_path / "state"))
+    assert repr(back) == repr(state)
+    assert {key: type(value) for key, value in back.items()} == {key: type(value) for key, value in state.items()}
+    for bad in ({"a": {1}}, {"a": [object()]}, {"a": np.array([None])}):
+        with pytest.raises(SpaceError, match=r"a state_dict with a .* at \['a'\].* can't be saved"):
+            saved(bad)
