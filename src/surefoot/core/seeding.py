@@ -1,5 +1,5 @@
-"""What makes a run repeat itself: random generators from its one seed, hashes to compare with, deterministic algorithms on GPUs,
-and PyTorch's modes, whatever those of the program are.
+"""What makes a run repeat itself: random generators from its one seed, hashes to compare with, deterministic algorithms
+on GPUs, and PyTorch's modes, whatever those of the program are.
 
 Streams differ by name, never by adding to the seed: seed 1's second stream must not be seed 2's first. Without deterministic
 algorithms a GPU sums the gradient of attention, among others, in the order in which its threads finish.
