@@ -268,6 +268,8 @@ def test_a_loss_that_does_not_fall_or_rises_again_is_a_finding() -> None:
     assert named(policy_loss=lambda i: 1 + 0.02 * (i % 2)) == {"loss_flat": "warning"}
     assert named(policy_loss=lambda i: 4.6 + 0.02 * (i % 2)) == {"unusable_start": "serious"}
     assert named(**falls, held_out_loss=lambda i: 1 + abs(i - 50) / 100 if i % 10 == 0 else None) == {"loss_rose": "warning"}
+    early = {"policy_loss": lambda i: 4.6 if i == 1 else 9 if i < 15 else 2.8 + 1 / i}
+    assert named(**early) == {"loss_rose": "warning"}, "and falls again, to what no model is needed for"
     assert named(policy_loss=lambda i: 1 + i / 50) == {"loss_rose": "serious", "loss_flat": "warning"}
 
 

@@ -121,14 +121,17 @@ def loss_rose(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     blocks = loss.blocks()
     lowest = min(blocks, key=lambda block: float(block.values.mean()))
     low, now = float(lowest.values.mean()), float(blocks[-1].values.mean())
-    if now - low <= max(0.25 * abs(low), 2 * CLEAR * loss.noise() if loss is trained else 0):
+    highest = max(trained.blocks(), key=lambda block: float(block.values.mean()), default=trained)
+    if isinstance(recipe, SftRecipe) and len(trained) >= 20 and highest.values.mean() > 1.25 * trained.values[0] > 0:
+        lowest, low, now, loss = trained.part(0, 1), float(trained.values[0]), float(highest.values.mean()), trained
+    elif now - low <= max(0.25 * abs(low), 2 * CLEAR * loss.noise() if loss is trained else 0):
         return None
     of_trained = [float(block.values.mean()) for block in trained.blocks()]
     diverged = len(of_trained) > 1 and of_trained[-1] > 1.1 * of_trained[0] > 0
     return Finding(
         "loss_rose",
         "serious" if diverged else "warning",
-        f"the {'held-out ' if loss is held_out else ''}loss rises: {in_words(low)} at step {int(lowest.steps[-1]):,}, now "
+        f"the {'held-out ' if loss is held_out else ''}loss rises: {in_words(low)} at step {int(lowest.steps[-1]):,}, then "
         f"{in_words(now)}" + ("; the trained rows' loss is higher than at first" if diverged else ""),
         "the steps are too large" if diverged else "the model learns the trained rows by heart, or its steps are too large",
         (lowest.evidence("lowest"), blocks[-1].evidence()),
