@@ -403,7 +403,7 @@ def test_a_failed_replacement_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
 def test_the_same_environment_twice_and_an_environment_for_a_task_are_rejected():
     one = gymnasium.make("CartPole-v1")
-    with pytest.raises(SurefootError, match="the same environment twice"):
+    with pytest.raises(SurefootError, match="environments 0 and 1 are the same"):
         api.train(lambda: one, steps=10)
     with pytest.raises(SurefootError, match="is not a task"):
         api.train(one, steps=10)

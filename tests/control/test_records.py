@@ -184,3 +184,41 @@ def test_every_state_comes_back_from_a_checkpoint_with_its_types(tmp_path: Path)
     for bad in ({"a": {1}}, {"a": [object()]}, {"a": np.array([None])}):
         with pytest.raises(SpaceError, match=r"a state_dict with a .* at \['a'\].* can't be saved"):
             saved(bad)
+
+
+class Reusing(Endless):
+    """Writes all its observations into one array; truncated after five steps."""
+
+    def __init__(self) -> None:
+        self.seen = np.zeros(2, np.float32)
+
+    def reset(self, **_: Any) -> Any:
+        self.seen[:] = 0
+        return self.seen, {}
+
+    def step(self, action: Any) -> Any:
+        self.seen += 0.1
+        return self.seen, 1.0, False, bool(self.seen[0] > 0.45), {}
+
+
+@pytest.mark.parametrize("vector", ["SyncVectorEnv", "AsyncVectorEnv"])
+def test_a_final_observation_that_the_reset_has_overwritten_is_an_error(vector: str) -> None:
+    made = getattr(gymnasium.vector, vector)([Reusing] * 2, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
+    environments = VectorEnvironments(made, 1, "task")
+    environments.reset()
+    for _ in range(4):
+        environments.step(np.zeros(2, int))
+    with pytest.raises(SurefootError, match=r"final_obs.* is the observation after the reset.*return copies"):
+        environments.step(np.zeros(2, int))
+    environments.close()
+
+
+def test_one_environment_inside_several_is_rejected_also_between_training_and_evaluation() -> None:
+    one = Reusing()
+    make = lambda: TimeLimit(one, 100)  # noqa: E731
+    with pytest.raises(SurefootError, match="environments 0 and 1 are the same Reusing inside"):
+        surefoot.train(make, steps=32, **SHORT)
+    alone: dict[str, Any] = {"rollout": {"environments": 1, "steps": 16}, "evaluation": {"episodes": 1}}
+    with pytest.raises(SurefootError, match="another part of the run steps the same Reusing inside"):
+        surefoot.train(make, steps=32, **{**SHORT, **alone})
+    surefoot.train(make, steps=16, **{**SHORT, "rollout": {"environments": 1, "steps": 16}})  # released by the runs before

@@ -1,5 +1,6 @@
 """Evaluate agents: whole episodes, each with its own seed and frozen normalisers; or one greedy episode step by step."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -173,7 +174,7 @@ class EpisodeStep:
 
     step: int
     observation: Any
-    """as the environment returned it"""
+    """as the environment returned it, copied: it may write into its arrays"""
     reward: float
     """true score of the last step"""
     total: float
@@ -197,7 +198,7 @@ def greedy_episode(
         observation, info = environment.reset(seed=first)
     except Exception as error:
         raise _failure(name, error, "reset()", episode, 0) from error
-    at, state = EpisodeStep(0, observation, 0.0, 0.0, False, info.get(MASK)), None
+    at, state = EpisodeStep(0, copy.deepcopy(observation), 0.0, 0.0, False, copy.deepcopy(info.get(MASK))), None
     yield at
     while not at.done and at.step < limit:
         mask = None if at.mask is None else np.asarray(at.mask)[None]
@@ -213,7 +214,8 @@ def greedy_episode(
         except Exception as error:
             raise _failure(name, error, "step()", episode, step) from error
         done = bool(terminated or truncated)
-        at = EpisodeStep(step, observation, score, at.total + score, done, None if done else info.get(MASK))
+        shown = copy.deepcopy((observation, None if done else info.get(MASK)))
+        at = EpisodeStep(step, shown[0], score, at.total + score, done, shown[1])
         yield at
 
 

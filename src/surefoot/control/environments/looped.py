@@ -28,7 +28,7 @@ from surefoot.control.environments.observations import (
     numbers_in,
     score_and_life,
 )
-from surefoot.control.environments.records import ENDS, MASKS, OBSERVATIONS, REWARDS, Hook, Record, as_arrays
+from surefoot.control.environments.records import ENDS, MASKS, OBSERVATIONS, REWARDS, Hook, Record, as_arrays, claim, release
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of, place_of
@@ -138,6 +138,7 @@ class LoopedEnvironments:
     ) -> None:
         self.count, self.seed, self.name, self.purpose = count, seed, name, purpose
         self.environments = [make() for _ in range(count)]
+        claim(self.environments, self, name)
         self.observation_space: gymnasium.Space[Any] = self.environments[0].observation_space
         self.action_space: gymnasium.Space[Any] = self.environments[0].action_space
         check_same_actions([each.action_space for each in self.environments], name, range(first, first + count))
@@ -300,5 +301,6 @@ def closing(environment: Any) -> Iterator[Any]:
 def close_all(environments: Iterable[Any]) -> None:
     """Close environments; errors while closing are ignored, because their steps are done and must not be lost."""
     for environment in environments:
+        release(environment)
         with contextlib.suppress(Exception):
             environment.close()

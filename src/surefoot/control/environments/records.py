@@ -4,13 +4,15 @@ A simulator's inner state can't be saved. An episode is a function of its seed a
 that is what ``state_dict`` and ``load_state_dict`` of an environment or its wrappers are for.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from surefoot.control.spaces import SpaceError
 from surefoot.core.seeding import Fingerprint
+from surefoot.errors import SurefootError
 
 OBSERVATIONS, MASKS, REWARDS, ENDS = KINDS = ("observations", "action masks", "rewards", "ends of episodes")
 """what is compared"""
@@ -57,12 +59,40 @@ def has_hook(environment: Any) -> bool:
 
 
 def wrapped(environment: Any) -> Iterator[Any]:
-    """An environment, and those in it from the outside to the inside, by the attribute ``env`` of wrappers."""
-    seen: set[int] = set()
-    while environment is not None and id(environment) not in seen:
-        seen.add(id(environment))
-        yield environment
-        environment = vars(environment).get("env") if hasattr(environment, "__dict__") else None
+    """An environment, and those in it from the outside to the inside: what its attributes have that resets and steps."""
+    found, seen = [environment], {id(environment)}
+    for each in found:
+        yield each
+        for value in list(getattr(each, "__dict__", {}).values()):
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                methods = (getattr(type(inner), name, None) for name in ("reset", "step"))
+                if id(inner) not in seen and all(map(callable, methods)):
+                    seen.add(id(inner))
+                    found.append(inner)
+
+
+_owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""id of an environment in use, or of one in it -> the object that steps it"""
+
+
+def claim(environments: Iterable[Any], owner: Any, name: str) -> None:
+    """Mark environments as stepped by ``owner``. Raises SurefootError if two are the same inside, or another steps one."""
+    mine: dict[int, int] = {}
+    for index, environment in enumerate(environments):
+        for each in wrapped(environment):
+            before = mine.setdefault(id(each), index)
+            if before != index or _owners.get(id(each), owner) is not owner:
+                what = f"environments {before} and {index} are" if before != index else "another part of the run steps"
+                raise SurefootError(
+                    f"task={name!r}: {what} the same {type(each).__name__} inside; make a new one on every call"
+                )
+    _owners.update(dict.fromkeys(mine, owner))
+
+
+def release(environment: Any) -> None:
+    """End a claim."""
+    for each in wrapped(environment):
+        _owners.pop(id(each), None)
 
 
 class Hook:

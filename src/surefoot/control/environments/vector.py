@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import gymnasium
@@ -15,9 +15,12 @@ from gymnasium.vector.utils import batch_space
 from surefoot.control.environments.atari import ATARI, AtariSettings, atari_settings
 from surefoot.control.environments.looped import Lost, Step, close_all, episode_seed
 from surefoot.control.environments.observations import INFO_KEY, STEP, Reader, as_rows, check_tuple, final_numbers
-from surefoot.control.environments.records import Hook, as_arrays, has_hook
+from surefoot.control.environments.records import Hook, as_arrays, claim, has_hook
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
 from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
+
+PROBE_STEPS = 8
+"""steps in which an environment may show that it writes into its arrays"""
 
 
 class VectorEnvironments:
@@ -32,6 +35,7 @@ class VectorEnvironments:
     def __init__(self, environments: VectorEnv[Any, Any, Any], seed: int, name: str, first: int = 0) -> None:
         check_attributes(environments, name)
         self.environments, self.seed, self.name, self.first = environments, seed, name, first
+        claim(getattr(environments.unwrapped, "envs", ()), self, name)
         self.count = environments.num_envs
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
         self.action_space: gymnasium.Space[Any] = environments.single_action_space
@@ -40,6 +44,7 @@ class VectorEnvironments:
         self.done = np.zeros(self.count, bool)
         self.resets, self.steps = 0, 0
         self.observations: Observations = {}
+        self.probed = False
 
     def reset(self) -> Observations:
         # Different episodes each time. Gymnasium annotates the seed as int.
@@ -76,6 +81,7 @@ class VectorEnvironments:
             read = self._read(observations, infos, ~ignored)
             with self._errors():
                 finals = {i: self.reader.one(infos["final_obs"][i]) for i in cut}
+            self._check_reuse(finals, read)
         elif self.mode is AutoresetMode.DISABLED:
             read = self._read(observations, infos, ~ended)
             finals = {i: self.reader.row(read, i) for i in cut}
@@ -99,6 +105,34 @@ class VectorEnvironments:
         last_infos = step_infos.get("final_info", {}) if self.mode is AutoresetMode.SAME_STEP else step_infos
         step.final_infos = final_numbers(last_infos, step.done)
         return step
+
+    def _check_reuse(self, finals: dict[int, Observations], read: Observations) -> None:
+        """Raise SurefootError if final observations are those after the reset, as the environment writes into one array.
+
+        Equal observations may be right, so an environment of the same kind is made once, and its arrays are looked at.
+        """
+        equal = [i for i, row in finals.items() if all(np.array_equal(row[path], read[path][i]) for path in row)]
+        makers = getattr(self.environments.unwrapped, "env_fns", None)
+        if not equal or not makers or self.probed:
+            return
+        self.probed = True
+        if self._reuses_arrays(makers[0]):
+            raise SurefootError(
+                f"{self.name}: in SAME_STEP, info['final_obs'] of environments {equal} is the observation after the reset, as "
+                "the environment returns one array that it writes into; return copies"
+            )
+
+    def _reuses_arrays(self, make: Callable[[], Any]) -> bool:
+        """Whether an environment writes into an observation that it has returned; False if it doesn't run here."""
+        with contextlib.suppress(Exception), contextlib.closing(make()) as one:
+            shown = one.reset(seed=0)[0]
+            for _ in range(PROBE_STEPS):
+                before = self.reader.one(shown)
+                following = one.step(one.action_space.sample())[0]
+                if any(not np.array_equal(x, before[path]) for path, x in self.reader.one(shown).items()):
+                    return True
+                shown = following
+        return False
 
     def _read(self, observations: Any, infos: dict[str, Any], acting: Array) -> Observations:
         """The observations, and the masks of the rows that act next."""
