@@ -222,3 +222,24 @@ def test_one_environment_inside_several_is_rejected_also_between_training_and_ev
     with pytest.raises(SurefootError, match="another part of the run steps the same Reusing inside"):
         surefoot.train(make, steps=32, **{**SHORT, **alone})
     surefoot.train(make, steps=16, **{**SHORT, "rollout": {"environments": 1, "steps": 16}})  # released by the runs before
+
+
+@pytest.mark.parametrize("form", ["list", "only observations", "None"])
+def test_infos_of_a_vector_environment_may_be_a_list_and_other_forms_are_errors_of_one_line(form: str) -> None:
+    environments = together("NEXT_STEP", [Curriculum("scores"), Curriculum("scores")])
+    inner: Any = environments.environments
+    reset, step = inner.reset, inner.step
+
+    def listed(infos: Any) -> Any:
+        return [{"surefoot": {"score": 7.0}}, {}] if form == "list" else None
+
+    inner.reset = lambda **k: reset(**k)[0] if form == "only observations" else (reset(**k)[0], listed({}))
+    inner.step = lambda actions: (*step(actions)[:4], listed({}))
+    if form != "list":
+        with pytest.raises(SurefootError, match=r"gave (one ndarray where|infos of type NoneType).*reset\(\)"):
+            environments.reset()
+        return
+    environments.reset()
+    scores = environments.step(np.zeros(2, int)).scores
+    assert scores is not None
+    assert scores.tolist() == [7.0, 1.0]

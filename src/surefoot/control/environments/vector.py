@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 
 from surefoot.control.environments.atari import ATARI, AtariSettings, atari_settings
 from surefoot.control.environments.looped import Lost, Step, close_all, episode_seed
-from surefoot.control.environments.observations import INFO_KEY, STEP, Reader, as_rows, check_tuple, final_numbers
+from surefoot.control.environments.observations import INFO_KEY, RESET, STEP, Reader, as_rows, check_tuple, final_numbers
 from surefoot.control.environments.records import Hook, as_arrays, claim, has_hook
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
 from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
@@ -52,9 +52,11 @@ class VectorEnvironments:
         self.steps, self.done = 0, np.zeros(self.count, bool)
         with self._errors():
             try:
-                observations, infos = self.environments.reset(seed=seeds)
+                returned = self.environments.reset(seed=seeds)
             except (TypeError, gymnasium.error.Error):  # some take a single integer
-                observations, infos = self.environments.reset(seed=seeds[0])
+                returned = self.environments.reset(seed=seeds[0])
+            observations, infos = check_tuple(returned, RESET)
+            infos = _of_all(infos, self.count)
         self.resets += 1
         self.observations = self._read(observations, infos, ~self.done)
         return self.observations
@@ -73,7 +75,7 @@ class VectorEnvironments:
             observations, rewards, *ends, infos = check_tuple(self.environments.step(actions), STEP)
             rewards = as_rows(rewards, "rewards", self.count)  # copied: it may reuse its arrays
             terminated, truncated = (as_rows(end, name, self.count) for end, name in zip(ends, STEP[2:], strict=False))
-            _check_mappings(infos)
+            infos = _of_all(infos, self.count)
         step_infos, ended, ignored, finals = infos, terminated | truncated, np.zeros(self.count, bool), {}
         check_infos(self.mode, ended, self.done, infos, self.name)
         cut = np.flatnonzero(truncated & ~terminated).tolist()
@@ -88,7 +90,8 @@ class VectorEnvironments:
             if ended.any():
                 masks = read.get(MASK)
                 with self._errors():
-                    observations, infos = self.environments.reset(options={"reset_mask": ended})
+                    observations, infos = check_tuple(self.environments.reset(options={"reset_mask": ended}), RESET)
+                    infos = _of_all(infos, self.count)
                 read = self._read(observations, infos, ended)
                 if masks is not None:
                     read[MASK] = np.where(ended[:, None], read[MASK], masks)
@@ -248,12 +251,32 @@ def check_infos(mode: AutoresetMode, ended: Array, resetting: Array, infos: dict
         )
 
 
-def _check_mappings(infos: Any) -> None:
-    """Raise SpaceError unless the infos are one mapping for all environments, and so are those of final steps."""
+def _of_all(infos: Any, count: int) -> Mapping[str, Any]:
+    """The infos of all environments as one mapping of arrays; SpaceError unless they are that, or a list of one for each."""
+    if isinstance(infos, (list, tuple)) and len(infos) == count and all(isinstance(row, Mapping) for row in infos):
+        infos = _columns(infos)  # as SuperSuit's vector environments return them
     if not isinstance(infos, Mapping):
         raise SpaceError(f"infos of type {type(infos).__name__} instead of one dict for all environments")
     if not isinstance(finals := infos.get("final_info", {}), Mapping):
         raise SpaceError(f"infos['final_info'] of type {type(finals).__name__} instead of one dict for all environments")
+    return infos
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The infos of single environments as Gymnasium joins them: an array for each name, and ``_name``: who has it."""
+    columns: dict[str, Any] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        present = np.array([name in row for row in rows])
+        values = [row[name] for row in rows if name in row]
+        if all(isinstance(value, Mapping) for value in values):
+            columns[name] = _columns([row.get(name, {}) for row in rows])
+        else:
+            plain = all(isinstance(value, (bool, int, float, np.generic)) for value in values)
+            columns[name] = np.zeros(len(rows), np.result_type(*values) if plain else object)
+            for index, value in zip(np.flatnonzero(present), values, strict=True):
+                columns[name][index] = value
+        columns[f"_{name}"] = present
+    return columns
 
 
 def info_values(infos: dict[str, Any], key: str, default: Array) -> Array:
