@@ -16,6 +16,7 @@ from surefoot.control.environments.records import restored, saved
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import SpaceError
+from surefoot.diagnostics.recipe import check_environment
 from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 
 from .test_environments import together
@@ -243,3 +244,10 @@ def test_infos_of_a_vector_environment_may_be_a_list_and_other_forms_are_errors_
     scores = environments.step(np.zeros(2, int)).scores
     assert scores is not None
     assert scores.tolist() == [7.0, 1.0]
+
+
+def test_check_compares_the_second_episode_with_one_in_a_new_environment() -> None:
+    found = [each for each in check_environment(Curriculum, {}) if each.name == "resume"]
+    assert [each.severity for each in found] == ["warning"]
+    assert "episode 1 had other rewards" in repr(found[0])
+    assert not [each for each in check_environment(Resumable, {}) if each.name == "resume"]

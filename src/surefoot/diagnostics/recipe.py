@@ -15,7 +15,7 @@ from gymnasium.utils.env_checker import check_env
 
 from surefoot.control.collect.scoring import constant_parts, steps_outside
 from surefoot.control.environments import is_tensor_environment, maker, task_name
-from surefoot.control.environments.looped import MakeEnvironment
+from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, closing
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite, with_masks
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.normalise import ActionBounds, action_converter, normalised_parts
@@ -134,7 +134,12 @@ def check_environment(
         environment.close()
         return [check_result("environment", "ok", f"{name} is a vector environment; Gymnasium's checker can't check it")]
     actions = check_bounds(environment.action_space, stretched, math.exp(log_std))
-    findings = [_checked(name, environment), *actions, *_stepped(environment, seed, normalised)]
+    findings = [
+        _checked(name, environment),
+        *actions,
+        *_stepped(environment, seed, normalised),
+        *_repeated(task, arguments, seed),
+    ]
     try:
         environment.close()
     except Exception as error:
@@ -292,6 +297,25 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int, normalised: bool
         _earned(np.array(rewards), np.array(returns), ends),
         check_result("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning"),
     ]
+
+
+def _repeated(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int) -> list[Finding]:
+    """Compare the second episode of a used environment with the same seed and actions in a new one; empty if it has none."""
+    make, draw = maker(task, arguments), np.random.default_rng(seed)
+    with suppress(Exception), closing(LoopedEnvironments(make, 1, seed, task_name(task))) as used:
+        used.action_space.seed(seed)
+        observations = used.reset()
+        while used.records[0].number < 2 and sum(len(each.actions) for each in used.records) < STEPS:
+            mask = observations.get(MASK)
+            action = used.action_space.sample() if mask is None else _allowed_action(used.action_space, mask[0], draw)
+            observations = used.step(np.asarray(action)[None]).observations
+        with closing(LoopedEnvironments(make, 1, seed, task_name(task))) as new:
+            _, different = new.load_state_dict(used.state_dict())
+        if different:
+            what = f"{different[0]} in a new environment, with the same seed and actions: a resumed run is not exact"
+            fix = "keep nothing from one episode to the next, or save it with state_dict and load_state_dict"
+            return [check_result("resume", "warning", what, fix)]
+    return []
 
 
 def _earned(rewards: Array, returns: Array, ends: int) -> Finding:

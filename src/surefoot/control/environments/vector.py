@@ -251,7 +251,7 @@ def check_infos(mode: AutoresetMode, ended: Array, resetting: Array, infos: dict
         )
 
 
-def _of_all(infos: Any, count: int) -> Mapping[str, Any]:
+def _of_all(infos: Any, count: int) -> dict[str, Any]:
     """The infos of all environments as one mapping of arrays; SpaceError unless they are that, or a list of one for each."""
     if isinstance(infos, (list, tuple)) and len(infos) == count and all(isinstance(row, Mapping) for row in infos):
         infos = _columns(infos)  # as SuperSuit's vector environments return them
@@ -259,7 +259,7 @@ def _of_all(infos: Any, count: int) -> Mapping[str, Any]:
         raise SpaceError(f"infos of type {type(infos).__name__} instead of one dict for all environments")
     if not isinstance(finals := infos.get("final_info", {}), Mapping):
         raise SpaceError(f"infos['final_info'] of type {type(finals).__name__} instead of one dict for all environments")
-    return infos
+    return dict(infos)
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
