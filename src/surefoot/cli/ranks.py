@@ -25,26 +25,20 @@ AGENT = "SUREFOOT_AGENT"
 died, and the last line of another if none was printed"""
 
 
-class Ranks(click.ParamType[int]):
-    """A number of ranks, or ``auto``: one per GPU."""
+def _ranks(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """A number of ranks, or ``auto``: one per GPU; a usage error of click for anything else."""
+    if value is None or value != "auto":
+        return None if value is None else int(COUNT.convert(value, parameter, context))
+    import torch
 
-    name = "ranks"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return "N|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number of ranks, or a usage error of click."""
-        if value != "auto":
-            return int(COUNT.convert(value, param, ctx))
-        import torch
-
-        if not torch.cuda.device_count():
-            raise SurefootError("--ranks auto: this machine has no GPU that PyTorch can use; give a number")
-        return torch.cuda.device_count()
+    if not torch.cuda.device_count():
+        raise SurefootError("--ranks auto: this machine has no GPU that PyTorch can use; give a number")
+    return torch.cuda.device_count()
 
 
-ranks_option = click.option("--ranks", type=Ranks(), help="Train as this many processes; auto: one per GPU. [default: 1]")
+ranks_option = click.option(
+    "--ranks", callback=_ranks, metavar="N|auto", help="Train as this many processes; auto: one per GPU. [default: 1]"
+)
 
 
 def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:

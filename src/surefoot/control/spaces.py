@@ -325,11 +325,12 @@ def space_from_json(description: dict[str, Any]) -> Any:
         return spaces.Tuple([space_from_json(part) for part in description["spaces"]])
     if kind == "MultiBinary":
         return spaces.MultiBinary(description["n"])
-    dtype = np.dtype(description.get("dtype", "int64"))
+    dtype = np.dtype(description["dtype"])
     if kind == "Discrete":
-        return spaces.Discrete(description["n"], start=description["start"], dtype=dtype.type)
+        other = {} if dtype == np.int64 else {"dtype": dtype.type}  # Gymnasium 1.2.0 and 1.2.1 have int64 alone
+        return spaces.Discrete(description["n"], start=description["start"], **other)
     if kind == "MultiDiscrete":
         return spaces.MultiDiscrete(description["nvec"], dtype=dtype.type, start=description["start"])
     low, high = np.array(description["low"], dtype), np.array(description["high"], dtype)
-    shape = tuple(description.get("shape", low.shape))
+    shape = tuple(description["shape"])
     return spaces.Box(np.broadcast_to(low, shape), np.broadcast_to(high, shape), dtype=dtype.type)
