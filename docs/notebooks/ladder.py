@@ -20,7 +20,7 @@
 # the notebook yourself, from the top of the repository:
 #
 # ```
-# pip install -c constraints.txt -e ".[notebook]"
+# pip install -e ".[notebook]"
 # ```
 #
 # and open it in a notebook editor or in Jupyter. (`jupyter execute docs/notebooks/ladder.ipynb` runs it without

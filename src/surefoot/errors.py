@@ -170,6 +170,4 @@ def to_install(extras: str, code: Path = Path(__file__), here: Path | None = Non
     if not ((root / "pyproject.toml").is_file() and (root / "src" / "surefoot").is_dir()):
         return f"pip install {shlex.quote(f'surefoot[{extras}]')}"
     there = Path() if root == (here or Path.cwd()).resolve() else root
-    pinned = there / "constraints.txt"
-    bounds = f"-c {shlex.quote(str(pinned))} " if (root / "constraints.txt").is_file() else ""
-    return f"pip install {bounds}-e {shlex.quote(f'{there}[{extras}]')}"
+    return f"pip install -e {shlex.quote(f'{there}[{extras}]')}"

@@ -98,7 +98,7 @@ def test_train_then_evaluate_then_resume(surefoot, tmp_path):
     assert recipe["objective"]["gae_lambda"] == 0.9
     assert recipe["seed"] == 3
     result = json.loads(surefoot("evaluate", "runs/one", "--episodes", "3", "--seed", "5", "--json"))
-    assert set(result) == {"mean_return", "std_return", "returns", "lengths", "episodes", "seed", "checkpoint", "info"}
+    assert set(result) == {"mean_return", "std_return", "returns", "lengths", "episodes", "seed", "checkpoint", "info", "note"}
     assert result["mean_return"] == sum(result["returns"]) / 3
     assert result["returns"] == [float(n) for n in result["lengths"]], "CartPole pays 1 per step"
     assert result == json.loads(surefoot("evaluate", "runs/one", "--episodes", "3", "--seed", "5", "--json"))

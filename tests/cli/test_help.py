@@ -126,7 +126,7 @@ def test_a_run_in_runs_can_be_given_by_name(surefoot: Any, command: Any, tmp_pat
     assert (code, err) == (2, "surefoot: start: cart: no such run folder; did you mean runs/cart?\n")
     (tmp_path / "cart").mkdir()
     code, _, err = command("resume", "cart")
-    assert (code, err.startswith("surefoot: cart: is empty")) == (2, True), "what is here comes first"
+    assert (code, err.startswith("surefoot: cart: has no run yet")) == (2, True), "what is here comes first"
 
 
 # ---- completion -------------------------------------------------------------------------------------------------------

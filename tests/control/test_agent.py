@@ -465,7 +465,7 @@ def test_a_long_episode_of_an_evaluation_is_announced_once(monkeypatch: pytest.M
     lines: list[str] = []
     for limit in (49, 50, 70):
         with announced(lines.append):
-            surefoot.evaluate(agent, partial(gymnasium.wrappers.TimeLimit, Endless(), limit), episodes=12)
+            surefoot.evaluate(agent, lambda limit=limit: gymnasium.wrappers.TimeLimit(Endless(), limit), episodes=12)
     assert len(lines) == 1
     assert re.match(r"evaluation: an episode of .* has run for 50 steps.*TimeLimit", lines[0])
 

@@ -133,7 +133,7 @@ def test_a_lost_life_ends_the_value_and_only_the_last_one_the_game() -> None:
     environments = looped(BREAKOUT)
     environments.reset()
     ale, ends = environments.environments[0].unwrapped.ale, []  # type: ignore[attr-defined]
-    while environments.episodes == [0]:
+    while environments.records[0].number == 0:
         before = ale.lives()
         step = environments.step(np.zeros(1, int))
         assert step.life_lost is not None
@@ -146,7 +146,7 @@ def test_in_evaluation_or_when_switched_off_only_whole_games_end() -> None:
     for environments in (looped(BREAKOUT, purpose="evaluation"), looped(BREAKOUT, episodic_life=False)):
         environments.reset()
         ends = 0
-        while environments.episodes == [0]:
+        while environments.records[0].number == 0:
             step = environments.step(np.zeros(1, int))
             ends += int(step.terminated[0])
         assert ends == 1

@@ -24,7 +24,6 @@ from surefoot.control import export
 from surefoot.control.environments.looped import episode_seed
 from surefoot.control.export import export_agent, export_probes
 from surefoot.control.spaces import BARE, MASK
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 from .test_masks import MANY, SEEN, at
 from .test_masks import masks as random_masks
@@ -742,39 +741,3 @@ def test_whether_its_task_masks_is_saved_with_an_agent(masked: bool, tmp_path: P
     agent.save(tmp_path / "agent")
     for folder in ("run", "agent"):
         assert surefoot.load(tmp_path / folder).masked is masked
-
-
-def forgetting(checkpoint: Path, elsewhere: Path) -> Path:
-    """The same checkpoint as it was written before agents knew whether their task masks."""
-    parts = load_checkpoint(checkpoint)
-    del parts["spaces"]["masked"]
-    save_checkpoint(elsewhere, parts)
-    return elsewhere
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_an_agent_without_the_masked_flag_reads_it_from_the_task(masked: bool, tmp_path: Path) -> None:
-    masking_agent("discrete", masked=masked).save(tmp_path / "new")
-    agent = surefoot.load(forgetting(tmp_path / "new", tmp_path / "old"))
-    assert agent.masked is None
-    made = export_agent(agent, tmp_path / "a.pt2", "torch")
-    assert ("action_mask [N, 1000]" in made.signature) is masked
-    assert agent.masked is None, "exporting leaves the agent as it was"
-
-
-@pytest.mark.parametrize(("task", "taken"), [("CartPole-v1", True), ("Pendulum-v1", False)])
-def test_without_the_masked_flag_or_the_task_a_mask_is_an_input_if_the_action_space_allows_one(
-    task: str, taken: bool, tmp_path: Path
-) -> None:
-    surefoot.train(lambda: gymnasium.make(task), surefoot.A2C, steps=1, **QUIET).save(tmp_path / "new")
-    made = export_agent(surefoot.load(forgetting(tmp_path / "new", tmp_path / "old")), tmp_path / "a.pt2", "torch")
-    assert "random observations only, as " in made.compared
-    assert ("action_mask" in made.signature) is taken
-
-
-def test_a_run_whose_checkpoint_lacks_the_masked_flag_resumes_and_sets_it(tmp_path: Path) -> None:
-    masking_agent("discrete", tmp_path / "run")
-    last = latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert last is not None
-    forgetting(last, last)
-    assert surefoot.resume(tmp_path / "run", steps=256).masked is True

@@ -312,7 +312,7 @@ class Method(Odd):
         return np.array([False, self.t % 2 == 0, self.t % 2 == 1])
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.over = False
+        self.over, self.t = False, 0
         return super().reset(seed=seed)
 
     def step(self, action: Any) -> Any:

@@ -458,15 +458,6 @@ def test_in_every_iteration_the_value_is_that_of_a_critic_that_learned_without_t
     assert values(rewards=True) == pytest.approx(expected, rel=0.08)
 
 
-def test_an_agent_saved_without_a_unit_loads_with_the_running_deviation(tmp_path: Path) -> None:
-    agent = trained()
-    parts = agent.checkpoint_parts()
-    del parts["agent"]["reward_normaliser.unit"]
-    old = surefoot.Agent.from_parts(parts, tmp_path)
-    assert old.value_scale == pytest.approx(float(agent.reward_normaliser.deviation))
-    assert old.value_scale != agent.value_scale
-
-
 # ---- part of the agent ------------------------------------------------------------------------------------------------
 
 

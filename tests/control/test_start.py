@@ -149,7 +149,7 @@ def test_other_bounds_of_observations_are_a_note_wherever_an_agent_meets_them_an
     assert note in surefoot.evaluate(agent, other, episodes=1).note
     heard: list[str] = []
     tell = lambda event: heard.append(event.text) if isinstance(event, Message) else None  # noqa: E731
-    resumed = surefoot.resume(tmp_path / "run", task=other, steps=128, display=tell)
+    resumed = surefoot.resume(tmp_path / "run", task=other, steps=128, display=tell, allow_changes=True)
     begun = surefoot.train(other, steps=64, seed=1, start=agent, display=tell, **small)
     assert sum(note in line for line in heard) == 2
     for each in (resumed, begun):

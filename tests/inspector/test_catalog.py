@@ -341,7 +341,7 @@ def test_folders_without_runs_are_an_error_of_one_line(command: Any, tmp_path: P
     (tmp_path / "other" / "file").write_text("")
     for words, wrong in (
         ((), "no folder runs/"),
-        (("empty",), "is empty"),
+        (("empty",), "has no run yet"),
         (("other",), "has no runs"),
         (("nowhere",), "no such run"),
     ):

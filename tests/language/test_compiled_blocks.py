@@ -148,8 +148,9 @@ def test_runs_compile_the_policy_and_its_reference(files: Path, folders: dict[st
     fields["sampling"] |= {"engine": "model"}
     surefoot.train("language", run_dir=tmp_path / "run", **fields)
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["engine"] == "compiled"
-    # of 2 blocks; each model makes programs in 4 passes; then log π_old, the reference and 2 updates, twice
-    assert len(calls) == 2 * (4 + 4 + 2 * (1 + 1 + 2))
+    # of 2 blocks; each model makes programs in 4 passes; 3 passes compare the first rows with single ones; then log π_old, the
+    # reference and 2 updates, twice
+    assert len(calls) == 2 * (4 + 4 + 3 + 2 * (1 + 1 + 2))
 
 
 @pytest.mark.parametrize("name", ["reward", "steps"])

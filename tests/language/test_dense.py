@@ -384,7 +384,9 @@ def test_a_run_with_steps_trains_and_evaluates_and_its_traces_show_them(files: d
     table = fields(files, Path("pocket"), ("letters",), reward={"gold": f"{files['rewards']}:letters"})
     table["data"]["held_out"] = files["prompts"]
     surefoot.train("language", run_dir=tmp_path / "run", **{**table, "evaluation": {"rows": 8}, "steps": 32})
-    scored = [json.loads(line) for path in (tmp_path / "run" / "samples").iterdir() for line in path.read_text().splitlines()]
+    scored = [
+        json.loads(line) for path in (tmp_path / "run" / "samples").glob("*.jsonl") for line in path.read_text().splitlines()
+    ]
     assert (
         {row["reward"] for row in scored}
         == {sum(c in "aeiou " for c in row["response"]) for row in scored}

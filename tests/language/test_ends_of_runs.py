@@ -22,8 +22,8 @@ from surefoot.language.models.language_model import load_language_model
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs import api
-from surefoot.runs.checkpoint import load_checkpoint
-from surefoot.runs.folder import RunFolder, scored_alike
+from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.runs.folder import scored_alike
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 
 from .tiny import write_folder
@@ -65,7 +65,7 @@ KINDS = pytest.mark.parametrize("kind", ["sft", pytest.param("reward", marks=pyt
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    newest = RunFolder(run).latest()
+    newest = latest_checkpoint(run / "checkpoints")
     assert newest is not None
     return dict(load_checkpoint(newest)["agent"])
 
@@ -159,7 +159,7 @@ def test_best_policy_is_forgotten_only_if_scores_are_no_longer_comparable(change
     table[section][field] = json.loads(value)
     (run / "config.toml").write_text(to_toml(make_recipe(table)))
     api.resume(run, allow_changes=True)
-    newest = RunFolder(run).latest()
+    newest = latest_checkpoint(run / "checkpoints")
     assert newest is not None
     assert (load_checkpoint(newest)["progress"]["best"] is None) == forgotten
     assert bool(list((run / "best").glob("[0-9]*"))) != forgotten
@@ -241,7 +241,7 @@ def test_resume_rejects_a_changed_reward_model(files: Path) -> None:
 def test_agent_commands_reject_language_models(
     command: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = RunFolder(interrupted("sft", files)).latest()
+    checkpoint = latest_checkpoint(interrupted("sft", files) / "checkpoints")
     monkeypatch.setattr("sys.argv", ["surefoot", command, str(checkpoint)])
     with pytest.raises(SystemExit) as exited:
         main()

@@ -117,10 +117,10 @@ def test_an_initial_ratio_other_than_one_is_reported_once_in_bfloat16(files: Pat
     settings["sampling"]["engine"] = "packed"  # samples in float32
     surefoot.train("language", display=display, callback=lambda metrics: bool(rows.append(metrics)), **settings)
     assert [abs(row["ratio_at_start"] - 1) > 1e-4 for row in rows] == [True] * 4
-    assert ["note: before any step was taken a ratio" in line for line in display.said] == [True]
+    assert sum("note: before any step was taken a ratio" in line for line in display.said) == 1
     exact = RecordingDisplay()
     surefoot.train("language", display=exact, **fields(files, folders["llama"], "sampler"))
-    assert exact.said == []
+    assert not any("before any step was taken" in line for line in exact.said)
 
 
 def test_behaviour_log_probs_are_kept_in_bfloat16_but_not_in_float32(files: Path, folder: Path) -> None:

@@ -114,7 +114,7 @@ def test_allowed_code_belongs_to_the_next_checkpoint_and_the_old_best_score_no_l
     assert check_run("run").changed == []
     both = compare_runs([read_run(Path("run")), read_run(Path("old"))])
     assert (len(before.groups), len(both.groups), "source of env.py" in both.fields) == (1, 2, True)
-    sources = load_checkpoint(Path("run/checkpoints/192"))["sources"]
+    sources = load_checkpoint(Path("run/checkpoints/192"))["code"]
     assert sources["packages"].keys() == {"gymnasium"}
     assert sorted(sources["code"]) == ["env.py", "helpers", "helpers.scale", "rate"]
 

@@ -267,7 +267,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, number):
 
     results = on_ranks(2, body, tmp_path / "results")
     assert all(result.startswith("Interrupted: stopped at step 192") for result in results)
-    assert f"surefoot resume {tmp_path / 'run'} --ranks 2" in results[0]
+    assert "continue with: surefoot.resume(" in results[0]
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "192"
 
 

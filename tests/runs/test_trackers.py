@@ -263,7 +263,9 @@ def test_runs_that_the_program_has_open_stay_its_own(offline, monkeypatch):
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{offline / 'mlflow.db'}")
     monkeypatch.setattr(wandb.setup().settings, "sweep_id", "asweep")
-    mine = wandb.init(project="p", dir=str(offline), id="mine", settings=wandb.Settings(silent=True, console="off"))
+    mine = wandb.init(
+        project="p", dir=str(offline), id="mine", mode="offline", settings=wandb.Settings(silent=True, console="off")
+    )
     trial = trackio.init(project="mine", name="mine", embed=False)
     mine.log({"before": 1.0}, step=1000)
     before = dict(os.environ)

@@ -15,6 +15,7 @@ import click
 from surefoot.cli.options import COUNT, POSITIVE
 from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note, restarts
 from surefoot.errors import SurefootError
+from surefoot.files import read_text
 from surefoot.signals import STOPPING
 
 RANKED = ("train", "resume", "rounds", "demo")
@@ -28,7 +29,7 @@ died, and the last line of another if none was printed"""
 def _ranks(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """A number of ranks, or ``auto``: one per GPU; a usage error of click for anything else."""
     if value is None or value != "auto":
-        return None if value is None else int(COUNT.convert(value, parameter, context))
+        return None if value is None else int(COUNT.convert(value, parameter, context))  # type: ignore[arg-type]  # it takes texts
     import torch
 
     if not torch.cuda.device_count():
@@ -133,7 +134,7 @@ def _report(error: Any, lines: Path) -> NoReturn:
         left = sorted(lines.iterdir())
         last = [file for file in left if file.name[:4] == left[-1].name[:4]]  # of the last attempt
         if last and " silent " in last[-1].name and " printed " not in last[0].name:
-            raise SurefootError(last[0].read_text())
+            raise SurefootError(read_text(last[0]))
         sys.exit(failure.exitcode)
     name = signal.Signals(-failure.exitcode).name
     why = f"{name}, perhaps out of memory" if name == "SIGKILL" else name

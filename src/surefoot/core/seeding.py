@@ -218,7 +218,7 @@ def _own_modes() -> Iterator[None]:
     settings: tuple[tuple[Callable[[], Any], Callable[[Any], object], Any], ...] = (
         (torch.get_num_threads, torch.set_num_threads, None),
         (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+        (_precision, _set_precision, ("highest", ())),
         (lambda: os.environ.get(WORKSPACE), _set_workspace, None),
     )
     with ExitStack() as after:
@@ -236,6 +236,29 @@ def _own_modes() -> Iterator[None]:
         after.enter_context(torch.inference_mode(False))
         after.enter_context(torch.enable_grad())
         yield
+
+
+def _precision() -> tuple[str, tuple[str, ...]]:
+    """How float32 matrices are multiplied: the one setting of older versions of PyTorch, and those of each backend."""
+    import torch
+
+    return torch.get_float32_matmul_precision(), tuple(backend.fp32_precision for backend in _backends())
+
+
+def _set_precision(value: tuple[str, tuple[str, ...]]) -> None:
+    import torch
+
+    everywhere, each = value
+    torch.set_float32_matmul_precision(everywhere)
+    for backend, precision in zip(_backends() if each else (), each, strict=True):
+        backend.fp32_precision = precision  # "high" sets more backends than cuda.matmul.allow_tf32 = True has set
+
+
+def _backends() -> list[Any]:
+    import torch
+
+    backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    return [backend for backend in backends if hasattr(backend, "fp32_precision")]  # since PyTorch 2.9
 
 
 def _set_workspace(value: str | None) -> None:

@@ -409,6 +409,7 @@ class RewardSettingsTable(TypedDict, total=False):
     overlong: float | None
     deadline: float
     tolerated: float
+    special_tokens: bool
     gold: Callable[..., Any] | str | None
 
 

@@ -479,8 +479,8 @@ def check_unchanged(checkpoint: Path, recipe: Recipe, functions: Functions | Non
     """
     run = checkpoint.parent.parent
     with made_from(checkpoint):
-        parts = {name: read_listed_table(checkpoint / f"{name}.json") for name in ("recipe", "sources")}
-        before, changed = parts["sources"], list[str]()
+        parts = {name: read_listed_table(checkpoint / f"{name}.json") for name in ("recipe", "code")}
+        before, changed = parts["code"], list[str]()
         if functions is None:
             changed = recipe_differences(parts["recipe"], recipe)
         where = run / "config.toml" if changed else run

@@ -37,8 +37,8 @@ from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.recipes.supervised import RewardRecipe, SupervisedRecipe
 from surefoot.runs.checkpoint import load_checkpoint, require
 from surefoot.runs.folder import checkpoint_to_load, is_model, recipe_differences, with_own_rows
-from surefoot.runs.hub import LISTING
 from surefoot.runs.reading import check_is_run
+from surefoot.store.manifest import LISTING
 
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}
 """labels of metrics whose name is no good label"""
@@ -97,7 +97,7 @@ def evaluate_run(
     if isinstance(world, LanguageWorld):
         return report | _against_start(world, parts, checkpoint, attempts)
     scoring = load_flag_reward(reward, recipe.device) if reward else None
-    count, drawn = rows or min(PROMPTS, recipe.evaluation.rows), 0 if seed is None else seed
+    count, drawn = rows or min(PROMPTS, world.recipe.evaluation.rows), 0 if seed is None else seed
     before, start = _supervised_metrics(world, scoring, count, drawn)
     load_trained(world.policy, parts["agent"], checkpoint)
     after, trained = _supervised_metrics(world, scoring, count, drawn)
@@ -139,7 +139,9 @@ def _answers(
         "held_out_eos_rate": sum(ended) / len(ended),
         "held_out_distinct_2": distinct_n(ids, 2),
     }
-    samples = [{"prompt": prompt, "response": text} for prompt, text in zip(prompts.prompts, texts, strict=True)]
+    samples: list[dict[str, Any]] = [
+        {"prompt": prompt, "response": text} for prompt, text in zip(prompts.prompts, texts, strict=True)
+    ]
     if reward is not None:
         scores = reward(prompts.prompts, texts, prompts.columns)
         metrics = {"held_out_reward": mean_of(scores.total, scores.valid)} | metrics
@@ -199,7 +201,7 @@ def evaluate_model(
     own = world.result.model if isinstance(world.result, LanguageModel) else world.result
     own.load_state_dict(weights.state_dict())
     if reward and isinstance(world, SupervisedWorld):
-        count, drawn = rows or min(PROMPTS, recipe.evaluation.rows), 0 if seed is None else seed
+        count, drawn = rows or min(PROMPTS, world.recipe.evaluation.rows), 0 if seed is None else seed
         return _supervised_metrics(world, load_flag_reward(reward, recipe.device), count, drawn)[0]
     evaluation = world.evaluate()
     assert evaluation is not None

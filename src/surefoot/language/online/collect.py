@@ -372,7 +372,8 @@ class LanguageCollector:
         with policy.without_values():
             trained = policy(both, actions, mask).log_probs
         for row in range(len(rows)):
-            one = pack_batch(*select_rows((both, actions, mask), torch.tensor([row])), self.tokens.pad_id)
+            single, own_actions, own_mask = select_rows((both, actions, mask), torch.tensor([row]))
+            one = pack_batch(single, own_actions, own_mask, self.tokens.pad_id)
             steps, columns = one.steps[-COMPARED:], one.before[-COMPARED:]
             alone = log_softmax(logits_alone(model, one.ids[0], columns, switch_of(model)), policy.temperature)
             wanted = alone.gather(-1, actions[row, steps].unsqueeze(-1)).squeeze(-1)

@@ -156,7 +156,7 @@ class Session:
     def _read(self, checkpoint: Path, allow_changes: bool) -> dict[str, Any]:
         """The parts of a checkpoint from which this run can continue."""
         parts = load_checkpoint(checkpoint, in_files=("agent", "learner") if self.sharded else ())
-        require(parts, ("agent", "recipe", "state", "learner", "collector", "progress", "sources"), checkpoint)
+        require(parts, ("agent", "recipe", "state", "learner", "collector", "progress", "code"), checkpoint)
         with made_from(checkpoint):
             self._check_resumable(parts, checkpoint, allow_changes)
         return parts
@@ -194,7 +194,7 @@ class Session:
         if score is None or (best is None and not self.lacks_best):
             return None, 0, None
         measured = parts["recipe"] if best is None else load_checkpoint(best)["recipe"]
-        if scored_alike(measured, to_table(self.recipe)) and parts["sources"]["code"] == self.sources["code"]:
+        if scored_alike(measured, to_table(self.recipe)) and parts["code"]["code"] == self.sources["code"]:
             return float(score), int(progress.get("since_best", 0)), at
         self.message("the evaluation settings or the code have changed: the best score so far no longer counts")
         return None, 0, None
@@ -511,7 +511,7 @@ class Session:
             "state": self.state.state_dict(),
             "progress": {"best": self.best, "since_best": self.since_best, "best_at": self.best_at},
             "pending": self.pending or {},
-            "sources": self.sources,
+            "code": self.sources,  # the world has sources of its own: data and base weights
         }
 
     def _raise_if_interrupted(self) -> None:
