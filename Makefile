@@ -5,7 +5,7 @@ AGAIN ?= # .ci/run sets it to .ci/again
 PYTEST = $(AGAIN) $(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles all of Surefoot again
 
-.PHONY: demo test slow lint types tests docs clean
+.PHONY: demo test slow lint types tests docs bounds clean
 
 demo: .venv/demo
 	$(BIN)/surefoot demo
@@ -32,6 +32,9 @@ slow: .venv/dev
 docs: .venv/dev
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/site/build.py
+
+bounds: # short trainings with the oldest and the newest versions of the core packages; run before a release
+	bash benchmarks/bounds.sh
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Surefoot needs Python 3.11 or newer; set PYTHON=python3.x"; exit 2; }

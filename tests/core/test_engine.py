@@ -719,3 +719,13 @@ def test_a_program_whose_memory_pytorch_can_not_plan_is_compiled_without_that_pl
     with pytest.raises(NotCompiledError, match="could not compile the program"):
         _compile(traced, [torch.ones(3)], tmp_path / "two.pt2")
     assert reuse == [True, False, True]
+
+
+def test_a_pytorch_that_is_too_old_for_programs_is_eager_or_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long_enough: None
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu126")
+    surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", steps=64, evaluation={"episodes": 0}, **TINY)
+    assert 'engine = "eager"' in (tmp_path / "run" / "config.toml").read_text()
+    with pytest.raises(SurefootError, match=r"^engine='compiled': PyTorch 2\.9\.1.* is older than 2\.10; install a"):
+        surefoot.train("Pendulum-v1", steps=64, engine="compiled", **TINY)

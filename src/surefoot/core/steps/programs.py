@@ -8,6 +8,7 @@ decides its graph.
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -33,6 +34,7 @@ VIEWS = {torch.ops.aten.split_copy.Tensor: torch.ops.aten.split.Tensor}
 """the copies that ``functionalize`` makes instead of views, and that are slow in a loop"""
 LONGEST_WAIT = 300.0
 """seconds to wait for another process that compiles the same program, before this one compiles it too"""
+OLDEST_TORCH = (2, 10)  # its loader of programs takes the arguments that are used here
 TRACED_CODE = ("core", "functional", "control")
 """the parts of the package that are traced"""
 
@@ -272,6 +274,8 @@ TRIAL = "#include <cmath>\n#include <vector>\ndouble half(double x) { return std
 
 def no_compiler() -> str | None:
     """Why programs can't be compiled here; None if the compiler makes a library of a small one, in about 0.3 s."""
+    if _is_old():
+        return f"PyTorch {torch.__version__} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
     path = compiler()
     if path is None:
         return "no C++ compiler (g++ or clang++) is installed"
@@ -284,13 +288,22 @@ def no_compiler() -> str | None:
     return f"{path} can't compile a small program" if done.returncode else None
 
 
+def _is_old() -> bool:
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH
+
+
 def require_programs() -> None:
     """Raise NotCompiledError if there is neither a compiler nor a compiled program in the cache."""
-    if not any(cache_folder().glob("*.pt2")):
+    if _is_old() or not any(cache_folder().glob("*.pt2")):
         require_compiler()
 
 
 def require_compiler() -> None:
-    """Raise NotCompiledError unless there is a C++ compiler."""
+    """Raise NotCompiledError unless there are a C++ compiler and a PyTorch that is new enough."""
+    if _is_old():
+        raise NotCompiledError(
+            f"engine='compiled': PyTorch {torch.__version__} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}; install a "
+            "newer one, or set engine = 'eager'"
+        )
     if compiler() is None:
         raise NotCompiledError("engine='compiled': needs a C++ compiler (g++ or clang++); install one, or set engine = 'eager'")
