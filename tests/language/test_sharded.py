@@ -160,6 +160,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scores = AutoModelForSequenceClassification.from_pretrained(folder / "low reward", dtype=torch.bfloat16)
     delattr(scores.config, SCALE)
     scores.save_pretrained(folder / "low reward")
+    (folder / "low reward" / "manifest.json").unlink()  # of the model that was there
     rows = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)} for i in range(13)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = [{"prompt": f"{i} says ", "chosen": "abc" * (i % 4 + 1), "rejected": "x" * (i % 3 + 1)} for i in range(13)]

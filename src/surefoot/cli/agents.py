@@ -1,5 +1,6 @@
 """Evaluate a run, record its agent, export it, and exchange runs with the Hugging Face hub."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def evaluate(
     from surefoot.runs import api
 
     with announced(partial(echo, err=True)):
-        played = api.evaluate(checkpoint, task, episodes=episodes, seed=seed)
+        played = replace(api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed), checkpoint=str(checkpoint))
     if as_json:
         echo_json(played.to_json())
         return
