@@ -70,9 +70,7 @@ METRICS: dict[str, Metric] = {
     "response_length": Metric("mean tokens per response, EOS included"),
     "eos_rate": Metric("share of responses that ended by themselves, and were not cut by the length limit"),
     "special_tokens": Metric(
-        "share of responses with special tokens besides their end, which rewards don't get; not with reward.special_tokens",
-        high=0.1,
-        why_high="if these are markers of the answer, set reward.special_tokens = true; if not, the model is not trained yet",
+        "share of responses with special tokens besides their end, which rewards don't get; not with reward.special_tokens"
     ),
     "turns": Metric("mean turns of the model in a conversation, where an environment answers"),
     "distinct_2": Metric("different bigrams / all bigrams of the iteration's responses; a fall to half is mode collapse"),
