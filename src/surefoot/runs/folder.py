@@ -85,7 +85,7 @@ ASKING = ("batch", "retries", "token_from")
 """fields of a reward term that change how it is computed, not its value"""
 FIRST_CHECKPOINT = 60.0
 """seconds after which a run saves its first checkpoint, at the end of the iteration"""
-SOURCES = "sources.json"
+SOURCES = "code.json"
 """the file in a checkpoint with the hashes of the user's code"""
 OTHER_FOLDER = "choose another --run-dir"
 SAVED_ROWS = re.compile(r"(?:.*[\\/])?rows[\\/](\w+-[0-9a-f]{16}\.jsonl)")
