@@ -30,11 +30,11 @@ import torch
 from memory import ANSWER, PHASES, PROMPT, HeapTracker, Watched, built, online, rows_in
 
 from surefoot.compare.statistics import markdown_table
-from surefoot.core.distributed import exchange, rank
-from surefoot.core.ranks import join_ranks, leave_ranks
 from surefoot.language.memory import estimate
 from surefoot.language.memory.check import running_peak, workload_of
 from surefoot.language.memory.layout import Layout
+from surefoot.ranks.collectives import exchange, rank
+from surefoot.ranks.launching import join_ranks, leave_ranks
 from surefoot.recipes.reading import make_recipe
 
 ROOT = Path(__file__).resolve().parent.parent

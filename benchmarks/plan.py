@@ -26,13 +26,13 @@ from memory import built, online, rows_in
 
 from surefoot.compare.statistics import markdown_table
 from surefoot.core.credit import assign_credit
-from surefoot.core.distributed import exchange, rank
-from surefoot.core.ranks import join_ranks, leave_ranks
 from surefoot.core.rollout import LearnerState
 from surefoot.language.memory.check import workload_of
 from surefoot.language.memory.layout import Layout
 from surefoot.language.speed.machines import cpu_machine, measured_machine
 from surefoot.language.speed.plan import iteration_time
+from surefoot.ranks.collectives import exchange, rank
+from surefoot.ranks.launching import join_ranks, leave_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world
 

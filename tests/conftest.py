@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from surefoot import sandbox
+from surefoot.accel import programs as engine
 from surefoot.cli import main as cli
-from surefoot.core.steps import programs as engine
 from surefoot.errors import SurefootError
 
 os.environ.setdefault("MUJOCO_GL", "disable")

@@ -31,8 +31,8 @@ def on_rank(out: Path, settings: Settings, only: list[str] | None, share: bool) 
     """What every rank does. NCCL needs a GPU for each, so ranks that share one use gloo."""
     import torch
 
-    from surefoot.core.distributed import rank, together
-    from surefoot.core.ranks import choose_gpu, join_ranks, leave_ranks, process_group
+    from surefoot.ranks.collectives import rank, together
+    from surefoot.ranks.launching import choose_gpu, join_ranks, leave_ranks, process_group
 
     if share:
         os.environ["LOCAL_RANK"] = "0"

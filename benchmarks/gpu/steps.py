@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 import surefoot
-from surefoot.core.distributed import exchange, on_first, rank, together, world_size
 from surefoot.errors import SurefootError
 from surefoot.language.data.rows import write_rows
 from surefoot.language.memory import estimate
 from surefoot.language.memory.check import running_peak, workload_of
+from surefoot.ranks.collectives import exchange, on_first, rank, together, world_size
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.runs.session.saving import Saver

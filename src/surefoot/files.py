@@ -3,6 +3,7 @@
 This module imports no torch.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from io import BufferedReader
 from numbers import Integral
 from pathlib import Path
@@ -25,6 +27,8 @@ FULL = "free space and resume"
 """remedy for a run that can't write"""
 DEEPEST = 64
 """levels of nested tables"""
+PACKAGE = Path(__file__).parent
+"""the files of Surefoot itself"""
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """of a container: microseconds of CPU time per period, or ``max`` (cgroup v2)"""
 
@@ -65,6 +69,15 @@ def read_bytes(path: Path) -> bytes:
             return file.read()
     except OSError as error:
         raise SurefootError(f"{path}: can't be read ({error.strerror}); check the path") from None
+
+
+@cache
+def package_source(parts: tuple[str, ...] = (".",)) -> str:
+    """A hash of the files of Python in parts of this package."""
+    digest = hashlib.sha256()
+    for path in sorted({path for part in parts for path in (PACKAGE / part).rglob("*.py")}):
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode() + read_bytes(path))
+    return digest.hexdigest()[:24]
 
 
 def read_text(path: Path, errors: str = "strict") -> str:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 import surefoot
+from surefoot.accel.programs import program_of
 from surefoot.control.agent import Agent
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM, lstm_outputs, narrowing
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
-from surefoot.core.steps.programs import program_of
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import Recipe, make_recipe
 

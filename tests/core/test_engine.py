@@ -25,17 +25,17 @@ from torch._inductor.exc import InductorError
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import surefoot
+from surefoot.accel import programs as compiling
+from surefoot.accel.programs import _compile, _fingerprint, loop, program_of, structure
+from surefoot.accel.steps import CompiledStepper
 from surefoot.control.agent import CompiledActor
 from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
-from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import Credit, LearnerState, Metrics, map_tensors
-from surefoot.core.steps import programs as compiling
-from surefoot.core.steps.compiled import CompiledStepper
-from surefoot.core.steps.programs import _compile, _fingerprint, loop, program_of, structure
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotCompiledError, NotFiniteError, SurefootError, announced
+from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.events import Event, Message
 from surefoot.runs.factory import make_learner
@@ -346,7 +346,7 @@ def test_a_program_in_the_cache_is_loaded_without_tracing_and_moves_parameters_a
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, programs: None
 ) -> None:
     first, before, _ = trained("compiled", 1, **changes)
-    monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)  # tracing would raise
+    monkeypatch.setattr("surefoot.accel.programs.make_fx", None)  # tracing would raise
     second, after, _ = trained("compiled", 1, **changes)
     assert torch.equal(before, after)
     assert first == second
@@ -366,14 +366,14 @@ def test_a_program_of_other_settings_is_traced(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, programs: None
 ) -> None:
     trained("compiled", 1)
-    monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)
+    monkeypatch.setattr("surefoot.accel.programs.make_fx", None)
     with pytest.raises(SurefootError, match="can't be traced"):
         trained("compiled", 1, **changes)
 
 
 def test_the_learning_rate_is_no_part_of_a_program(monkeypatch: pytest.MonkeyPatch, programs: None) -> None:
     trained("compiled", 1)
-    monkeypatch.setattr("surefoot.core.steps.programs.make_fx", None)
+    monkeypatch.setattr("surefoot.accel.programs.make_fx", None)
     trained("compiled", 1, optimizer={"learning_rate": 3e-3})
 
 
@@ -455,7 +455,7 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: None)
+    monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: None)
     with pytest.raises(SurefootError, match=r"needs a C\+\+ compiler"):
         surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", engine="compiled", **TINY)
     assert not (tmp_path / "run").exists()
@@ -463,7 +463,7 @@ def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPat
 
 def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: "/bin/false")
+    monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: "/bin/false")
     with pytest.raises(SurefootError, match=r"^engine='compiled': /bin/false could not compile the program \(.*set engine"):
         trained("compiled", 1)
 
@@ -542,7 +542,7 @@ def test_the_rule_of_auto_reads_neither_the_cache_nor_the_compiler(monkeypatch: 
     recipe = make_recipe({**LONG, "rollout": {"environments": 1, "steps": 2048}})
     before = recipe.engine_choice()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: None)
+    monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: None)
     assert recipe.engine_choice() == before
 
 
@@ -581,7 +581,7 @@ def test_auto_without_a_compiler_that_works_is_the_eager_run_to_the_last_bit_and
     found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long_enough: None
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: found)
+    monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: found)
     settings = {"steps": 128, "seed": 3, "evaluation": {"episodes": 0}, **TINY}
     auto = surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", display=saying(lines), **settings)
     eager = surefoot.train("Pendulum-v1", engine="eager", **settings)
@@ -604,7 +604,7 @@ def test_a_program_that_fails_to_compile_under_auto_is_one_line_and_the_run_goes
             raise NotCompiledError("engine='compiled': g++ could not compile the program (Full); set engine = 'eager'")
         return program_of(name, *arguments)
 
-    for part in ("core.steps.compiled", "control.agent", "control.collect.scoring"):
+    for part in ("accel.steps", "control.agent", "control.collect.scoring"):
         monkeypatch.setattr(f"surefoot.{part}.program_of", fail)
     settings = {"seed": 3, "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, **TINY}
     whole = surefoot.train(task, steps=256, run_dir=tmp_path / "whole", display=saying(lines), **settings)
@@ -624,7 +624,7 @@ def test_a_run_that_was_asked_to_be_compiled_and_a_resumed_one_never_change_the_
     settings = {"steps": 256, "seed": 3, "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, **TINY}
     surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", callback=lambda row: row["steps"] >= 128, **settings)
     assert 'engine = "compiled"' in (tmp_path / "run" / "config.toml").read_text()
-    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: None)
+    monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     with pytest.raises(SurefootError, match=r"engine='compiled': needs a C\+\+ compiler"):
         surefoot.resume(tmp_path / "run")

@@ -9,8 +9,8 @@ import torch
 
 import surefoot
 from surefoot.control.world import ControlWorld
-from surefoot.core.distributed import exact_device, in_float64
 from surefoot.core.rollout import LearnerState, tensors_in
+from surefoot.ranks.collectives import exact_device, in_float64
 from surefoot.recipes.presets import find_recipe
 
 SOURCE = Path(surefoot.__file__).parent

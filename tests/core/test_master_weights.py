@@ -5,11 +5,11 @@ import torch
 from ranked import on_ranks
 from torch import Tensor, nn
 
-from surefoot.core.distributed import broadcast_weights, check_same_weights, stored
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer, RMSpropSettings
-from surefoot.core.ranks import join_ranks
-from surefoot.core.sharding.master import stored_weights, to_bfloat16
 from surefoot.errors import SurefootError
+from surefoot.ranks.collectives import broadcast_weights, check_same_weights, stored
+from surefoot.ranks.launching import join_ranks
+from surefoot.sharding.master import stored_weights, to_bfloat16
 
 LOW = torch.bfloat16
 

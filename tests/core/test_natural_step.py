@@ -198,9 +198,9 @@ def uncompiled(
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("compiled", "compiled_trpo"):
-        monkeypatch.setattr(f"surefoot.core.steps.{module}.program_of", uncompiled)
-    monkeypatch.setattr("surefoot.core.steps.compiled.require_programs", lambda: None)
+    for module in ("steps", "trpo"):
+        monkeypatch.setattr(f"surefoot.accel.{module}.program_of", uncompiled)
+    monkeypatch.setattr("surefoot.accel.steps.require_programs", lambda: None)
 
 
 @pytest.mark.usefixtures("without_compiler")

@@ -32,13 +32,13 @@ from surefoot import (
     Reuse,
 )
 from surefoot.control.normalise import RewardNormaliser
-from surefoot.core import distributed
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner
 from surefoot.core.loop import run_loop
 from surefoot.core.minibatches import normalised, rows_of
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import Evaluation, LearnerState, Metrics, Policy, Rollout
+from surefoot.ranks import collectives as distributed
 
 from .worlds import TinyPolicy, gradient, joined, moved, parameters, random_rollout
 

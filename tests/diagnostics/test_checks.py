@@ -57,7 +57,7 @@ def test_missing_parts_of_the_machine_are_listed_with_a_remedy() -> None:
 
 
 def test_a_missing_compiler_is_serious_only_if_the_recipe_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.core.steps.programs.compiler", lambda: None)
+    monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: None)
     assert [check_compiler(engine).state for engine in ("eager", "auto", "compiled")] == ["absent", "warning", "failed"]
     assert "this run would be compiled with one" in check_compiler("auto").what
 

@@ -13,8 +13,6 @@ import surefoot
 from surefoot.core.credit import assign_credit
 from surefoot.core.optimizer import FlatOptimizer
 from surefoot.core.rollout import LearnerState
-from surefoot.core.sharding import gathered
-from surefoot.core.sharding.idle import idle_weights, rest_on_cpu
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, estimate
 from surefoot.language.memory.check import MemoryCheck, running_peak, upper_bound
@@ -27,6 +25,8 @@ from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.factory import make_learner, make_world
 from surefoot.runs.metrics import TIMING
+from surefoot.sharding import gathered
+from surefoot.sharding.idle import idle_weights, rest_on_cpu
 
 from .test_precision import files, table  # noqa: F401
 from .test_sharded import trained
@@ -50,8 +50,8 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
-    monkeypatch.setattr("surefoot.core.sharding.idle.on_device", made.copy)
-    monkeypatch.setattr("surefoot.core.sharding.idle.has_own_memory", lambda device: True)
+    monkeypatch.setattr("surefoot.sharding.idle.on_device", made.copy)
+    monkeypatch.setattr("surefoot.sharding.idle.has_own_memory", lambda device: True)
     return made
 
 
@@ -231,7 +231,7 @@ def test_resumed_run_with_idle_models_has_the_same_weights_and_moments(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("surefoot.core.sharding.idle.has_own_memory", lambda device: True)
+    monkeypatch.setattr("surefoot.sharding.idle.has_own_memory", lambda device: True)
     fields = table("language", files, folders["llama"], precision)
     surefoot.train("language", run_dir=tmp_path / "stays", **fields)
     fields["offload"] = roles
@@ -251,7 +251,7 @@ def test_idle_roles_may_change_on_resume(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("surefoot.core.sharding.idle.has_own_memory", lambda device: True)
+    monkeypatch.setattr("surefoot.sharding.idle.has_own_memory", lambda device: True)
     fields = table("language", files, folders["llama"], "float32")
     surefoot.train("language", run_dir=tmp_path / "stays", **fields)
     surefoot.train("language", run_dir=tmp_path / "changes", callback=lambda metrics: metrics["steps"] >= 16, **fields)

@@ -12,7 +12,6 @@ import torch
 from ranked import on_ranks
 
 import surefoot
-from surefoot.core.ranks import join_ranks
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, estimate
 from surefoot.language.memory.check import MemoryCheck, available_to_a_rank, readable_workload, running_peak, workload_of
@@ -21,6 +20,7 @@ from surefoot.language.memory.planner import MemoryPlan, model_config, settings,
 from surefoot.language.memory.roles import host_bytes, permanent_bytes
 from surefoot.language.memory.savings import alternatives
 from surefoot.language.memory.workload import Workload, with_ranks
+from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_world
 

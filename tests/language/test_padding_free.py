@@ -12,7 +12,6 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 import surefoot  # noqa: E402
-from surefoot.core.ranks import join_ranks  # noqa: E402
 from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.language.data.tokens import right_padded  # noqa: E402
 from surefoot.language.memory.check import guaranteed_length  # noqa: E402
@@ -21,6 +20,7 @@ from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # n
 from surefoot.language.models.policy.critic import Critic  # noqa: E402
 from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
 from surefoot.language.supervised.preferences import PairPolicy  # noqa: E402
+from surefoot.ranks.launching import join_ranks  # noqa: E402
 from surefoot.recipes.reading import make_recipe  # noqa: E402
 from surefoot.runs.factory import make_world  # noqa: E402
 from surefoot.runs.metrics import TIMING  # noqa: E402

@@ -9,8 +9,6 @@ import torch
 from ranked import on_ranks
 
 import surefoot
-from surefoot.core.distributed import stored
-from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.language.models.policy import LanguagePolicy
@@ -18,6 +16,8 @@ from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.terms import parts_of
+from surefoot.ranks.collectives import stored
+from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.factory import make_world
@@ -337,8 +337,8 @@ def test_bfloat16_policy_equals_transformers_bit_for_bit(folders: dict[str, Path
     """The reference is the same model, loaded in bfloat16 by ``transformers``."""
     from transformers import AutoModelForCausalLM
 
-    from surefoot.core.sharding.master import to_bfloat16
     from surefoot.language.models.loading import load_model
+    from surefoot.sharding.master import to_bfloat16
 
     policy = LanguagePolicy(load_model(folders["llama"])[0], None, 0)
     to_bfloat16(policy)

@@ -14,10 +14,7 @@ from ranked import on_ranks, own_memory
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from surefoot.core.credit import assign_credit
-from surefoot.core.distributed import check_same_weights, sum_count
-from surefoot.core.ranks import join_ranks
 from surefoot.core.rollout import LearnerState, World
-from surefoot.core.sharding import gathered, is_sharded, local_part
 from surefoot.errors import SurefootError
 from surefoot.language.models import placement
 from surefoot.language.models.placement import shard_role
@@ -25,10 +22,13 @@ from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.terms import parts_of
 from surefoot.language.supervised import reference as references
 from surefoot.language.supervised import world as worlds
+from surefoot.ranks.collectives import check_same_weights, sum_count
+from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.supervised import SupervisedRecipe
 from surefoot.runs.factory import make_learner, make_world
+from surefoot.sharding import gathered, is_sharded, local_part
 
 from .tiny import model, tokenizer, write_folder
 

@@ -16,9 +16,6 @@ import torch.distributed as dist
 from ranked import PATIENCE, SOON, TIMEOUT, finish, on_ranks, own_memory, start_ranks
 
 import surefoot
-from surefoot.core.ranks import join_ranks
-from surefoot.core.sharding import Shard, local_part, read_range, start_of
-from surefoot.core.sharding.files import StoredTensor
 from surefoot.errors import SurefootError
 from surefoot.language.models import loading
 from surefoot.language.models.policy import LanguagePolicy
@@ -26,11 +23,14 @@ from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online import collect as collecting
 from surefoot.language.sampling import choose_engine
 from surefoot.language.supervised.world import SupervisedWorld
+from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, writer
 from surefoot.runs.factory import make_world
 from surefoot.runs.session import Session, saving
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.sharding import Shard, local_part, read_range, start_of
+from surefoot.sharding.files import StoredTensor
 
 from .tiny import model, tokenizer, write_folder
 

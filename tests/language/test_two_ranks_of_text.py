@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from surefoot.core.credit import assign_credit
-from surefoot.core.distributed import sum_count
 from surefoot.core.rollout import LearnerState, Rollout, World
 from surefoot.errors import SurefootError
+from surefoot.ranks.collectives import sum_count
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.callbacks import metrics_listener

@@ -37,7 +37,7 @@ def start_ranks(count: int, body: Callable[[int], Any], results: Path, timeout: 
         try:
             torch.save(body(rank), results / str(rank))
         except BaseException as error:
-            from surefoot.core.ranks import leave_ranks
+            from surefoot.ranks.launching import leave_ranks
 
             (results / f"{rank}.traceback").write_text(traceback.format_exc())
             torch.save(f"{type(error).__name__}: {error}", results / str(rank))

@@ -15,12 +15,12 @@ from killing import assert_same
 from ranked import PATIENCE, SOON, TIMEOUT, finish, on_ranks, start_ranks
 
 import surefoot
-from surefoot import SurefootError, demos
+from surefoot import SurefootError, demos, files
 from surefoot.control.world import ControlWorld
-from surefoot.core.distributed import check_same_weights, exchange, on_first, rank, share, together, world_size
 from surefoot.core.learner import Learner
-from surefoot.core.ranks import first_host, join_ranks, launch_of
 from surefoot.errors import NotFiniteError
+from surefoot.ranks.collectives import check_same_weights, exchange, on_first, rank, share, together, world_size
+from surefoot.ranks.launching import first_host, join_ranks, launch_of
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import session
@@ -29,7 +29,6 @@ from surefoot.runs.display import Display
 from surefoot.runs.metrics import TIMING
 from surefoot.runs.session import saving
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
-from surefoot.store import source
 
 RECIPE = {
     "steps": 384,
@@ -306,7 +305,7 @@ def test_ranks_that_differ_are_rejected_on_all_ranks_before_the_folder_is_made(w
         if what == "version" and number:
             monkeypatch.setattr(surefoot, "__version__", "9.9")
         if what == "checkout" and number:
-            monkeypatch.setattr(source, "package_source", lambda: "0123")
+            monkeypatch.setattr(files, "package_source", lambda: "0123")
         if what == "command":
             monkeypatch.setattr(sys, "argv", ["surefoot", ("train", "resume")[number]])
         fields = {**RECIPE, "seed": 1 + (number if what == "recipe" else 0)}

@@ -18,8 +18,8 @@ from surefoot.store.tensors import read_tensors
 SOURCE = Path(surefoot.__file__).parent
 OWN = {
     "cli/new.py": "templates of the package",
-    "core/sharding/files.py": "files of a checkpoint whose manifest was compared",
-    "core/steps/programs.py": "the cache of compiled programs, and source of the package",
+    "sharding/files.py": "files of a checkpoint whose manifest was compared",
+    "accel/programs.py": "the cache of compiled programs, and source of the package",
     "inspector/clip_table.py": "pages of the package",
     "language/data/cache.py": "a map of a file that was checked",
     "language/memory/check.py": "files of the kernel",

@@ -44,8 +44,8 @@ NO_TEMPLATE = "this model has no chat template: each line is a separate prompt, 
 
 def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel":
     """A model for sampling on a device; SurefootError if the device or the model can't be used."""
-    from surefoot.core.distributed import check_device
     from surefoot.language.models.language_model import load_language_model
+    from surefoot.ranks.collectives import check_device
 
     check_device(device)
     language_model = load_language_model(run_named(model), trust_remote_code)
@@ -221,11 +221,11 @@ def best_of_n(
     if worst and drawing["samples"] < 2:
         raise SurefootError("--samples 1: the best and the worst of one response are the same; use 2 or more")
     check_stop_texts(drawing["stop"])
-    from surefoot.core.distributed import check_device
     from surefoot.language.analysis.best_of import BestOfSettings
     from surefoot.language.analysis.best_of import best_of_n as choose_best
     from surefoot.language.data.rows import write_rows
     from surefoot.language.rewards.terms import load_flag_reward
+    from surefoot.ranks.collectives import check_device
 
     check_device(device)
     reward = load_flag_reward(rewards, device)

@@ -11,8 +11,8 @@ import click
 from surefoot import __version__
 from surefoot.cli.options import Group
 from surefoot.cli.ranks import AGENT, RANK_OPTIONS, RANKED, leave_line
-from surefoot.core.ranks import join_ranks, launch_of, leave_ranks
 from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean, in_command, limit_reached
+from surefoot.ranks.launching import join_ranks, launch_of, leave_ranks
 from surefoot.terminal import Output, visible
 
 COMMANDS = {

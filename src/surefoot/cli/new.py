@@ -83,7 +83,7 @@ def demo(which: str, run_dir: Path, seed: int, no_anchor: bool, ranks: int | Non
         raise SurefootError("--no-anchor: is for the language demo; run: surefoot demo language --no-anchor")
     if launch_ranks(ranks, None, None):
         return
-    from surefoot.core.distributed import rank
+    from surefoot.ranks.collectives import rank
 
     with contextlib.redirect_stdout(io.StringIO()) if rank() else contextlib.nullcontext():  # the first rank prints
         run_demo(which, run_dir, seed, anchored=not no_anchor)

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import click
 
 from surefoot.cli.options import COUNT, POSITIVE
-from surefoot.core.ranks import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note, restarts
 from surefoot.errors import SurefootError
 from surefoot.files import read_text
+from surefoot.ranks.launching import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note, restarts
 from surefoot.signals import STOPPING
 
 RANKED = ("train", "resume", "rounds", "demo")
@@ -82,7 +82,7 @@ def launch_ranks(ranks: int | None, max_restarts: int | None, rank_timeout: floa
 
 def folder_on_ranks(seed: int, choose: Callable[[], Path]) -> Path:
     """The folder that the first rank chooses for a run; after a restart the one that it chose before."""
-    from surefoot.core.distributed import on_first
+    from surefoot.ranks.collectives import on_first
 
     key = f"folder of seed {seed}"
     return on_first(lambda: Path(note(key) or note(key, str(choose())) or choose()))

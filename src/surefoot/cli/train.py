@@ -90,7 +90,7 @@ def train(
     if launch_ranks(ranks, max_restarts, rank_timeout):
         return
     with lasting_imports():
-        from surefoot.core.distributed import on_first, rank
+        from surefoot.ranks.collectives import on_first, rank
         from surefoot.runs.api import start
 
     if recipe.seed + seeds - 1 > MAX_SEED:
@@ -138,7 +138,7 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
 
 def check_all_free(folders: Sequence[Path]) -> None:
     """Raise SurefootError if a folder is in use, unless a run began there before its ranks were restarted."""
-    from surefoot.core.ranks import note
+    from surefoot.ranks.launching import note
     from surefoot.runs.folder import check_free
 
     for folder in folders:
@@ -182,7 +182,7 @@ def resume(
     if launch_ranks(ranks, max_restarts, rank_timeout):
         return
     with lasting_imports():
-        from surefoot.core.distributed import rank
+        from surefoot.ranks.collectives import rank
         from surefoot.runs import api
 
     api.resume(run, steps=steps, allow_changes=allow_changes, display=display_for(None, run, quiet))
@@ -249,7 +249,7 @@ def rounds(
     settings = RoundsSettings(language_recipe, labeller, **options)
     if launch_ranks(ranks, max_restarts, rank_timeout):
         return
-    from surefoot.core.distributed import rank
+    from surefoot.ranks.collectives import rank
     from surefoot.runs.display import Display
 
     def display(current: Recipe, run: Path) -> "Display":

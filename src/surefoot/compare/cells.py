@@ -19,11 +19,11 @@ from surefoot.compare.statistics import Results, present
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import check_count
-from surefoot.core.ranks import check_single_process
 from surefoot.core.rollout import Metrics
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_table
+from surefoot.ranks.launching import check_single_process
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import to_table

@@ -11,6 +11,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from surefoot.accel.programs import Program, program_of, structure
+from surefoot.accel.steps import FAST
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.normalise import (
     ActionBounds,
@@ -40,8 +42,6 @@ from surefoot.control.spaces import (
 )
 from surefoot.core.optimizer import flatten_parameters, parameter_groups
 from surefoot.core.seeding import as_found, stream
-from surefoot.core.steps.compiled import FAST
-from surefoot.core.steps.programs import Program, program_of, structure
 from surefoot.errors import SurefootError
 from surefoot.files import as_path, check_flags, made_from
 from surefoot.recipes.callables import NETWORK, Functions

@@ -22,10 +22,10 @@ from surefoot.control.environments.observations import (
     score_and_life,
 )
 from surefoot.control.spaces import MASK, Array, SpaceError, check_agreement
-from surefoot.core.distributed import exchange, rank, together, world_size
 from surefoot.core.seeding import any_algorithm, stream
 from surefoot.errors import NotFiniteError, SurefootError, announce
 from surefoot.files import check_flags, check_whole
+from surefoot.ranks.collectives import exchange, rank, together, world_size
 
 EVALUATION_ENVIRONMENTS = 10
 """environments that step together, at most"""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from surefoot.core.steps.programs import scan
+from surefoot.accel.programs import scan
 
 GATES = (1.0, 1.0, 2.0, 1.0)
 """tanh x = 2 σ(2x) − 1, so each of an LSTM's four gates is σ of something, scaled and shifted"""

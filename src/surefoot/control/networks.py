@@ -15,9 +15,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from surefoot.accel.programs import is_traced
 from surefoot.control.memory import in_steps
 from surefoot.control.spaces import ObservationPart, channels_last, choices, image_shape, is_image, observation_parts
-from surefoot.core.steps.programs import is_traced
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.callables import NETWORK, Functions, load_function
 from surefoot.recipes.control import Network

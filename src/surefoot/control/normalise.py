@@ -15,10 +15,10 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot.control.spaces import Array, ObservationPart
-from surefoot.core.distributed import all_sum, exact_device, in_float64, merge_across_ranks
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.functional import Moments, masked_moments, merge_moments
 from surefoot.functional.returns import true_columns
+from surefoot.ranks.collectives import all_sum, exact_device, in_float64, merge_across_ranks
 
 Normalise = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 

@@ -20,10 +20,10 @@ from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.evaluate import evaluate_agent
 from surefoot.control.replay import origin
 from surefoot.control.spaces import MASK, SpaceError, check_agreement, space_from_json
-from surefoot.core.distributed import check_device, exchange, share, together, world_size
 from surefoot.core.rollout import EvaluationReport, Rollout
 from surefoot.errors import SurefootError
 from surefoot.files import available_cores
+from surefoot.ranks.collectives import check_device, exchange, share, together, world_size
 from surefoot.recipes.callables import SYMMETRY, Functions, load_function
 from surefoot.recipes.control import ControlRecipe
 from surefoot.runs.checkpoint import load_checkpoint

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import all_sum, in_float64, merge_across_ranks
 from surefoot.core.rollout import Credit, Metrics, Rollout
 from surefoot.errors import SurefootError
 from surefoot.functional import (
@@ -18,6 +17,7 @@ from surefoot.functional import (
     pair_advantages,
 )
 from surefoot.functional.masking import keep_only
+from surefoot.ranks.collectives import all_sum, in_float64, merge_across_ranks
 
 
 def assign_credit(rollout: Rollout, objective: Objective) -> Credit:

@@ -9,24 +9,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from surefoot.accel.steps import CompiledGradients, CompiledStepper
+from surefoot.accel.trpo import CompiledPasses
 from surefoot.core.algorithms import Objective
 from surefoot.core.credit import preference_metrics
-from surefoot.core.distributed import all_max, all_sum, merge_across_ranks, sum_count, world_size
 from surefoot.core.minibatches import global_count, rows_of, with_penalised
 from surefoot.core.objective import Batch, mean_old_kl
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters, parameter_groups
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
-from surefoot.core.sharding import gathered, is_sharded
-from surefoot.core.sharding.idle import leaving
-from surefoot.core.sharding.optimizer import ShardedOptimizer
 from surefoot.core.steps import EagerStep, EagerStepper, GradientSum, PendingStep, Stepper, UpdateContext
-from surefoot.core.steps.compiled import CompiledGradients, CompiledStepper
-from surefoot.core.steps.compiled_trpo import CompiledPasses
 from surefoot.core.steps.trpo import EagerPasses, NaturalStepper
 from surefoot.core.traces import Recorder
 from surefoot.errors import NotFiniteError, SurefootError, cause_of
 from surefoot.functional import adapt_kl_penalty, adapt_learning_rate, masked_moments
 from surefoot.functional.masking import keep_only
+from surefoot.ranks.collectives import all_max, all_sum, merge_across_ranks, sum_count, world_size
+from surefoot.sharding import gathered, is_sharded
+from surefoot.sharding.idle import leaving
+from surefoot.sharding.optimizer import ShardedOptimizer
 
 ScheduleFunction = Callable[[float], float]
 """from the remaining share of the budget, 1 at the start, to a factor"""

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable
 
 from surefoot.core.credit import assign_credit
-from surefoot.core.distributed import sum_count
 from surefoot.core.learner import Learner
 from surefoot.core.rollout import Collector, LearnerState, Metrics, Rollout
 from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.ranks.collectives import sum_count
 
 FAULTS_IN_A_ROW = 3
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import all_sum, exchange, in_float64, merge_across_ranks, rank, world_size
 from surefoot.core.objective import Batch
 from surefoot.core.rollout import Credit, Rollout, Shared, map_tensors
 from surefoot.errors import SurefootError
 from surefoot.functional import Moments, covariance_terms, largest_share, masked_moments, whiten
+from surefoot.ranks.collectives import all_sum, exchange, in_float64, merge_across_ranks, rank, world_size
 
 
 def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:

@@ -15,10 +15,10 @@ from torch.optim.adam import adam as fused_adam
 from torch.optim.rmsprop import rmsprop
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import MASTER, stored
 from surefoot.core.rollout import Policy
-from surefoot.core.sharding.master import add_gradients_to, round_master
 from surefoot.errors import SurefootError
+from surefoot.ranks.collectives import MASTER, stored
+from surefoot.sharding.master import add_gradients_to, round_master
 
 BETAS = (0.9, 0.999)
 """Adam's decay rates β₁ and β₂"""

@@ -43,6 +43,21 @@ def stream(*words: int | str) -> "torch.Generator":
     return torch.Generator().manual_seed(int(_sequence(words).generate_state(1, "uint64")[0]) >> 1)
 
 
+def rank_generator(generator: "torch.Generator") -> "torch.Generator":
+    """A generator for this rank's share of the next batch; ``generator`` itself in a single process.
+
+    Each rank draws one number from ``generator``, which then has the same state on all ranks, so one checkpoint is enough.
+    """
+    import torch
+
+    from surefoot.ranks.collectives import rank, world_size
+
+    if world_size() == 1:
+        return generator
+    drawn = int(torch.randint(2**62, (), generator=generator))
+    return torch.Generator().manual_seed(derived_seed(drawn, "rank", rank()))
+
+
 def _sequence(words: tuple[int | str, ...]) -> "np.random.SeedSequence":
     import numpy as np  # not above: a command line needs MAX_SEED and no numpy
 

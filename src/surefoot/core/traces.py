@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import world_size
 from surefoot.core.objective import Batch, clip_bounds, left_out, old_kl, ratio_of, sampler_weights, surrogate
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Rollout
 from surefoot.functional import Moments, clip_active, td_residual
 from surefoot.functional.masking import keep_only
+from surefoot.ranks.collectives import world_size
 
 BRANCHES = ("unclipped", "clipped", "dual_clip", "log_prob", "weighted", "left_out")
 """what ``Visits.branch`` counts: ρÂ; clip(ρ)Â; cÂ, the bound of the dual clip; log π·Â, of algorithms that use a batch once;

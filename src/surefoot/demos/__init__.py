@@ -50,7 +50,7 @@ class Stages:
 
 def free_folder(run_dir: Path, name: str) -> Path:
     """``run_dir/name``, or ``name-2`` and so on if that exists: no demo writes into another's folder."""
-    from surefoot.core.distributed import on_first
+    from surefoot.ranks.collectives import on_first
 
     def free() -> Path:
         folder, number = run_dir / name, 2
@@ -69,7 +69,7 @@ def command_here() -> str:
 
 def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     """Train on CartPole-v1, evaluate over 20 greedy episodes, and print what to try next."""
-    from surefoot.core.distributed import on_first
+    from surefoot.ranks.collectives import on_first
     from surefoot.runs import api
     from surefoot.runs.trackers.metrics_jsonl import read_metrics
 

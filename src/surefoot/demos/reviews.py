@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.distributed import on_first
 from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
 from surefoot.language import require_transformers
@@ -15,6 +14,7 @@ from surefoot.language.data.rows import write_rows
 from surefoot.language.models.language_model import load_language_model
 from surefoot.language.sampling.pairs import sample_pairs
 from surefoot.language.tasks import reviews
+from surefoot.ranks.collectives import on_first
 from surefoot.terminal import visible
 
 PAIRS, HELD_OUT_PAIRS = 6_000, 400

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.distributed import on_first
 from surefoot.core.seeding import derived_seed
 from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
@@ -17,6 +16,7 @@ from surefoot.language import require_transformers, tasks
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
 from surefoot.language.models.language_model import load_language_model
+from surefoot.ranks.collectives import on_first
 from surefoot.terminal import visible
 
 TASK = "sorting"

@@ -82,8 +82,8 @@ def check_device(device: str = "cpu") -> Finding:
     """The device of the recipe, and the accelerators of this machine."""
     import torch
 
-    from surefoot.core.distributed import check_device as usable
     from surefoot.errors import SurefootError
+    from surefoot.ranks.collectives import check_device as usable
 
     try:
         usable(device)
@@ -163,7 +163,7 @@ def check_disk(folder: Path = Path(), free: float | None = None) -> Finding:
 
 def check_compiler(engine: str = "eager") -> Finding:
     """Whether there is a C++ compiler that works, for the compiled engine."""
-    from surefoot.core.steps.programs import compiler, no_compiler
+    from surefoot.accel.programs import compiler, no_compiler
 
     obstacle = no_compiler()
     if obstacle is None:

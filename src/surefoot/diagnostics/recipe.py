@@ -30,13 +30,13 @@ from surefoot.control.spaces import (
     choices,
     read_mask,
 )
-from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.diagnostics import Finding, check_result, failure
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.responses import final_rewards
 from surefoot.language.online.world import LanguageWorld
+from surefoot.ranks.collectives import in_float64
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from surefoot.accel.programs import no_compiler
 from surefoot.control.agent import Agent
 from surefoot.control.world import ControlWorld
-from surefoot.core.distributed import exchange
 from surefoot.core.learner import Learner, scheduled
 from surefoot.core.optimizer import Adam8BitSettings, AdamSettings, RMSpropSettings
 from surefoot.core.rollout import Policy, World
-from surefoot.core.steps.programs import no_compiler
+from surefoot.ranks.collectives import exchange
 from surefoot.recipes.base import SCHEDULES, Recipe
 from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_function
 from surefoot.recipes.control import ControlRecipe

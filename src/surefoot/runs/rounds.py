@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from surefoot.core.distributed import on_first
-from surefoot.core.ranks import join_ranks
 from surefoot.core.seeding import as_found, derived_seed
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_toml, writing
@@ -35,6 +33,8 @@ from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward
 from surefoot.language.rewards.terms import function_rewards, load_flag_reward
 from surefoot.language.sampling.pairs import answer_text, pair_row, prefers_first, sample_pairs
+from surefoot.ranks.collectives import on_first
+from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table

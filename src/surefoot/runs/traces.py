@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.sharding.files import host_copies, tensor_bytes
 from surefoot.core.traces import WITH_GRADIENT, Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import FULL, parsed, writing
 from surefoot.runs.checkpoint import pack, unpack
 from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, Sample, UpdateEnd
 from surefoot.runs.reading import SAMPLES, TRACE, samples_in, traces_in
+from surefoot.sharding.files import host_copies, tensor_bytes
 from surefoot.store.manifest import MANIFEST, check_listed, clear, write_listed
 from surefoot.store.tensors import open_tensors
 

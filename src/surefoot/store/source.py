@@ -1,4 +1,4 @@
-"""Hashes of source: of this package, and of the user's files of Python that a run rests on.
+"""Hashes of source, of the user's files of Python that a run rests on; that of this package is in ``files``.
 
 Imports are read from the text of each file. Nothing is imported or run, so a changed file is noticed before it runs. Of
 installed packages, the version counts.
@@ -19,9 +19,8 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from surefoot.files import read_bytes
+from surefoot.files import PACKAGE, read_bytes
 
-PACKAGE = Path(__file__).parents[1]
 NAMED = re.compile(r"(?:(?P<file>[^:]*\.py)|(?P<module>[A-Za-z_][\w.]*)):[\w./-]+")
 """``file.py:name``, ``module:name`` or ``module:Id-v0``"""
 INSTALLED = ("site-packages", "dist-packages")
@@ -30,15 +29,6 @@ SHOWN = 8
 Sources = dict[str, Any]
 """``roots``: the files and modules that a recipe names; ``search``: folders of the user's modules; ``code``: the hash of each
 file, and of each object of a script or notebook; ``packages``: versions"""
-
-
-@cache
-def package_source(parts: Sequence[str] = (".",)) -> str:
-    """A hash of the files of Python in parts of this package."""
-    digest = hashlib.sha256()
-    for path in sorted({path for part in parts for path in (PACKAGE / part).rglob("*.py")}):
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode() + read_bytes(path))
-    return digest.hexdigest()[:24]
 
 
 # ---- the user's code ------------------------------------------------------------------------------------------------------

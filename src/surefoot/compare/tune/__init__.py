@@ -21,9 +21,9 @@ from surefoot.compare.tune.result import best_toml, result_text, results_of
 from surefoot.compare.tune.study import FIXED, WAIT, Plan, Study, usable_database
 from surefoot.compare.tune.trials import train_run, work_on
 from surefoot.core.algorithms import check_count
-from surefoot.core.ranks import check_single_process
 from surefoot.errors import Interrupted, SurefootError, missing_extra
 from surefoot.files import read_toml, write_text
+from surefoot.ranks.launching import check_single_process
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import resolve_recipe

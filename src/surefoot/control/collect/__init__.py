@@ -21,10 +21,10 @@ from surefoot.control.environments.slices import concatenate, join_states, slice
 from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.replay import RawRollout, Replayable
 from surefoot.control.spaces import Array, Observations
-from surefoot.core.distributed import exchange, rank_generator, together, world_size
 from surefoot.core.rollout import LearnerState, Rollout, Timer
-from surefoot.core.seeding import any_algorithm
+from surefoot.core.seeding import any_algorithm, rank_generator
 from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.ranks.collectives import exchange, together, world_size
 
 BY_ROW = ("discounted", "starts", "running_return", "running_length")
 """arrays of a collector's state with one entry per environment"""

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from surefoot.control.environments.observations import SUCCESS, mean_numbers
-from surefoot.core.distributed import exchange
 from surefoot.core.rollout import Metrics
 from surefoot.errors import SurefootError, did_you_mean
+from surefoot.ranks.collectives import exchange
 
 RECENT_EPISODES = 100
 """episodes whose mean return and length are reported"""

@@ -20,9 +20,10 @@ from surefoot.control.environments.tensor import TensorEnvironments, TensorStep
 from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.normalise import sent_actions
 from surefoot.control.spaces import BARE, MASK
-from surefoot.core.distributed import all_sum, exact_device, exchange, rank_generator, together, world_size
 from surefoot.core.rollout import LearnerState, Metrics, Rollout, Timer
+from surefoot.core.seeding import rank_generator
 from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.ranks.collectives import all_sum, exact_device, exchange, together, world_size
 
 ROWS_PER_PASS = 4096
 """steps per forward pass without gradient; more would not stay in a core's cache"""

@@ -26,9 +26,9 @@ from surefoot.control.spaces import (
     choices,
     observation_parts,
 )
-from surefoot.core.distributed import exact_device
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of, place_of
+from surefoot.ranks.collectives import exact_device
 
 FINAL = ("final_obs", "final_observation")
 """keys of ``infos`` with the observations before a reset; the second is ManiSkill's"""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import all_max, all_sum_together, exchanging
 from surefoot.core.minibatches import (
     Minibatch,
     advantage_moments,
@@ -26,10 +25,11 @@ from surefoot.core.minibatches import (
 from surefoot.core.objective import Batch, loss, ratio_range
 from surefoot.core.optimizer import FlatOptimizer, FlatParameters
 from surefoot.core.rollout import AuxiliaryLoss, LearnerState, Metrics, Policy
-from surefoot.core.sharding import gathered, is_sharded
-from surefoot.core.sharding.optimizer import ShardedOptimizer
 from surefoot.core.traces import Recording
 from surefoot.functional import Moments
+from surefoot.ranks.collectives import all_max, all_sum_together, exchanging
+from surefoot.sharding import gathered, is_sharded
+from surefoot.sharding.optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from surefoot.core.algorithms import Constraint, Objective
-from surefoot.core.distributed import all_sum
 from surefoot.core.minibatches import Minibatch, with_global_numbers
 from surefoot.core.objective import Batch, loss, mean_old_kl, ratio_range
 from surefoot.core.optimizer import FlatParameters
@@ -23,6 +22,7 @@ from surefoot.core.steps import Gradients, GradientSum, LossSums, PendingStep, U
 from surefoot.errors import SurefootError
 from surefoot.functional import aggregate, conjugate_gradient, fisher_vector_product, line_search
 from surefoot.functional.masking import keep_only
+from surefoot.ranks.collectives import all_sum
 
 
 @dataclass(frozen=True)

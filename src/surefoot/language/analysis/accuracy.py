@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import pass_at_k
@@ -22,6 +21,7 @@ from surefoot.language.online.responses import Responses, with_signal
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Reward, Scores
 from surefoot.language.rewards.terms import check_special_texts
+from surefoot.ranks.collectives import in_float64
 from surefoot.verifiers.answers import following
 
 RARE = 0.02

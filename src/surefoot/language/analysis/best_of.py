@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import best_of_n_kl
@@ -22,6 +21,7 @@ from surefoot.language.rewards.terms import FunctionReward, check_special_texts,
 from surefoot.language.sampling import Samples, sample
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.pairs import format_answer, pair_row
+from surefoot.ranks.collectives import in_float64
 
 NO_LIMIT = 2**53
 """more tokens than any prompt has"""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import in_float64
 from surefoot.errors import SurefootError
 from surefoot.files import read_table, read_toml
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
@@ -30,6 +29,7 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Reward, mean_of
 from surefoot.language.rewards.terms import load_flag_reward, parse_term
 from surefoot.language.supervised.world import SupervisedWorld
+from surefoot.ranks.collectives import in_float64
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe

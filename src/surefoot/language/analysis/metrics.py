@@ -7,8 +7,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import in_float64
 from surefoot.functional.masking import masked_mean
+from surefoot.ranks.collectives import in_float64
 
 
 def distinct_n(responses: Iterable[Sequence[Hashable]], n: int) -> float | None:

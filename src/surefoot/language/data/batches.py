@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import rank, world_size
 from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError
+from surefoot.ranks.collectives import rank, world_size
 
 
 class EpochSampler:

@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from surefoot.core.distributed import exchange, world_size
-from surefoot.core.sharding import ranks_per_machine
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
 from surefoot.language.memory import Estimate, estimate
@@ -34,9 +32,11 @@ from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import load_config
 from surefoot.language.models.policy import CHUNK
 from surefoot.language.rewards.model import BATCH_TOKENS
+from surefoot.ranks.collectives import exchange, world_size
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.models import AdapterSettings, ModelRecipe
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SupervisedRecipe
+from surefoot.sharding import ranks_per_machine
 
 Measure = Callable[[Workload], int]
 

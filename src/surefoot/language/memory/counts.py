@@ -15,9 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from surefoot.files import read_json
+from surefoot.files import package_source, read_json
 from surefoot.language.data.cache import cache_folder, remove_unused
-from surefoot.store.source import package_source
 
 P = ParamSpec("P")
 T = TypeVar("T")

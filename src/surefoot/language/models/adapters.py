@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.distributed import rank
 from surefoot.core.seeding import derived_seed, stream
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers, require_package
@@ -44,6 +43,7 @@ from surefoot.language.models.quantised import (
     restored_state,
     shown_to_peft,
 )
+from surefoot.ranks.collectives import rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

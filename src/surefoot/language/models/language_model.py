@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from surefoot.core.distributed import rank
-from surefoot.core.sharding.files import StoredTensor
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
 from surefoot.language.data.rows import fault_in
@@ -31,6 +29,7 @@ from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.placement import keeps_stored
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
 from surefoot.language.sampling import generate
+from surefoot.ranks.collectives import rank
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.models import ModelRecipe
@@ -38,6 +37,7 @@ from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
 from surefoot.runs.folder import checkpoint_to_load, is_model
 from surefoot.runs.hub import is_hub_name, local_folder
+from surefoot.sharding.files import StoredTensor
 from surefoot.store.manifest import check_folder, is_checkpoint
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from surefoot.core.sharding.files import stored_tensors
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import as_path, read_table
 from surefoot.language import quiet_transformers, require_transformers
@@ -21,6 +20,7 @@ from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.pocket import pocket, pocket_config
 from surefoot.language.models.quantised import has_quantised
 from surefoot.runs.checkpoint import non_finite_numbers
+from surefoot.sharding.files import stored_tensors
 from surefoot.store.manifest import atomic_folder, check_folder
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.sharding import fill
 from surefoot.errors import SurefootError
+from surefoot.sharding import fill
 
 
 def map_weights(

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from surefoot.core.distributed import world_size
 from surefoot.core.rollout import Policy
-from surefoot.core.sharding import Sharding, gathered, shard
-from surefoot.core.sharding.idle import rest_on_cpu
-from surefoot.core.sharding.master import to_bfloat16
 from surefoot.language.models.adapters import RoleTrunk
 from surefoot.language.models.policy.critic import ValueHead
 from surefoot.language.models.quantised import move_with_weights
 from surefoot.language.models.reward_model import RewardModel
+from surefoot.ranks.collectives import world_size
 from surefoot.recipes.models import ModelRecipe
+from surefoot.sharding import Sharding, gathered, shard
+from surefoot.sharding.idle import rest_on_cpu
+from surefoot.sharding.master import to_bfloat16
 
 
 def place(module: nn.Module, recipe: ModelRecipe, idle: bool = False) -> None:

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from surefoot.core.distributed import in_float64
 from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import made_from
@@ -52,6 +51,7 @@ from surefoot.language.models.loading import (
 )
 from surefoot.language.models.padding_free import Reading, end_to_end, padded
 from surefoot.language.models.policy.lengths import by_length, switch_of
+from surefoot.ranks.collectives import in_float64
 from surefoot.recipes.models import ModelRecipe
 from surefoot.runs.checkpoint import non_finite_numbers
 from surefoot.store.manifest import check_folder

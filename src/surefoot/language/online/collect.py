@@ -11,22 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import (
-    all_max,
-    all_sum,
-    exchange,
-    in_float64,
-    mean_over_ranks,
-    rank,
-    sum_count,
-    together,
-    world_size,
-)
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.core.minibatches import select_rows
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
-from surefoot.core.sharding import gathered, is_sharded
 from surefoot.errors import SurefootError
 from surefoot.functional import (
     kl_k1,
@@ -65,7 +53,19 @@ from surefoot.language.sampling import Samples, concat_samples, log_softmax
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Engine, OnFinished, Request
 from surefoot.language.sampling.kv_cache import CACHE_TOLERANCE, logits_alone
+from surefoot.ranks.collectives import (
+    all_max,
+    all_sum,
+    exchange,
+    in_float64,
+    mean_over_ranks,
+    rank,
+    sum_count,
+    together,
+    world_size,
+)
 from surefoot.recipes.language import LanguageRecipe
+from surefoot.sharding import gathered, is_sharded
 
 COMPARED = 16
 """tokens at the end of a row whose log-probabilities are compared with those of the row by itself"""

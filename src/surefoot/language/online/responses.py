@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import all_sum
 from surefoot.core.rollout import map_tensors
 from surefoot.functional import overlong_penalty, place_scores
 from surefoot.language.data.datasets import Prompts, repeat_prompts
@@ -21,6 +20,7 @@ from surefoot.language.rewards.scores import Reward, Scores, scatter_scores, tok
 from surefoot.language.rewards.terms import is_dense
 from surefoot.language.sampling import Samples
 from surefoot.language.sampling.ends import Ends
+from surefoot.ranks.collectives import all_sum
 from surefoot.recipes.language import LanguageRecipe
 
 

@@ -11,10 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from surefoot.core.distributed import check_device, exchange, in_float64, share, together, world_size
 from surefoot.core.rollout import EvaluationReport, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
-from surefoot.core.sharding import gathered
 from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
 from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_log_likelihood
@@ -63,10 +61,12 @@ from surefoot.language.sampling.choose_engine import make_engine
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.language.speed.blocks import compile_blocks
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
+from surefoot.ranks.collectives import check_device, exchange, in_float64, share, together, world_size
 from surefoot.recipes.callables import GOLD, Functions, find_function
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.models import Role
 from surefoot.recipes.reading import to_table
+from surefoot.sharding import gathered
 
 BEST_KL_FACTOR = 1.5
 """the KL of the best policy is at most this many times ``reference.target``: an adapted β keeps the KL near its target only on

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surefoot.core.distributed import in_float64, merge_across_ranks, world_size
 from surefoot.functional import masked_moments
 from surefoot.language.data.tokens import Messages
+from surefoot.ranks.collectives import in_float64, merge_across_ranks, world_size
 
 Columns = Mapping[str, Sequence[Any]]
 Prompt = str | Messages

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from surefoot.core.distributed import exact_device, in_float64
 from surefoot.core.minibatches import select_rows
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, SurefootError
@@ -34,6 +33,7 @@ from surefoot.language.sampling.kv_cache import (
     read_prompts,
 )
 from surefoot.language.sampling.rows import chunk_of
+from surefoot.ranks.collectives import exact_device, in_float64
 
 if TYPE_CHECKING:
     from surefoot.language.data.tokens import Tokens

@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import from_first, rank
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.calls import DeadlineExceeded, in_threads
 from surefoot.language.data.tokens import Tokens
@@ -33,6 +32,7 @@ from surefoot.language.models.loading import save_model
 from surefoot.language.sampling import Samples, check_options, check_prompts, eval_mode, log_softmax, nccl
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Answer, EngineName, Request, detector_for, samples_of
+from surefoot.ranks.collectives import from_first, rank
 from surefoot.recipes.language import LanguageRecipe, ServerSettings
 
 if TYPE_CHECKING:

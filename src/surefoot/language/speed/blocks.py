@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.steps.programs import compiler, require_compiler
+from surefoot.accel.programs import compiler, require_compiler
 from surefoot.errors import SurefootError, announce, cause_of
 from surefoot.language.models.placement import layers_of
 from surefoot.language.models.policy import LanguagePolicy

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import all_max, all_sum, exchanging
 from surefoot.core.minibatches import groups_by_length, select_rows
 from surefoot.core.rollout import Policy, map_tensors
-from surefoot.core.sharding import is_sharded
 from surefoot.functional import aggregate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler, row_lengths
@@ -21,7 +19,9 @@ from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, left_padded, right_padded
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.passes import in_micro_batches
+from surefoot.ranks.collectives import all_max, all_sum, exchanging
 from surefoot.recipes.rows import RowSettings
+from surefoot.sharding import is_sharded
 
 Batch = tuple[dict[str, Tensor], Tensor, Tensor]
 """inputs of the policy, actions [B, T], mask [B, T]"""

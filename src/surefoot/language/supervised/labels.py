@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from surefoot.core.distributed import all_sum, in_float64
 from surefoot.core.rollout import Evaluation, Metrics, Policy
 from surefoot.errors import SurefootError
 from surefoot.functional import kto_loss
@@ -29,6 +28,7 @@ from surefoot.language.data.tokens import Tokens, right_padded
 from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
 from surefoot.language.supervised.preferences import ANSWER, MISMATCHED, REFERENCE, side_of, side_tensors
+from surefoot.ranks.collectives import all_sum, in_float64
 from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
 

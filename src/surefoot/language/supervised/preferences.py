@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from surefoot.core.distributed import in_float64
 from surefoot.core.rollout import Evaluation, Metrics, Policy
 from surefoot.functional import orpo_loss, simpo_loss
 from surefoot.language.data import datasets as data
@@ -33,6 +32,7 @@ from surefoot.language.models.padding_free import reason_for_padding
 from surefoot.language.models.policy.passes import checkpoint_layers, computing, in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
+from surefoot.ranks.collectives import in_float64
 from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe
 

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.distributed import all_max, exchange, exchanging, share, together
 from surefoot.core.minibatches import groups_by_length
 from surefoot.core.rollout import map_tensors
-from surefoot.core.sharding import block_by_block
 from surefoot.language.data.batches import row_lengths
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.adapters import SharedBase
@@ -22,7 +20,9 @@ from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.supervised.demonstrations import Batch, Rows, RowTensors, batches
 from surefoot.language.supervised.preferences import REFERENCE, sides_of
+from surefoot.ranks.collectives import all_max, exchange, exchanging, share, together
 from surefoot.recipes.supervised import DpoRecipe
+from surefoot.sharding import block_by_block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import check_device, exchanging, sum_count
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
-from surefoot.core.sharding import block_by_block, gathered
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.metrics import loses_chosen, mean_log_likelihood
 from surefoot.language.data import datasets as data
@@ -53,8 +51,10 @@ from surefoot.language.supervised.preferences import (
 )
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
 from surefoot.language.supervised.steps import StepPolicy, step_rows, step_scores
+from surefoot.ranks.collectives import check_device, exchanging, sum_count
 from surefoot.recipes.reading import to_table
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
+from surefoot.sharding import block_by_block, gathered
 
 
 class RowCollector:

@@ -13,10 +13,10 @@ from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EvaluationResult, evaluate_agent
 from surefoot.core.algorithms import Objective
-from surefoot.core.ranks import join_ranks
 from surefoot.core.seeding import as_found
 from surefoot.errors import SurefootError, in_python_words
 from surefoot.files import as_path, check_flags
+from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.arguments import AgentTask, Arguments, ControlArguments, ModelTask, RewardModelTask
 from surefoot.recipes.callables import take_objects
 from surefoot.recipes.presets import resolve_recipe

@@ -11,12 +11,12 @@ import torch
 from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.world import ControlWorld
-from surefoot.core.distributed import exchange, from_first, on_first, rank, together, world_size
-from surefoot.core.ranks import choose_gpu, join_ranks, note, restarts
 from surefoot.core.rollout import World
 from surefoot.core.seeding import as_found, prepare_gpu
 from surefoot.errors import SurefootError
 from surefoot.files import steps_named
+from surefoot.ranks.collectives import exchange, from_first, on_first, rank, together, world_size
+from surefoot.ranks.launching import choose_gpu, join_ranks, note, restarts
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.presets import Origin

@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from surefoot.core.sharding import Shard
-from surefoot.core.sharding.files import RankShards, StoredTensor, host_copies, stored_tensors, write_tensors
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_json, read_table, steps_named
+from surefoot.sharding import Shard
+from surefoot.sharding.files import RankShards, StoredTensor, host_copies, stored_tensors, write_tensors
 from surefoot.store.manifest import MANIFEST, REMEDY, atomic_folder, clear, fault_of, forget, listed_files, remove_folder
 from surefoot.store.tensors import open_tensors, read_tensors
 

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.distributed import exchange
-from surefoot.core.sharding.files import RankShards, write_shards
 from surefoot.errors import SurefootError, cause_of
+from surefoot.ranks.collectives import exchange
 from surefoot.runs.checkpoint import shards_folder
+from surefoot.sharding.files import RankShards, write_shards
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.distributed import (
+from surefoot.core.loop import run_loop
+from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, World
+from surefoot.core.traces import Recorder
+from surefoot.diagnostics import Finding
+from surefoot.diagnostics.findings import RunMonitor
+from surefoot.errors import Interrupted, NotCompiledError, SurefootError, announced
+from surefoot.files import made_from, steps_named
+from surefoot.ranks.collectives import (
     broadcast_weights,
     check_same_weights,
     exchange,
@@ -18,14 +25,6 @@ from surefoot.core.distributed import (
     together,
     world_size,
 )
-from surefoot.core.loop import run_loop
-from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, World
-from surefoot.core.sharding import is_sharded
-from surefoot.core.traces import Recorder
-from surefoot.diagnostics import Finding
-from surefoot.diagnostics.findings import RunMonitor
-from surefoot.errors import Interrupted, NotCompiledError, SurefootError, announced
-from surefoot.files import made_from, steps_named
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.control import COMPILED
@@ -55,6 +54,7 @@ from surefoot.runs.session.saving import Saver
 from surefoot.runs.traces import SampleFolder, TraceFolder
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.runs.trackers.metrics_jsonl import MetricsFile
+from surefoot.sharding import is_sharded
 from surefoot.signals import SignalHandler
 from surefoot.store.manifest import MANIFEST
 from surefoot.store.source import sources_of

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.distributed import world_size
 from surefoot.core.rollout import Evaluation, Policy, Shared
 from surefoot.functional import chunked_likelihood
 from surefoot.language.data.batches import PackedBatch, around_switch, pack_batch, row_lengths
@@ -28,6 +27,7 @@ from surefoot.language.models.policy.lengths import switch_of
 from surefoot.language.models.policy.passes import Inputs, checkpoint_layers, computing
 from surefoot.language.models.policy.readout import Readout
 from surefoot.language.models.policy.routers import Routers
+from surefoot.ranks.collectives import world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

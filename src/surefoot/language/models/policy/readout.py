@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.sharding import is_sharded
 from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
 from surefoot.language.models.loading import NOT_CAUSAL, logits_close, looks_ahead
 from surefoot.language.models.padding_free import Reading
+from surefoot.sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.distributed import all_sum
 from surefoot.errors import SurefootError
 from surefoot.functional import expert_load, load_balance
 from surefoot.language import quiet_transformers
+from surefoot.ranks.collectives import all_sum
 
 
 class Routers:

@@ -13,8 +13,8 @@ from safetensors import numpy as by_numpy
 from safetensors import torch as by_torch
 from torch import Tensor
 
-from surefoot.core.sharding import Shard
 from surefoot.errors import SurefootError, cause_of
+from surefoot.sharding import Shard
 
 
 @dataclass(frozen=True)

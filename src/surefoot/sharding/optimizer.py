@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim.adam import adam as fused_adam
 from torch.optim.rmsprop import rmsprop
 
-from surefoot.core.distributed import all_sum
 from surefoot.core.optimizer import ALPHA, BETAS, AdamSettings, RMSpropSettings, check_moments
-from surefoot.core.sharding import Shard, copies_of, is_writer, local_part, read_range, start_of
+from surefoot.ranks.collectives import all_sum
+from surefoot.sharding import Shard, copies_of, is_writer, local_part, read_range, start_of
 
 
 class ShardedOptimizer:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.distributed import MASTER, stored
+from surefoot.ranks.collectives import MASTER, stored
 
 IDLE = "idle_weights"
 """the attribute of a module with its ``IdleWeights``"""

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.func import grad, vjp
 
+from surefoot.accel.programs import Program, program_of
+from surefoot.accel.steps import FAST, CompiledGradients, decided_by, evaluated, names_of_terms, values_of
 from surefoot.core.algorithms import Objective
 from surefoot.core.minibatches import select_rows
 from surefoot.core.objective import Batch, loss, mean_old_kl, ratio_range
 from surefoot.core.optimizer import FlatParameters
 from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
 from surefoot.core.steps import LossSums
-from surefoot.core.steps.compiled import FAST, CompiledGradients, decided_by, evaluated, names_of_terms, values_of
-from surefoot.core.steps.programs import Program, program_of
 from surefoot.core.steps.trpo import further_sums
 
 

@@ -1,7 +1,7 @@
 """Ranks: their number, sums and exchanges across them. With one process each of these is the identity.
 
 Losses are divided by global counts, so gradients are *summed*: a mean of means would weight ranks, not samples.
-A failed exchange is a SurefootError of one line; ``core/ranks.py`` joins the ranks and sets the timeout.
+A failed exchange is a SurefootError of one line; ``ranks/launching.py`` joins the ranks and sets the timeout.
 """
 
 import functools
@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, RankLostError, SurefootError, cause_of
 from surefoot.functional import Moments, merge_moments
 
 T = TypeVar("T")
 reason_of_failure: Callable[[], str | None] = lambda: None  # noqa: E731
-"""the message with which another rank left; set by ``core/ranks.py``"""
+"""the message with which another rank left; set by ``ranks/launching.py``"""
 
 
 _alone = False
@@ -207,19 +206,8 @@ def together() -> Iterator[None]:
         raise agreed from mine
 
 
-def rank_generator(generator: torch.Generator) -> torch.Generator:
-    """A generator for this rank's share of the next batch; ``generator`` itself in a single process.
-
-    Each rank draws one number from ``generator``, which then has the same state on all ranks, so one checkpoint is enough.
-    """
-    if world_size() == 1:
-        return generator
-    drawn = int(torch.randint(2**62, (), generator=generator))
-    return torch.Generator().manual_seed(derived_seed(drawn, "rank", rank()))
-
-
 MASTER = "master"
-"""the attribute of a parameter in bfloat16 with its values in float32 (``core/sharding/master.py``)"""
+"""the attribute of a parameter in bfloat16 with its values in float32 (``sharding/master.py``)"""
 
 
 def stored(parameter: Tensor) -> Tensor:

@@ -67,14 +67,14 @@ def join_ranks() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings with C++ frames when the store's process has ended
     import torch.distributed as dist
 
-    from surefoot.core import distributed
+    from surefoot.ranks import collectives
 
     if dist.is_initialized():
         return
     for name, value in _meeting_point(launch).items():
         os.environ.setdefault(name, value)
     _open_group(rank_timeout(), rank=launch.rank, world_size=launch.size)
-    distributed.reason_of_failure = _reason_of_failure
+    collectives.reason_of_failure = _reason_of_failure
     atexit.register(leave_ranks)
     _check_versions()
 
@@ -88,14 +88,14 @@ def leave_ranks(failure: str | None = None) -> bool:
         return False
     import torch.distributed as dist
 
-    from surefoot.core import distributed
+    from surefoot.ranks import collectives
 
     if not dist.is_initialized():
         return False
     if failure is not None and _store is not None:
         text = f"rank {dist.get_rank()}: {failure}"
         _briefly(lambda: _store.set(FAILURE, text))
-    distributed.forget_groups()
+    collectives.forget_groups()
     # A thread that is still busy with this when the interpreter ends aborts the process.
     _briefly(dist.destroy_process_group, seconds=30.0 if failure is None else 2.0)
     return True
@@ -215,8 +215,8 @@ def _check_versions() -> None:
     """Raise SurefootError, on every rank, if one runs another version, other code or another command than the first."""
     import torch
 
-    from surefoot.core.distributed import exchange
-    from surefoot.store.source import package_source
+    from surefoot.files import package_source
+    from surefoot.ranks.collectives import exchange
 
     package = sys.modules["surefoot"]
     version = f"surefoot {package.__version__}, torch {torch.__version__}"
@@ -251,7 +251,7 @@ def restarts() -> int:
 
 def check_single_process(folder: Path) -> None:
     """Raise SurefootError if a launcher started several processes and this command can't use them."""
-    from surefoot.core.distributed import world_size
+    from surefoot.ranks.collectives import world_size
 
     launch = launch_of(os.environ)
     if launch is None and world_size() == 1:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
+from surefoot.accel.programs import Program, loop, program_of, require_programs, structure
 from surefoot.core.algorithms import Objective
-from surefoot.core.distributed import in_float64
 from surefoot.core.minibatches import global_count, micro_batches, normalised, random_order, select_rows
 from surefoot.core.objective import Batch, loss, ratio_range
 from surefoot.core.optimizer import BETAS, FlatOptimizer, FlatParameters, adam
 from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
 from surefoot.core.steps import LossSums, PendingStep, UpdateContext, by_name
-from surefoot.core.steps.programs import Program, loop, program_of, require_programs, structure
+from surefoot.ranks.collectives import in_float64
 
 Names = tuple[list[str], list[str]]
 """of the loss's terms, and of its metrics"""

@@ -26,7 +26,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 
 from surefoot.errors import NotCompiledError, announce, cause_of
-from surefoot.store.source import package_source
+from surefoot.files import package_source
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 """takes a list of tensors, which it empties, and returns new tensors"""
@@ -35,7 +35,7 @@ VIEWS = {torch.ops.aten.split_copy.Tensor: torch.ops.aten.split.Tensor}
 LONGEST_WAIT = 300.0
 """seconds to wait for another process that compiles the same program, before this one compiles it too"""
 OLDEST_TORCH = (2, 10)  # its loader of programs takes the arguments that are used here
-TRACED_CODE = ("core", "functional", "control")
+TRACED_CODE = ("accel", "core", "functional", "control")
 """the parts of the package that are traced"""
 
 

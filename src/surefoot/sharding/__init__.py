@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.distributed import check_same_weights, exchanging, rank, world_size
-from surefoot.core.sharding.idle import idle_weights
 from surefoot.errors import SurefootError
+from surefoot.ranks.collectives import check_same_weights, exchanging, rank, world_size
+from surefoot.sharding.idle import idle_weights
 
 
 @dataclass(frozen=True)

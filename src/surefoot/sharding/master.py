@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.distributed import MASTER, stored
+from surefoot.ranks.collectives import MASTER, stored
 
 
 @torch.no_grad()

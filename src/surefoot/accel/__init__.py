@@ -1,0 +1,1 @@
+"""The steps of the learner as compiled programs, and what compiles them."""
