@@ -30,7 +30,7 @@ from surefoot.runs.factory import make_world
 from surefoot.runs.session import Session, saving
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
 from surefoot.sharding import Shard, local_part, read_range, start_of
-from surefoot.sharding.files import StoredTensor
+from surefoot.store.tensors import StoredTensor
 
 from .tiny import model, tokenizer, write_folder
 

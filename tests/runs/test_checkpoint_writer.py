@@ -19,8 +19,8 @@ from surefoot.runs import session as sessions
 from surefoot.runs.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
 from surefoot.runs.session import saving
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
-from surefoot.sharding.files import tensor_bytes, write_tensors
 from surefoot.store.manifest import fault_of
+from surefoot.store.tensors import tensor_bytes, write_tensors
 
 FIELDS = {
     "steps": 512,

@@ -18,7 +18,6 @@ from surefoot.store.tensors import read_tensors
 SOURCE = Path(surefoot.__file__).parent
 OWN = {
     "cli/new.py": "templates of the package",
-    "sharding/files.py": "files of a checkpoint whose manifest was compared",
     "accel/programs.py": "the cache of compiled programs, and source of the package",
     "inspector/clip_table.py": "pages of the package",
     "language/data/cache.py": "a map of a file that was checked",
@@ -29,7 +28,7 @@ OWN = {
     "language/speed/machines.py": "times of other processes of this command",
     "recipes/control.py": "source of an installed package",
     "sandbox/__init__.py": "pipes, and a program of the package",
-    "store/tensors.py": "the reader of safetensors",
+    "store/tensors.py": "the reader of safetensors, and files of a checkpoint whose manifest was compared",
 }
 """modules that open files in another way, and which"""
 READ = {"read_text", "read_bytes", "safe_open", "load_file", "memmap", "fromfile", "copyfile", "copy2", "ParquetFile"}

@@ -19,9 +19,8 @@ from surefoot.files import FULL, parsed, writing
 from surefoot.runs.checkpoint import pack, unpack
 from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, Sample, UpdateEnd
 from surefoot.runs.reading import SAMPLES, TRACE, samples_in, traces_in
-from surefoot.sharding.files import host_copies, tensor_bytes
 from surefoot.store.manifest import MANIFEST, check_listed, clear, write_listed
-from surefoot.store.tensors import open_tensors
+from surefoot.store.tensors import host_copies, open_tensors, tensor_bytes
 
 FORMAT = 1
 HEADER = "surefoot"

@@ -37,8 +37,8 @@ from surefoot.recipes.reading import make_recipe
 from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
 from surefoot.runs.folder import checkpoint_to_load, is_model
 from surefoot.runs.hub import is_hub_name, local_folder
-from surefoot.sharding.files import StoredTensor
 from surefoot.store.manifest import check_folder, is_checkpoint
+from surefoot.store.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -20,8 +20,8 @@ from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.pocket import pocket, pocket_config
 from surefoot.language.models.quantised import has_quantised
 from surefoot.runs.checkpoint import non_finite_numbers
-from surefoot.sharding.files import stored_tensors
 from surefoot.store.manifest import atomic_folder, check_folder
+from surefoot.store.tensors import stored_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

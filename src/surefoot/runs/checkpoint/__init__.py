@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_json, read_table, steps_named
+from surefoot.runs.checkpoint.shards import RankShards
 from surefoot.sharding import Shard
-from surefoot.sharding.files import RankShards, StoredTensor, host_copies, stored_tensors, write_tensors
 from surefoot.store.manifest import MANIFEST, REMEDY, atomic_folder, clear, fault_of, forget, listed_files, remove_folder
-from surefoot.store.tensors import open_tensors, read_tensors
+from surefoot.store.tensors import StoredTensor, host_copies, open_tensors, read_tensors, stored_tensors, write_tensors
 
 CheckpointParts = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 from surefoot.errors import SurefootError, cause_of
 from surefoot.ranks.collectives import exchange
 from surefoot.runs.checkpoint import shards_folder
-from surefoot.sharding.files import RankShards, write_shards
+from surefoot.runs.checkpoint.shards import RankShards, write_shards
 
 
 @dataclass(frozen=True)
