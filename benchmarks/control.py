@@ -1,4 +1,4 @@
-"""Train cells (library x task x seed), one JSON file each, and print the tables of docs/benchmarks from them.
+"""Train cells (library x task x seed), a line of JSON each, and print the tables of docs/benchmarks from them.
 
     python benchmarks/control.py train --recipe mujoco --task Hopper-v5 Swimmer-v5 --seeds 1 2 3 --steps 1000000 --jobs 2
     python benchmarks/control.py train --recipe mujoco --library stable-baselines3 --python PEER/bin/python --task ...
@@ -15,6 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import made_with, write
+from record import finished, made_with, read, write
 
 from surefoot.compare.statistics import markdown_table, mean_interval
 
@@ -32,7 +33,7 @@ RESULTS = HERE / "results"
 
 
 def cells(task: str, args: argparse.Namespace) -> str:
-    """The folder name shared by the cells of a task: task, steps, preset, algorithm and changed settings."""
+    """The name of the experiment that the cells of a task share: task, steps, preset, algorithm and changed settings."""
     changed = [setting.translate({ord(each): None for each in ' "'}) for setting in args.set]
     return "-".join([task, str(args.steps), *([Path(args.recipe).stem] if args.recipe else []), *args.algorithm, *changed])
 
@@ -45,8 +46,8 @@ def changes_for(task: str, seed: int, args: argparse.Namespace) -> dict[str, Any
 
 
 def cell_file(library: str, task: str, seed: int, args: argparse.Namespace) -> Path:
-    """The path of a cell's result."""
-    return RESULTS / cells(task, args) / f"{library}-{seed}.json"
+    """The name of a cell's result."""
+    return RESULTS / cells(task, args) / f"{library}-{seed}"
 
 
 def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
@@ -99,12 +100,12 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     write(cell_file("surefoot", task, seed, args), {**result, "made_with": made_with()})
 
 
-def results_of(task: str, args: argparse.Namespace, library: str = "*") -> list[dict[str, Any]]:
+def results_of(task: str, args: argparse.Namespace, library: str = "") -> list[dict[str, Any]]:
     """The finished cells of a task; exits if there is none."""
-    paths = sorted((RESULTS / cells(task, args)).glob(f"{library}-*.json"))
-    if not paths:
+    found = [result for result in read(RESULTS / cells(task, args)).values() if library in ("", result["library"])]
+    if not found:
         sys.exit(f"{cells(task, args)}: no finished cell; train it first")
-    return [json.loads(path.read_text()) for path in paths]
+    return found
 
 
 def table(args: argparse.Namespace) -> str:
@@ -147,20 +148,23 @@ def score_table(args: argparse.Namespace) -> str:
 def run_cell(library: str, task: str, seed: int, args: argparse.Namespace) -> str:
     """Run one cell in its own process; returns a line for the log."""
     out = cell_file(library, task, seed, args)
-    if out.exists():
-        return f"{task} {out.stem}: exists"
-    if library == "surefoot":
+    if finished(out):
+        return f"{task} {out.name}: exists"
+    if not (peer := library != "surefoot"):
         command = [sys.executable, __file__, "cell", "--engine", args.engine, "--greedy-episodes", str(args.greedy_episodes)]
         command += ["--task", task, "--seeds", str(seed), "--steps", str(args.steps), "--recipe", args.recipe]
         command += ["--algorithm", *args.algorithm, *(word for setting in args.set for word in ("--set", setting))]
     else:
-        command = [args.python, str(HERE / "peers" / "sb3.py"), "--task", task, "--seed", str(seed)]
-        command += ["--steps", str(args.steps), "--out", str(out)]
+        command = [args.python, str(HERE / "peers" / "sb3.py"), "--task", task, "--seed", str(seed), "--steps", str(args.steps)]
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = Path(folder) / "cell.json"
+        done = subprocess.run([*command, "--out", str(theirs)] if peer else command, capture_output=True, text=True)
+        if theirs.exists():
+            write(out, json.loads(theirs.read_text()))
     if done.returncode:
-        return f"{task} {out.stem}: failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
-    return f"{task} {out.stem}: {json.loads(out.read_text())['last_100_mean']:.1f} in {time.monotonic() - started:.0f} s"
+        return f"{task} {out.name}: failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
+    return f"{task} {out.name}: {read(out.parent)[out.name]['last_100_mean']:.1f} in {time.monotonic() - started:.0f} s"
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ A cell of the sweep is a training of ``tensor/CartPole-v1`` in a fresh process w
 64 environments x 64 steps, two 64-64 networks, 4 epochs x 4 minibatches. Its time is the median CPU time of the counted
 iterations, so it means something beside other work too; its memory is the highest that the process ever had, less that of the
 same process before it made the run. Growth is the resident memory of a run of ``CartPole-v1`` with its preset, checkpoints,
-evaluations, traces and metrics, by its own metric ``memory_gb``. Cells are JSON files in ``benchmarks/results/cost``.
+evaluations, traces and metrics, by its own metric ``memory_gb``. Cells are lines of ``benchmarks/results/cost.jsonl``.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import made_with, write
+from record import finished, made_with, read, write
 
 from surefoot.compare.statistics import markdown_table
 
@@ -34,7 +34,7 @@ SIZES = {
     "epochs": (1, 2, 4, 8, 16),
 }
 WARM, COUNTED = 2, 5
-GROWTH = "growth.json"
+GROWTH = "growth"
 
 
 def cell(sizes: dict[str, int]) -> dict[str, Any]:
@@ -71,15 +71,15 @@ def sweep() -> None:
     """Measure every cell that is missing, in a fresh process each."""
     for name, values in SIZES.items():
         for value in values:
-            path = RESULTS / f"{name}-{value}.json"
-            if path.exists():
+            path = RESULTS / f"{name}-{value}"
+            if finished(path):
                 continue
             sizes = {**BASE, name: value}
             done = subprocess.run(
                 [sys.executable, __file__, "cell", json.dumps(sizes)], check=True, capture_output=True, text=True
             )
             write(path, {**json.loads(done.stdout.splitlines()[-1]), "made_with": made_with()})
-            print(path.stem, done.stdout.splitlines()[-1], flush=True)
+            print(path.name, done.stdout.splitlines()[-1], flush=True)
 
 
 def growth(steps: int) -> None:
@@ -104,11 +104,9 @@ def growth(steps: int) -> None:
 
 def tables() -> str:
     """All sweeps, each with the line through its ends, and the growth."""
-    parts = []
+    parts, cells = [], read(RESULTS)
     for name, values in SIZES.items():
-        found = [path for value in values if (path := RESULTS / f"{name}-{value}.json").exists()]
-        results = [json.loads(path.read_text()) for path in found]
-        if not results:
+        if not (results := [cells[key] for value in values if (key := f"{name}-{value}") in cells]):
             continue
         rows = []
         x = np.array([result[name] for result in results], float)
@@ -119,8 +117,7 @@ def tables() -> str:
             times = [f"{seconds:.4f}", f"{seconds / line:.2f}", f"{1e6 * seconds / count:.1f}"]
             rows.append([f"{result[name]:,}", *times, f"{result['megabytes']:,.0f}"])
         parts.append(markdown_table([name, "CPU s per iteration", "of the line", "CPU µs per step", "MB"], rows))
-    if (RESULTS / GROWTH).exists():
-        result = json.loads((RESULTS / GROWTH).read_text())
+    if result := cells.get(GROWTH):
         rows = [[f"{steps:,}", f"{megabytes:.1f}"] for steps, megabytes in result["memory"]]
         parts.append(markdown_table(["steps", "resident memory, MB"], rows))
     return "\n\n".join(parts)

@@ -4,20 +4,21 @@
     python benchmarks/dense.py --digits 8 --seeds 1 some of them
     python benchmarks/dense.py table                only writes the page
 
-Each cell (digits, method, learning rate, seed) is one JSON file in benchmarks/results/dense; an existing one is skipped. The
+Each cell (digits, method, learning rate, seed) is a line in benchmarks/results/dense; an existing one is skipped. The
 task is ``surefoot.language.tasks.successors``: replace each digit by its successor. The starting model has about half of
 its digits right. For each seed, all methods start from the same model, use the same reward function and sample the same
 number of responses.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from record import finished, read, write
 
 from surefoot.compare.statistics import markdown_table
 
@@ -115,9 +116,8 @@ def fill(lengths: list[int], seeds: list[int], learning_rates: list[float]) -> N
     """Run every missing cell."""
     for digits, seed in product(lengths, seeds):
         results = RESULTS / str(digits)
-        results.mkdir(parents=True, exist_ok=True)
         chosen = {f"{named(method, rate)}-{seed}": (method, rate) for method in METHODS for rate in learning_rates}
-        missing = {name: what for name, what in chosen.items() if not (results / f"{name}.json").exists()}
+        missing = {name: what for name, what in chosen.items() if not finished(results / name)}
         if not missing:
             continue
         with tempfile.TemporaryDirectory() as temporary:
@@ -126,15 +126,14 @@ def fill(lengths: list[int], seeds: list[int], learning_rates: list[float]) -> N
             began = before(folder, sft, digits)
             for name, (method, rate) in missing.items():
                 result = cell(folder, sft, method, seed, rate, digits) | {"start": began}
-                (results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+                write(results / name, result)
                 print(digits, name, began, result["curve"][-1], f"{result['cpu_seconds']:.0f} s", flush=True)
 
 
 def table() -> str:
     """One row per length, learning rate and method: means over seeds half-way and at the end, and the end of each seed."""
     cells: dict[tuple[int, float, int], list[dict[str, Any]]] = {}
-    for path in sorted(RESULTS.glob("*/*.json")):
-        result = json.loads(path.read_text())
+    for result in (result for file in sorted(RESULTS.glob("*.jsonl")) for result in read(file.with_suffix("")).values()):
         key = (result["digits"], -result["learning_rate"], list(METHODS).index(result["method"]))
         cells.setdefault(key, []).append(result)
     rows = []

@@ -5,11 +5,10 @@
 
 A cell is one command, ``surefoot train``, in a fresh process: eager; compiled with an empty cache (the programs are compiled);
 compiled with the programs in the cache. CPU seconds are those of the process and of the compilers that it starts, so they mean
-something beside other work too. A cell is one JSON file in ``benchmarks/results/engines``; finished ones are skipped.
+something beside other work too. Cells are lines of ``benchmarks/results/engines.jsonl``; finished ones are skipped.
 """
 
 import argparse
-import json
 import os
 import resource
 import subprocess
@@ -18,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import made_with, write
+from record import finished, made_with, read, write
 
 from surefoot.compare.statistics import markdown_table
 from surefoot.runs.trackers.metrics_jsonl import read_metrics
@@ -47,8 +46,8 @@ def run_cells(args: argparse.Namespace) -> None:
     """Measure what is not measured yet, the engines in turn."""
     for steps in args.steps:
         name = "-".join([args.task.replace("/", "_"), str(steps), *args.set, str(args.seed)])
-        path = RESULTS / f"{name}.json"
-        if path.exists():
+        path = RESULTS / name
+        if finished(path):
             continue
         result: dict[str, Any] = {"task": args.task, "steps": steps, "seed": args.seed, "changed": args.set}
         with tempfile.TemporaryDirectory() as folder:
@@ -65,8 +64,7 @@ def run_cells(args: argparse.Namespace) -> None:
 def table() -> str:
     """All cells as a Markdown table."""
     rows = []
-    results = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
-    for result in sorted(results, key=lambda result: (result["task"], result["changed"], result["steps"])):
+    for result in sorted(read(RESULTS).values(), key=lambda result: (result["task"], result["changed"], result["steps"])):
         seconds = [result[engine] for engine in ENGINES]
         what = f"{result['task']} {' '.join(result['changed'])}".strip()
         ratios = [f"{x:.1f} ({x / seconds[0]:.2f})" for x in seconds[1:]]

@@ -23,7 +23,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from record import made_with, write
+from record import made_with, read
 
 from surefoot.compare.statistics import markdown_table
 from surefoot.diagnostics import CHECKED_METRICS, Curve, RunCurves
@@ -418,12 +418,14 @@ def stored(name: str, seed: int, columns: Mapping[str, list[Any]]) -> Run:
 
 def stored_runs() -> Iterator[Run]:
     """The returns of this library's runs in ``results/``, one folder for each task and preset."""
-    for path in sorted(RESULTS.glob("*-*/surefoot-*.json")):
-        result = json.loads(path.read_text())
-        if "curve" not in result:
+    found = (
+        (file.stem, result) for file in sorted(RESULTS.glob("*-*.jsonl")) for result in read(file.with_suffix("")).values()
+    )
+    for name, result in found:
+        if result["library"] != "surefoot" or "curve" not in result:
             continue
         lines = [{"steps": steps, "episode_return": earned} for steps, earned in result["curve"]]
-        yield Run(f"results/{path.parent.name}", result["seed"], lines, None)
+        yield Run(f"results/{name}", result["seed"], lines, None)
 
 
 class Noting(RunCurves):
@@ -533,10 +535,10 @@ def main(words: list[str] | None = None) -> None:
             for name in args.cases:
                 if seed in CASES[name].seeds and not cell_file(name, seed).exists():
                     print(f"{name} {seed}", flush=True)
-                    write(cell_file(name, seed), train(name, seed, args.starts))
+                    cell_file(name, seed).write_text(json.dumps(train(name, seed, args.starts)) + "\n", "utf-8")
     elif args.what == "judge":
         judged = [judge(run) for run in (*trained_runs(), *stored_runs())]
-        write(JUDGED, {"runs": judged})
+        JUDGED.write_text(json.dumps({"runs": judged}) + "\n", "utf-8")
     else:
         table = tables(json.loads(JUDGED.read_text())["runs"])
         PAGE.write_text(with_table(PAGE.read_text("utf-8"), table), "utf-8")

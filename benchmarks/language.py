@@ -4,7 +4,7 @@
     python benchmarks/language.py table                       writes docs/benchmarks/language.md and README.md from the results
 
 Without the KL penalty (β = 0) only the third stage is trained again, on the same data from the same SFT and reward model. Each
-seed has one JSON file of results; its runs are in benchmarks/runs/language/SEED.
+seed has one line of JSON; its runs are in benchmarks/runs/language/SEED.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from record import finished, read, write
 
 from surefoot.compare.statistics import markdown_table
 from surefoot.demos.reviews import evaluate_stages, online
@@ -72,7 +73,7 @@ def spread(values: list[float]) -> str:
 
 def tables() -> str:
     """One table over all seeds, one per seed."""
-    records = {int(path.stem): json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    records = {int(seed): result for seed, result in read(RESULTS).items()}
     rows = []
     for of, of_label in OF.items():
         for name, label in ROWS.items():
@@ -99,7 +100,7 @@ def tables() -> str:
 
 def for_readme() -> str:
     """Gold on both kinds of products: means over the seeds, and on how many of them it rose."""
-    records = [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    records = read(RESULTS).values()
     parts = []
     for of, label in OF.items():
         pairs = [(result[of]["start"]["gold"], result[of]["trained"]["gold"]) for result in records]
@@ -122,10 +123,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     args = parser.parse_args()
     if args.what == "train":
-        RESULTS.mkdir(parents=True, exist_ok=True)
         for seed in args.seeds:
-            if not (RESULTS / f"{seed}.json").exists():
-                (RESULTS / f"{seed}.json").write_text(json.dumps(trained(seed), indent=1) + "\n")
+            if not finished(RESULTS / str(seed)):
+                write(RESULTS / str(seed), trained(seed))
         return
     for page, text in ((PAGE, tables()), (README, for_readme())):
         page.write_text(with_part(page.read_text("utf-8"), text), "utf-8")

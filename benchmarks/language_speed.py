@@ -5,8 +5,8 @@
 
 Each round trains every cell once, Surefoot and TRL by turns, each in a process of its own with one torch thread. A first
 training of one iteration warms up; the second is timed from its start to its last update, without loading models. For DPO that
-includes the reference's log-probabilities: Surefoot computes them once for each row, TRL in each step. Finished cells (JSON
-files under benchmarks/results/language_speed) are skipped. Run it on an otherwise idle machine; elsewhere compare CPU time:
+includes the reference's log-probabilities: Surefoot computes them once for each row, TRL in each step. Finished cells (lines
+of benchmarks/results/language_speed.jsonl) are skipped. Run it on an otherwise idle machine; elsewhere compare CPU time:
 ``--clock cpu``.
 
 The models have random weights and learn at 1e-5, so that all do the same work: PPO 64 episodes of 48 tokens, 4 epochs of one
@@ -24,6 +24,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from record import finished, read, write
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "language_speed"
@@ -138,10 +140,9 @@ def surefoot_cell(cell: str, work: Path, iterations: int, seed: int) -> dict[str
 
 def run_cell(cell: str, library: str, python: str, work: Path, iterations: int, seed: int) -> None:
     """Train a cell in a fresh Python, unless it is finished."""
-    path = RESULTS / f"{cell.replace(', ', '-').replace(' ', '-')}-{library}-{seed}.json"
-    if path.exists():
+    path = RESULTS / f"{cell.replace(', ', '-').replace(' ', '-')}-{library}-{seed}"
+    if finished(path):
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cell.json"
         if library == "trl":
@@ -152,7 +153,7 @@ def run_cell(cell: str, library: str, python: str, work: Path, iterations: int, 
         command += ["--iterations", str(iterations), "--seed", str(seed)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         result = json.loads(out.read_text())
-    path.write_text(json.dumps({**result, "cell": cell, "library": library, "seed": seed, "iterations": iterations}) + "\n")
+    write(path, {**result, "work": cell, "library": library, "seed": seed, "iterations": iterations})
     print(f"{cell}, {library}, round {seed}: {result['seconds']:.1f} s", flush=True)
 
 
@@ -160,8 +161,7 @@ def table(clock: str) -> str:
     """The rates and ratios of all finished rounds."""
     from surefoot.compare.statistics import markdown_table
 
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    cells = {(one["cell"], one["library"], one["seed"]): one for one in found}
+    cells = {(one["work"], one["library"], one["seed"]): one for one in read(RESULTS).values()}
     name = "seconds" if clock == "wall" else "cpu_seconds"
     lines = []
     for cell in (*SETTINGS, *BF16):

@@ -42,7 +42,7 @@ from claims import (
     verifier,
 )
 from claims.scores import score_tables
-from record import made_with, write
+from record import finished, made_with, write
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "ledger.md"
 BEGIN, END = "<!-- begin: benchmarks/ledger.py -->", "<!-- end -->"
@@ -62,16 +62,16 @@ def run_cell(experiment: Experiment, cell: Cell, runs: Path, *, wait: bool = Fal
 
     A cell that another process works on is left to it, or waited for.
     """
-    if cell.file.exists():
+    if finished(cell.file):
         return
     for patient in (False, True):  # all that nobody works on, then the others
         for each in cell.first:
             run_cell(experiment, each, runs, wait=patient)
-    folder = runs / cell.file.parent.name / cell.file.stem  # of the file, which experiments may share
+    folder = runs / cell.file.parent.name / cell.file.name  # of the file, which experiments may share
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(folder / ".cell.lock", timeout=-1 if wait else 0):
-            if cell.file.exists():
+            if finished(cell.file):
                 return
             started, before = cpu_seconds(), folder / ".cpu_seconds"  # of earlier attempts, which stopped
             spent = float(before.read_text()) if before.exists() else 0.0
@@ -81,7 +81,7 @@ def run_cell(experiment: Experiment, cell: Cell, runs: Path, *, wait: bool = Fal
                 spent += cpu_seconds() - started
                 before.write_text(str(spent))
             spent = round(result.get("cpu_seconds") or spent, 1)
-            write(cell.file, {"cell": cell.file.stem, **result, "cpu_seconds": spent, "made_with": made_with()})
+            write(cell.file, {**result, "cpu_seconds": spent, "made_with": made_with()})
             print(f"{experiment.key} {cell.name}: {spent:,.0f} s of CPU", flush=True)
     except filelock.Timeout:
         print(f"{experiment.key} {cell.name}: another process works on it", flush=True)
@@ -125,7 +125,7 @@ def in_processes(jobs: int, words: Sequence[str]) -> int:
 def again(experiment: Experiment, claim: Claim) -> Experiment:
     """The experiment with only the cells of a claim, whose results go to a folder of their own."""
     folder = RUNS / "again" / claim.key / "results"
-    cells = {name: replace(cell, file=folder / f"{name}.json") for name, cell in experiment.cells.items() if claim.needs(name)}
+    cells = {name: replace(cell, file=folder / name) for name, cell in experiment.cells.items() if claim.needs(name)}
     return replace(experiment, cells=cells)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/memory_ranks.py                       every configuration; writes docs/benchmarks/memory.md
     python benchmarks/memory_ranks.py --only sft-2-full     some of them
 
-Each configuration is one JSON file in benchmarks/results/memory_ranks; an existing one is skipped. Ranks are processes of this
+Each configuration is a line of benchmarks/results/memory_ranks.jsonl; an existing one is skipped. Ranks are processes of this
 machine with gloo, one torch thread each. *In use* is what is allocated by malloc, counted every millisecond, of the rank with
 the larger peak. The profiler's records, which ``memory.py`` reads, do not serve here: they have what the main thread allocates
 for gloo, and not what gloo's threads free. *RssAnon* is what the kernel counts as the process's own memory: it includes pages
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from memory import ANSWER, PHASES, PROMPT, HeapTracker, Watched, built, online, rows_in
+from record import finished, write
 
 from surefoot.compare.statistics import markdown_table
 from surefoot.language.memory import estimate
@@ -152,13 +153,11 @@ def main() -> None:
     if options.rank_of is not None:
         on_rank(Path(options.rank_of[0]), *options.rank_of[1:])
         return
-    RESULTS.mkdir(parents=True, exist_ok=True)
     for name, cell in zip(names, CELLS, strict=True):
-        path = RESULTS / f"{name}.json"
-        if name in options.only and not path.exists():
-            path.write_text(json.dumps(measured(*cell)) + "\n")
-            print(path.read_text(), end="", flush=True)
-    cells = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names if (RESULTS / f"{name}.json").exists()]
+        if name in options.only and not finished(RESULTS / name):
+            write(RESULTS / name, measured(*cell))
+            print(finished(RESULTS / name), flush=True)
+    cells = [cell for name in names if (cell := finished(RESULTS / name))]
     header = ["run", "phase", "stays", "estimate", "in use", "error", "RssAnon"]
     table = markdown_table(header, [line for cell in cells for line in lines(cell)])
     print(table)

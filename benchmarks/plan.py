@@ -3,7 +3,7 @@
     python benchmarks/plan.py                      every configuration; writes docs/scale.md
     python benchmarks/plan.py --only ppo-2-full    some of them
 
-Each configuration is one JSON file in benchmarks/results/plan; an existing one is skipped. The machine's rates (matrices,
+Each configuration is a line of benchmarks/results/plan.jsonl; an existing one is skipped. The machine's rates (matrices,
 memory, small operations, exchanges) and the run are measured one after the other in the same cell; the page is calculated from
 these rates by the present formulas. Both are seconds of CPU of
 one process (``time.process_time``), so other load on the machine, and ranks that share a core, count less. A rank that waits
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from memory import built, online, rows_in
+from record import finished, write
 
 from surefoot.compare.statistics import markdown_table
 from surefoot.core.credit import assign_credit
@@ -160,13 +161,12 @@ def main() -> None:
         folder, kind, ranks, sharding, clock = options.rank_of
         on_rank(Path(folder), kind, int(ranks), sharding, clock)
         return
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    files = {name: RESULTS / f"{name}{'-wall' * (options.clock == 'wall')}.json" for name in names}
+    files = {name: RESULTS / f"{name}{'-wall' * (options.clock == 'wall')}" for name in names}
     for name, cell in zip(names, CELLS, strict=True):
-        if name in options.only and not files[name].exists():
-            files[name].write_text(json.dumps(measured(*cell, options.clock)) + "\n")
-            print(files[name].read_text(), end="", flush=True)
-    cells = [json.loads(path.read_text()) for path in files.values() if path.exists()]
+        if name in options.only and not finished(files[name]):
+            write(files[name], measured(*cell, options.clock))
+            print(finished(files[name]), flush=True)
+    cells = [cell for path in files.values() if (cell := finished(path))]
     header = ["run", "phase", "calculated, s", "measured, s", "error"]
     table = markdown_table(header, [line for cell in cells for line in lines(cell)])
     print(table)

@@ -1,12 +1,19 @@
-"""Write the result of a cell: the complete file or nothing, with the code and the hardware that made it."""
+"""Results of cells, with the code and the hardware that made them: a line each in the file of their experiment.
 
+The path ``results/EXPERIMENT/CELL`` stands for the line of ``results/EXPERIMENT.jsonl`` with that ``cell``.
+"""
+
+import fcntl
+import functools
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+Result = dict[str, Any]
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -47,9 +54,35 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Write the complete file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result) + "\n", "utf-8")
-    partial.rename(path)
+def read(experiment: Path) -> dict[str, Result]:
+    """The finished cells of an experiment by name, sorted; none before the first."""
+    if experiment.is_dir() and (files := sorted(experiment.glob("*.json"))):  # a file each
+        return {each.stem: json.loads(each.read_text("utf-8")) for each in files}
+    file = experiment.with_name(f"{experiment.name}.jsonl")
+    return dict(_lines(file, file.stat().st_mtime_ns)) if file.exists() else {}
+
+
+@functools.lru_cache
+def _lines(file: Path, modified: int) -> dict[str, Result]:
+    rows = (json.loads(line) for line in file.read_text("utf-8").splitlines())
+    return {row["cell"]: row for row in rows}
+
+
+def finished(cell: Path) -> Result | None:
+    """The result of ``EXPERIMENT/CELL``; None before it is finished."""
+    return read(cell.parent).get(cell.name)
+
+
+def write(cell: Path, result: Result) -> None:
+    """Keep the result of ``EXPERIMENT/CELL``: the complete line or nothing, also beside other processes that write."""
+    file = cell.parent.with_name(f"{cell.parent.name}.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        rows = sorted((read(cell.parent) | {cell.name: {"cell": cell.name, **result}}).items())
+        partial = file.with_suffix(".partial")
+        partial.write_text("".join(f"{json.dumps(row)}\n" for _, row in rows), "utf-8")
+        partial.rename(file)
+    finally:
+        os.close(folder)

@@ -4,7 +4,7 @@
     python benchmarks/scale.py curves --seeds 1 2 3 4 5      learning curves with the same global batch
     python benchmarks/scale.py table                         writes docs/benchmarks/scale.md from all results
 
-A cell is one JSON file in benchmarks/results/scale. A finished cell is skipped and an interrupted run resumes, so repeat a
+Cells are lines of benchmarks/results/scale.jsonl. A finished cell is skipped and an interrupted run resumes, so repeat a
 command until all cells exist. Every rank is a process with one torch thread, started as a user does: ``surefoot train --ranks
 N``. Numbers of ranks take turns, so a change in the machine's load reaches all of them.
 
@@ -16,7 +16,6 @@ ranks. Actions and responses differ between numbers of ranks as between seeds, s
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -26,6 +25,8 @@ from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+from record import finished, read, write
 
 from surefoot.compare.statistics import interval_text, markdown_table, mean_interval, number
 from surefoot.demos.sorting import Sizes, write_data
@@ -109,20 +110,16 @@ def curve_cell(task: str, ranks: int, seed: int) -> dict[str, Any]:
 
 
 def make(name: str, compute: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-    """Compute a cell unless its file exists."""
-    path = RESULTS / f"{name}.json"
-    if path.exists():
+    """Compute a cell unless it is finished."""
+    if finished(RESULTS / name):
         return
-    result = compute(*arguments)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".partial").write_text(json.dumps(result) + "\n")
-    path.with_suffix(".partial").rename(path)
+    write(RESULTS / name, compute(*arguments))
     print(f"{name}: done", flush=True)
 
 
 def cells(kind: str, task: str) -> list[dict[str, Any]]:
     """The finished cells of a kind and task."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-{task}-*.json"))]
+    return [result for name, result in read(RESULTS).items() if name.startswith(f"{kind}-{task}-")]
 
 
 # ---- tables -------------------------------------------------------------------------------------------------------------

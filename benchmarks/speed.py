@@ -7,8 +7,8 @@ PEER has stable-baselines3, sb3-contrib, sbx-rl, gymnasium[mujoco], ale-py, open
 CLEANRL is a checkout of CleanRL. A cell is a fresh process with one torch thread that trains twice. The first training counts
 from the start of the process, with imports and with the loading or compiling of programs; the second counts from its first
 environment step to its last update. Surefoot's programs are compiled once per setting in advance, in a process whose time is
-kept beside. Cells are files in ``benchmarks/results/speed``; finished ones are skipped, so an interrupted run continues. Run it
-on an otherwise idle core; elsewhere only the ratios within a round are meaningful.
+kept beside. Cells are lines of ``benchmarks/results/speed.jsonl``; finished ones are skipped, so an interrupted run continues.
+Run it on an otherwise idle core; elsewhere only the ratios within a round are meaningful.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def slug(*words: Any) -> str:
 
 def run(args: argparse.Namespace) -> None:
     """Run the missing cells, round by round."""
-    from record import made_with, write
+    from record import finished, made_with, write
 
     for seed in range(args.rounds + 1):
         for name, work in WORK.items():
@@ -148,8 +148,8 @@ def run(args: argparse.Namespace) -> None:
                 continue
             peers = [peer for peer in work["peers"] if args.python and (peer != "cleanrl" or args.cleanrl)]
             for contestant in (*ENGINES, *peers) if seed else ENGINES[-1:]:  # round 0 compiles the programs
-                path = RESULTS / f"{slug(name, contestant, seed)}.json"
-                if path.exists():
+                path = RESULTS / slug(name, contestant, seed)
+                if finished(path):
                     continue
                 whole = complete(work)
                 if not seed:
@@ -170,12 +170,11 @@ def span(numbers: list[float], digits: int = 0) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def rows_of(name: str, work: dict[str, Any]) -> list[list[str]]:
+def rows_of(name: str, work: dict[str, Any], kept: dict[str, Any]) -> list[list[str]]:
     """A row for each contestant that has finished cells."""
 
     def cells(contestant: str) -> dict[int, dict[str, Any]]:
-        files = {seed: RESULTS / f"{slug(name, contestant, seed)}.json" for seed in range(1, 100)}
-        return {seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()}
+        return {seed: kept[key] for seed in range(1, 100) if (key := slug(name, contestant, seed)) in kept}
 
     rows, ours = [], cells(ENGINES[-1])
     for contestant in (*ENGINES, *work["peers"]):
@@ -198,9 +197,12 @@ def rows_of(name: str, work: dict[str, Any]) -> list[list[str]]:
 
 def table() -> str:
     """The finished cells as a Markdown table."""
+    from record import read
+
     from surefoot.compare.statistics import markdown_table
 
-    rows = [row for name, work in WORK.items() for row in rows_of(name, work)]
+    kept = read(RESULTS)
+    rows = [row for name, work in WORK.items() for row in rows_of(name, work, kept)]
     header = ["work", "engine or library", "steps/s, second training", "Surefoot is faster by"]
     header += [
         "first training with the start of the process, s",
@@ -209,9 +211,8 @@ def table() -> str:
     ]
     made = []
     for name in WORK:
-        file = RESULTS / f"{slug(name, 'compiled', 0)}.json"
-        if file.exists():
-            made.append(f"{name} {json.loads(file.read_text())['first_seconds']:.0f} s")
+        if cell := kept.get(slug(name, "compiled", 0)):
+            made.append(f"{name} {cell['first_seconds']:.0f} s")
     return markdown_table(header, rows) + f"\n\nCompiling the programs, once per setting and machine: {'; '.join(made)}."
 
 

@@ -8,7 +8,7 @@ Pendulum beside rsl_rl, CartPole beside PureJaxRL; 4,096 environments x 32 steps
 minibatches, one thread. A cell is one training in a fresh process: some iterations that are not counted (they load or compile
 programs), then the counted ones. PureJaxRL's one program is compiled and run once before. With ``--solve`` the table shows the
 steps and CPU seconds, first iterations included, after which the last 100 episodes of training had that mean return.
-Cells are JSON files in ``benchmarks/results/tensor``; finished ones are skipped, so an interrupted benchmark continues. Run it
+Cells are lines of ``benchmarks/results/tensor.jsonl``; finished ones are skipped, so an interrupted benchmark continues. Run it
 on an otherwise idle machine; elsewhere only the ratios of CPU seconds within a round are meaningful.
 """
 
@@ -16,11 +16,13 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from record import finished, write
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "tensor"
@@ -72,20 +74,18 @@ def run_cell(python: str, cell: dict[str, Any]) -> dict[str, Any]:
     name = "-".join(str(cell[key]).replace(" ", "_") for key in ("contestant", "environments", "steps", "seed"))
     name = name if cell["task"] == "tensor/Pendulum-v1" else f"{cell['task'].partition('/')[2]}-{name}"
     name += f"-{cell['iterations']}" if cell["iterations"] != ITERATIONS else ""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
+    if kept := finished(RESULTS / name):
+        return kept
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
         if script := SCRIPTS.get(cell["contestant"]):
             cell = cell | ({"compile": "default"} if cell["contestant"] == "rsl_rl compiled" else {})
-            command = [python, str(HERE / "peers" / script), json.dumps(cell), str(partial)]
+            command = [python, str(HERE / "peers" / script), json.dumps(cell), out.name]
         else:
-            command = [sys.executable, __file__, "--cell", json.dumps(cell), str(partial)]
+            command = [sys.executable, __file__, "--cell", json.dumps(cell), out.name]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        path.write_text(json.dumps({**cell, **summary(cell, json.loads(partial.read_text()))}, indent=1))
-        partial.unlink()
-    kept: dict[str, Any] = json.loads(path.read_text())
-    return kept
+        result = {**cell, **summary(cell, json.loads(Path(out.name).read_text()))}
+    write(RESULTS / name, result)
+    return result
 
 
 def summary(cell: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Algorithms against a verifier, from one SFT start: cells (task x algorithm x seed), one JSON file each.
+"""Algorithms against a verifier, from one SFT start: cells (task x algorithm x seed), a line of JSON each.
 
     python benchmarks/verifier.py demo --seeds 1 2 3 4 5                  surefoot demo verifier, as a user runs it
     python benchmarks/verifier.py train --seeds 1 2 3                     all algorithms on sorting
@@ -25,7 +25,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from record import write
+from record import read, write
 
 from surefoot.compare.statistics import markdown_table
 from surefoot.demos.sorting import Sizes, in_groups, write_data
@@ -225,7 +225,7 @@ def evaluated_start(folder: Path, seed: int) -> dict[str, float]:
     """The start of a folder on its test problems, evaluated once."""
     path = folder / "start.json"
     if not path.exists():
-        write(path, evaluated(folder / "sft", folder / "data" / "test.jsonl", seed))
+        path.write_text(json.dumps(evaluated(folder / "sft", folder / "data" / "test.jsonl", seed)) + "\n", "utf-8")
     result: dict[str, float] = json.loads(path.read_text())
     return result
 
@@ -234,13 +234,12 @@ def made(task: str, algorithm: str, seed: int, rate: float | None, second: float
     """A cell's result, from its file or computed now."""
     chosen = () if seed != TUNED_ON else (rate, second)
     name = "-".join(str(x) for x in (algorithm, seed, *chosen) if x is not None)
-    path = RESULTS / task / f"{name}.json"
-    if not path.exists():
+    path = RESULTS / task / name
+    if path.name not in read(path.parent):
         started, result = time.monotonic(), cell(task, algorithm, seed, rate, second)
         write(path, result)
         print(f"{task} {name}: greedy {result['trained']['greedy']:.3f} in {time.monotonic() - started:.0f} s", flush=True)
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
+    return read(path.parent)[name]
 
 
 def best_settings(task: str, algorithm: str) -> tuple[float | None, float | None]:
@@ -260,8 +259,8 @@ def best_settings(task: str, algorithm: str) -> tuple[float | None, float | None
 
 def demo(seed: int) -> None:
     """Run ``surefoot demo verifier`` in its own process, and record its total user seconds."""
-    path = RESULTS / "demo" / f"{seed}.json"
-    if path.exists():
+    path = RESULTS / "demo" / str(seed)
+    if path.name in read(path.parent):
         return
     folder = RUNS / f"demo-{seed}-{time.time_ns()}"
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -269,13 +268,12 @@ def demo(seed: int) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     demo = json.loads((folder / "demo-verifier" / "demo.json").read_text())
     write(path, {"seed": seed, "user_seconds": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, **demo})
-    print(path.read_text(), end="", flush=True)
+    print(json.dumps(read(path.parent)[path.name]), flush=True)
 
 
 def cells(folder: str) -> list[dict[str, Any]]:
     """The reported results: all but those of the seed that learning rates were chosen on."""
-    records = (json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json")))
-    return [result for result in records if result["seed"] != TUNED_ON]
+    return [result for result in read(RESULTS / folder).values() if result["seed"] != TUNED_ON]
 
 
 def spread(values: list[float]) -> list[str]:

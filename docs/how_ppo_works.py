@@ -85,23 +85,28 @@ def numbers_of(trace: Any, row: Any) -> dict[str, Any]:
 # ---- results ----------------------------------------------------------------------------------------------------------
 
 
+def results(experiment: str, prefix: str = "") -> list[dict[str, Any]]:
+    """The finished cells of an experiment whose names begin alike."""
+    rows = [json.loads(line) for line in (RESULTS / f"{experiment}.jsonl").read_text("utf-8").splitlines()]
+    return [row for row in rows if row["cell"].startswith(prefix)]
+
+
 def frontier() -> list[dict[str, Any]]:
     """KL, gold and proxy of every run of the reviews task that is finished, in groups by β, in the order of their mean KL.
 
     Runs are those of benchmarks/language.py, and of E3 of the ledger for a β that it alone has.
     """
     groups: dict[str, list[dict[str, float]]] = {}
-    for file in sorted((RESULTS / "language").glob("*.json")):
-        result = json.loads(file.read_text("utf-8"))
+    for result in results("language"):
         known = result["known_products"]
         free = result["without_anchor"]["known_products"]["trained"]
         for label, of in (("SFT", known["start"]), ("β = 0.3", known["trained"]), ("β = 0", free)):
             groups.setdefault(label, []).append(of)
     both = set(groups)
-    for file in sorted((RESULTS / "ledger" / "E3").glob("beta_*.json")):
-        label = f"β = {file.stem.split('_')[1].rpartition('-')[0]}"
+    for result in results("ledger/E3", "beta_"):
+        label = f"β = {result['cell'].removeprefix('beta_').rpartition('-')[0]}"
         if label not in both:
-            groups.setdefault(label, []).append(json.loads(file.read_text("utf-8"))["trained"])
+            groups.setdefault(label, []).append(result["trained"])
     kept = ("kl", "gold", "reward")
     points = {
         label: [{name: max(0.0, of[name]) if name == "kl" else of[name] for name in kept} for of in found]
@@ -116,9 +121,7 @@ def ladder() -> dict[str, list[dict[str, Any]]]:
     tasks: dict[str, list[dict[str, Any]]] = {}
     for task in ("CartPole", "Acrobot"):
         for number, name in enumerate(RUNGS):
-            files = sorted((RESULTS / "ledger" / "E7").glob(f"{task}-{number}-*.json"))
-            curves = [json.loads(file.read_text("utf-8"))["curves"] for file in files]
-            if curves:
+            if curves := [result["curves"] for result in results("ledger/E7", f"{task}-{number}-")]:
                 tasks.setdefault(task, []).append({"number": number, "name": name, "seeds": len(curves), **summary(curves)})
     return tasks
 

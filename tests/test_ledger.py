@@ -1,10 +1,10 @@
 """The ledger: verdicts follow from intervals alone, cells resume, and the page matches the results."""
 
-import json
 import re
 import runpy
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,14 +127,27 @@ def test_every_claim_has_a_source_a_rule_a_protocol_and_cells(ledger: Any) -> No
 
 def test_every_result_belongs_to_a_cell_and_has_the_code_and_hardware_that_made_it(ledger: Any) -> None:
     from claims import LEDGER
+    from record import read
 
     files = {cell.file for experiment in ledger.EXPERIMENTS.values() for cell in experiment.cells.values()}
-    for file in LEDGER.rglob("*.json"):
-        assert file in files, file.name
-        made = json.loads(file.read_text("utf-8"))["made_with"]
-        assert made["threads"] == 1
-        assert made["source"], file.name
-        assert made["cpu"]
+    for experiment in LEDGER.glob("*.jsonl"):
+        for name, result in read(experiment.with_suffix("")).items():
+            assert experiment.with_suffix("") / name in files
+            made = result["made_with"]
+            assert made["threads"] == 1
+            assert made["source"], name
+            assert made["cpu"]
+
+
+def test_results_written_at_once_are_all_kept_and_a_second_one_replaces_the_first(tmp_path: Path) -> None:
+    from record import read, write
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: write(tmp_path / "E" / f"cell-{n % 20}", {"value": n}), range(40)))
+    kept = read(tmp_path / "E")
+    assert sorted(kept) == list(kept)
+    assert {name: kept[name]["value"] % 20 for name in kept} == {f"cell-{n}": n for n in range(20)}
+    assert [path.name for path in tmp_path.iterdir()] == ["E.jsonl"]
 
 
 def test_recipes_of_cells_that_were_never_run_can_be_made(tmp_path: Path) -> None:
@@ -227,7 +240,7 @@ def one(ledger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return {"value": len(calls)}
 
     monkeypatch.setattr(ledger, "RUNS", tmp_path / "runs")
-    cell = Cell("a", work, tmp_path / "results" / "a.json")
+    cell = Cell("a", work, tmp_path / "results" / "a")
     return Experiment("E0", "", "", {"a": cell}, (), 1.0), calls
 
 
@@ -302,7 +315,7 @@ def test_a_cell_runs_after_those_that_it_reads_and_waits_for_one_that_another_pr
                 lock.release()  # the other process stops when "quick" has run, so "quick" did not wait for it
             return {}
 
-        return replace(experiment.cells["a"], name=name, work=work, file=tmp_path / "results" / f"{name}.json", first=first)
+        return replace(experiment.cells["a"], name=name, work=work, file=tmp_path / "results" / name, first=first)
 
     first = named("slow"), named("quick")
     last = replace(experiment, cells={"last": named("last", first), "other": named("other", first)})
@@ -314,13 +327,13 @@ def test_a_cell_runs_after_those_that_it_reads_and_waits_for_one_that_another_pr
 
 def test_the_rate_of_a_tuned_cell_has_the_highest_mean_over_the_cells_that_try_it(one: Any, tmp_path: Path) -> None:
     from claims import Cell, tuning
+    from record import write
 
     experiment, _ = one
 
     def trial(rate: float, seed: int, value: float) -> Cell:
-        file = tmp_path / f"{rate:g}-{seed}.json"
-        file.write_text(json.dumps({"value": value}))
-        return replace(experiment.cells["a"], name=file.stem, file=file)
+        write(file := tmp_path / "tried" / f"{rate:g}-{seed}", {"value": value})
+        return replace(experiment.cells["a"], name=file.name, file=file)
 
     scores = {1e-3: (5.0, 0.0), 2e-3: (3.0, 3.0), 4e-3: (4.0, 1.5)}
     tried = {rate: [trial(rate, seed, value) for seed, value in enumerate(values)] for rate, values in scores.items()}
@@ -336,9 +349,10 @@ def test_the_rate_of_a_tuned_cell_has_the_highest_mean_over_the_cells_that_try_i
 
 def test_each_finished_cell_has_the_rate_that_its_tuning_gives() -> None:
     from claims import algorithms, reviews, tuning
+    from record import finished
 
     def rate_of(cell: Any) -> float:
-        return float(json.loads(cell.file.read_text("utf-8"))["learning_rate"])
+        return float(finished(cell.file)["learning_rate"])
 
     edges = set()
     for task in algorithms.FOUR:
@@ -355,17 +369,18 @@ def test_a_cell_that_fails_leaves_no_result_and_stops_no_other(
     ledger: Any, one: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from claims import Cell
+    from record import finished
 
     experiment, calls = one
 
     def fails(folder: Path) -> dict[str, Any]:
         raise ValueError("no peer")
 
-    bad = Cell("bad", fails, experiment.cells["a"].file.with_name("bad.json"))
+    bad = Cell("bad", fails, experiment.cells["a"].file.with_name("bad"))
     both = replace(experiment, cells={"bad": bad, **experiment.cells})
     assert ledger.run_cells(both, [], tmp_path) == 1
     assert "E0 bad: failed: ValueError: no peer" in capsys.readouterr().err
-    assert not bad.file.exists()
+    assert not finished(bad.file)
     assert len(calls) == 1
 
 

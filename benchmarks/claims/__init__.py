@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from record import finished
 
 from surefoot.compare.across_tasks import iqm
 from surefoot.compare.statistics import interval, interval_text, number
@@ -30,14 +31,14 @@ OUT_OF_REACH = "out of reach here"
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of an experiment. Its result is one JSON file; the run itself lies in a folder that may be removed."""
+    """One run of an experiment. Its result is one line of JSON; the run itself lies in a folder that may be removed."""
 
     name: str
     work: Callable[[Path], Result]
     """computes the result; its folder keeps what an interrupted cell continues from, and what cells share lies beside those of
     the experiments: ``folder.parents[1]``"""
     file: Path
-    """of the result"""
+    """of the result: EXPERIMENT/CELL, see record.py"""
     first: tuple["Cell", ...] = ()
     """those whose results its work reads; they run before it"""
 
@@ -120,9 +121,7 @@ class Experiment:
 
     def results(self) -> dict[str, Result]:
         """The results of the finished cells."""
-        import json
-
-        return {name: json.loads(cell.file.read_text("utf-8")) for name, cell in self.cells.items() if cell.file.exists()}
+        return {name: result for name, cell in self.cells.items() if (result := finished(cell.file))}
 
 
 @dataclass(frozen=True)

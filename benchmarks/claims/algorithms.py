@@ -103,7 +103,7 @@ def cost_cell(number: int) -> Cell:
         seconds = {task: {name: train_seconds(folder, task, name, number, COST_STEPS) for name in names} for task in COST_TASKS}
         return {"round": number, "order": names, "engine": "compiled", "seconds": seconds}
 
-    return Cell(f"cost-{number}", work, LEDGER / "E10" / f"cost-{number}.json")
+    return Cell(f"cost-{number}", work, LEDGER / "E10" / f"cost-{number}")
 
 
 def train_seconds(folder: Path, task: str, algorithm: str, seed: int, steps: int) -> float:

@@ -26,7 +26,7 @@ def rung_cell(short: str, rung: int, seed: int) -> Cell:
         return {"rung": rung, **trained(rung_recipe(TASKS[short], rung, changes), folder)}
 
     name = f"{short}-{rung}-{seed}"
-    return Cell(name, work, LEDGER / "E7" / f"{name}.json")
+    return Cell(name, work, LEDGER / "E7" / name)
 
 
 def noise_cell(short: str, seed: int) -> Cell:
@@ -48,7 +48,7 @@ def noise_cell(short: str, seed: int) -> Cell:
         return {"seed": seed, "frozen_at": int(checkpoint.name), **noise_at(api.load(checkpoint), short, seed, range(4))}
 
     name = f"{short}-noise-{seed}"
-    return Cell(name, work, LEDGER / "E7" / f"{name}.json")
+    return Cell(name, work, LEDGER / "E7" / name)
 
 
 def noise_at(agent: Any, short: str, seed: int, rungs: Any) -> Result:
@@ -79,7 +79,7 @@ def critic_cell(short: str, seed: int) -> Cell:
         return {"seed": seed, "engine": "compiled", "learned": learned["noise"], "fitted": fitted["noise"]}
 
     name = f"{short}-critic-{seed}"
-    return Cell(name, work, LEDGER / "E7" / f"{name}.json")
+    return Cell(name, work, LEDGER / "E7" / name)
 
 
 def fit_critic(agent: Any, seed: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from record import read
 
 from claims import BENCHMARKS, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, difference
 from claims.training import SEVEN, random_cell
@@ -20,7 +21,7 @@ STEPS = 1_000_000
 def mujoco_file(library: str, task: str, algorithm: str, seed: int) -> Path:
     """Where benchmarks/control.py keeps such a cell."""
     folder = "-".join([task, str(STEPS), "mujoco", *([algorithm] if algorithm != "PPO_CLIP" else [])])
-    return RESULTS / folder / f"{library}-{seed}.json"
+    return RESULTS / folder / f"{library}-{seed}"
 
 
 def mujoco_cell(library: str, task: str, algorithm: str, seed: int) -> Cell:
@@ -28,16 +29,13 @@ def mujoco_cell(library: str, task: str, algorithm: str, seed: int) -> Cell:
     file = mujoco_file(library, task, algorithm, seed)
 
     def ours(folder: Path) -> Result:
-        import json
-
         import control
 
         named = [] if algorithm == "PPO_CLIP" else [algorithm]
         fixed = {"steps": STEPS, "recipe": "mujoco", "algorithm": named, "set": [], "engine": "compiled", "greedy_episodes": 20}
         control.RESULTS, control.HERE = folder / "results", folder
         control.train_surefoot(task, seed, Namespace(task=[task], **fixed))
-        made: Result = json.loads(next((folder / "results").rglob(f"surefoot-{seed}.json")).read_text())
-        return made
+        return read(next((folder / "results").glob("*.jsonl")).with_suffix(""))[f"surefoot-{seed}"]
 
     def theirs(folder: Path) -> Result:
         import json

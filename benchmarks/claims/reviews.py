@@ -98,7 +98,7 @@ def reviews(experiment: str, name: str, seed: int, changes: Mapping[str, Any], p
         curve = [[row["steps"], *(row.get(name) for name in names)] for row in rows if row.get("held_out_gold") is not None]
         return {"seed": seed, "engine": "eager", **measured(run, begun, seed), "curve": curve}
 
-    return Cell(f"{name}-{seed}", work, LEDGER / experiment / f"{name}-{seed}.json")
+    return Cell(f"{name}-{seed}", work, LEDGER / experiment / f"{name}-{seed}")
 
 
 def measured(run: Path, begun: Path, seed: int) -> Result:
@@ -189,7 +189,7 @@ def demo_cell(seed: int) -> Cell:
         language.RUNS = folder
         return language.trained(seed)
 
-    return Cell(f"demo-{seed}", work, RESULTS / "language" / f"{seed}.json")
+    return Cell(f"demo-{seed}", work, RESULTS / "language" / str(seed))
 
 
 def demo_scores(results: Results, beta: float, key: str) -> dict[int, float]:
@@ -521,7 +521,7 @@ def rounds_cell(rounds: int, beta: float, seed: int) -> Cell:
         run = folder / "rounds" / f"round-{rounds}" / "ppo"
         return {"seed": seed, "engine": "eager", **measured(run, begun, seed)}
 
-    return Cell(name, work, LEDGER / "E6" / f"{name}.json")
+    return Cell(name, work, LEDGER / "E6" / name)
 
 
 E6_BETAS = (0.3, 0.05)

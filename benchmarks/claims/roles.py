@@ -31,7 +31,7 @@ def time_cell(number: int) -> Cell:
         seconds = {name: timed(make_recipe(online(model, files, **CRITICS[name]))) for name in names}
         return {"round": number, "order": names, "engine": "eager", "seconds": seconds}
 
-    return Cell(f"time-{number}", work, LEDGER / "E2" / f"time-{number}.json")
+    return Cell(f"time-{number}", work, LEDGER / "E2" / f"time-{number}")
 
 
 def timed(recipe: Any, iterations: int = 4) -> dict[str, float]:
@@ -78,7 +78,7 @@ def memory_cell(critic: str) -> Cell:
         peaks = {"peak": max(watched.given.values()), "estimated_peak": estimated.peak, "stays": estimated.permanent}
         return {"critic": critic, "engine": "eager", **peaks}
 
-    return Cell(f"memory-{critic}", work, LEDGER / "E2" / f"memory-{critic}.json")
+    return Cell(f"memory-{critic}", work, LEDGER / "E2" / f"memory-{critic}")
 
 
 def plan_cell(folder: Path) -> Result:
@@ -142,7 +142,7 @@ E2 = Experiment(
     cells={
         cell.name: cell
         for cell in [
-            Cell("plan", plan_cell, LEDGER / "E2" / "plan.json"),
+            Cell("plan", plan_cell, LEDGER / "E2" / "plan"),
             *(time_cell(number) for number in ROUNDS),
             *(memory_cell(critic) for critic in CRITICS),
         ]

@@ -20,7 +20,7 @@ def clip_run(seed: int) -> Cell:
     def work(folder: Path) -> Result:
         return trained(recipe_of("CartPole-v1", "PPO_CLIP", seed, {"steps": STEPS, "engine": "compiled"}), folder)
 
-    return Cell(f"ratio-{seed}", work, LEDGER / "E13" / f"ratio-{seed}.json")
+    return Cell(f"ratio-{seed}", work, LEDGER / "E13" / f"ratio-{seed}")
 
 
 def formula(folder: Path) -> Result:
@@ -58,7 +58,7 @@ def stop_run(seed: int) -> Cell:
         counts = {"epochs": len(passed), "kl_above": sum(passed), "turned_above": sum(fired), "both": both}
         return {**{name: result[name] for name in ("engine", "seed", "steps", "last_100_mean")}, **counts}
 
-    return Cell(f"stop-{seed}", work, LEDGER / "E13" / f"stop-{seed}.json")
+    return Cell(f"stop-{seed}", work, LEDGER / "E13" / f"stop-{seed}")
 
 
 def memory_sums(folder: Path) -> Result:
@@ -101,8 +101,8 @@ def needing(*starts: str) -> Any:
 CELLS = {
     **{f"ratio-{seed}": clip_run(seed) for seed in SEEDS},
     **{f"stop-{seed}": stop_run(seed) for seed in SEEDS},
-    "formula": Cell("formula", formula, LEDGER / "E13" / "formula.json"),
-    "sums": Cell("sums", memory_sums, LEDGER / "E13" / "sums.json"),
+    "formula": Cell("formula", formula, LEDGER / "E13" / "formula"),
+    "sums": Cell("sums", memory_sums, LEDGER / "E13" / "sums"),
 }
 
 E13 = Experiment(
@@ -157,7 +157,7 @@ E13 = Experiment(
         ),
     ),
 )
-CELLS["run"] = Cell("run", lambda folder: measured_roles(), RESULTS / "memory" / "large_own.json")
+CELLS["run"] = Cell("run", lambda folder: measured_roles(), RESULTS / "memory" / "large_own")
 
 
 def measured_roles() -> Result:

@@ -136,7 +136,7 @@ def lambda_name(task: str, gae_lambda: float) -> str:
 
 E9_CELLS = [
     *(
-        sorting(seed, gae_lambda, LEDGER / "E9" / f"{lambda_name('sorting', gae_lambda)}-{seed}.json")
+        sorting(seed, gae_lambda, LEDGER / "E9" / f"{lambda_name('sorting', gae_lambda)}-{seed}")
         for seed in LAMBDA_SEEDS
         for gae_lambda in (1.0, 0.5, 0.95, 0.0, 0.9)
     ),

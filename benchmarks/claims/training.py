@@ -68,7 +68,7 @@ def run_cell(
     def work(folder: Path) -> Result:
         return trained(recipe_of(task, algorithm, seed, changes, preset), folder)
 
-    return Cell(f"{name}-{seed}", work, LEDGER / experiment / f"{name}-{seed}.json")
+    return Cell(f"{name}-{seed}", work, LEDGER / experiment / f"{name}-{seed}")
 
 
 def scores_named(results: Results, name: str, key: str = "average_return") -> list[float]:
@@ -99,4 +99,4 @@ def random_cell(experiment: str, task: str) -> Cell:
         environment.close()
         return {"task": task, "episodes": len(returns), "last_100_mean": sum(returns) / len(returns)}
 
-    return Cell(f"{task}-random-1", work, LEDGER / experiment / f"{task}-random.json")
+    return Cell(f"{task}-random-1", work, LEDGER / experiment / f"{task}-random")

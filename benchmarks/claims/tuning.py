@@ -1,11 +1,11 @@
 """Learning rates that are chosen on seeds of their own: a run that tries a rate is a cell, whose result others read."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from record import read
 
 from claims import Cell, Result
 
@@ -20,7 +20,7 @@ def cells_of(tried: Tried) -> tuple[Cell, ...]:
 
 def best_rate(tried: Tried, score: Score) -> float:
     """The rate whose cells have the highest mean score; of equal ones the first. Their results must exist."""
-    results = {rate: [json.loads(cell.file.read_text("utf-8")) for cell in cells] for rate, cells in tried.items()}
+    results = {rate: [read(cell.file.parent)[cell.file.name] for cell in cells] for rate, cells in tried.items()}
     return max(results, key=lambda rate: float(np.mean([score(result) for result in results[rate]])))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+from record import read
 
 from claims import LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Results, single
 
@@ -44,7 +45,7 @@ def sorting(seed: int, gae_lambda: float, file: Path) -> Cell:
         scores = evaluated(run, test, seed)
         return {"seed": seed, "gae_lambda": gae_lambda, "engine": "eager", "trained": scores, "calibration": calibration}
 
-    return Cell(file.stem, work, file)
+    return Cell(file.name, work, file)
 
 
 def calibration_error(report: Mapping[str, Any]) -> float:
@@ -72,7 +73,7 @@ E1 = Experiment(
         "recipes were tuned on seeds 11 to 13. V of the best checkpoint, clipped to [0, 1], against the outcome of "
         "one sampled answer to each of 512 test problems that no stage was trained on."
     ),
-    cells={f"{seed}": sorting(seed, 1.0, LEDGER / "E1" / f"{seed}.json") for seed in SEEDS},
+    cells={f"{seed}": sorting(seed, 1.0, LEDGER / "E1" / str(seed)) for seed in SEEDS},
     core_hours=0.1,
     claims=(
         Claim(
@@ -105,16 +106,13 @@ def demo_cell(seed: int) -> Cell:
     """``surefoot demo verifier``, a cell of benchmarks/verifier.py."""
 
     def work(folder: Path) -> Result:
-        import json
-
         import verifier
 
         verifier.RUNS, verifier.RESULTS = folder / "runs", folder / "results"
         verifier.demo(seed)
-        made: Result = json.loads((folder / "results" / "demo" / f"{seed}.json").read_text("utf-8"))
-        return made
+        return read(folder / "results" / "demo")[str(seed)]
 
-    return Cell(f"demo-{seed}", work, RESULTS / "verifier" / "demo" / f"{seed}.json")
+    return Cell(f"demo-{seed}", work, RESULTS / "verifier" / "demo" / str(seed))
 
 
 def dense_cell(digits: int, method: str, seed: int) -> Cell:
@@ -129,7 +127,7 @@ def dense_cell(digits: int, method: str, seed: int) -> Cell:
             return dense.cell(begun, sft, method, seed, DENSE_RATE, digits) | {"start": dense.before(begun, sft, digits)}
 
     name = f"{dense.named(method, DENSE_RATE)}-{seed}"
-    return Cell(f"dense-{digits}-{name}", work, RESULTS / "dense" / str(digits) / f"{name}.json")
+    return Cell(f"dense-{digits}-{name}", work, RESULTS / "dense" / str(digits) / name)
 
 
 def demo_gap(results: Results) -> list[Bound]:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks/gpu.md from benchmarks/results/gpu.
+"""Write the tables of docs/benchmarks/gpu.md from benchmarks/results/gpu.jsonl.
 
     python benchmarks/gpu/page.py
 
@@ -13,7 +13,7 @@ from typing import Any
 from surefoot.compare.statistics import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "gpu.md", ROOT / "benchmarks" / "results" / "gpu"
+PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "gpu.md", ROOT / "benchmarks" / "results" / "gpu.jsonl"
 RESUMED = "tensors equal after resuming"
 SPEED = "speed of "
 
@@ -51,7 +51,7 @@ def _losses(numbers: dict[str, Any]) -> str:
 
 def main() -> None:
     """The command."""
-    one, two = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("h200", "h200-two-ranks"))
+    one, two = (json.loads(line) for line in RESULTS.read_text("utf-8").splitlines())
     text = PAGE.read_text("utf-8")
     for name, table in (("speeds", speeds(one)), ("checks", checks(one)), ("two ranks", checks(two))):
         before, begin, rest = text.partition(f"<!-- begin: {name} -->\n")

@@ -128,8 +128,8 @@ def test_the_points_of_the_frontier_are_the_runs(how: Any) -> None:
         "() => [...document.querySelectorAll('#frontier [data-score]')].map(({dataset: d}) => [d.label, d.score, +d.kl, "
         "+d.value])"
     )
-    for file in (ROOT / "benchmarks" / "results" / "language").glob("*.json"):
-        result = json.loads(file.read_text("utf-8"))
+    for line in (ROOT / "benchmarks" / "results" / "language.jsonl").read_text("utf-8").splitlines():
+        result = json.loads(line)
         known, free = result["known_products"], result["without_anchor"]["known_products"]
         for label, of in (("SFT", known["start"]), ("β = 0.3", known["trained"]), ("β = 0", free["trained"])):
             for score in ("gold", "reward"):
