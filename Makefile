@@ -5,7 +5,7 @@ AGAIN ?= # .ci/run sets it to .ci/again
 PYTEST = $(AGAIN) $(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles all of Surefoot again
 
-.PHONY: demo test slow lint types tests docs bounds clean
+.PHONY: demo test slow release lint types tests docs bounds clean
 
 demo: .venv/demo
 	$(BIN)/surefoot demo
@@ -27,7 +27,12 @@ tests: .venv/dev
 	$(PYTEST)
 
 slow: .venv/dev
-	$(PYTEST) -m slow --timeout 2400
+	$(PYTEST) -m 'slow and not release' --timeout 600
+
+release: .venv/dev # what CI has no time for: many kills, every page of the docs, learning, other versions of packages
+	$(PYTEST) -m release --timeout 3600 -rA --show-capture no
+	$(MAKE) docs bounds
+	git diff --exit-code --stat docs
 
 docs: .venv/dev
 	$(BIN)/python docs/generate.py

@@ -1,11 +1,12 @@
 """What all tests share: folders in memory, one torch thread, the command line, and one headless Chromium."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,34 @@ def _folders_in_memory(memory: str = "/dev/shm", room: float = 4e9) -> None:
 
 
 _folders_in_memory()
+
+
+class Costs:
+    """CPU seconds of each test with its child processes, and its seconds by the clock: JSON lines in a file of all processes."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.of_tests = path, 0.0
+
+    def write(self, name: str, cpu: float, clock: float) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps([name, round(cpu, 3), round(clock, 3)]) + "\n")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        before = os.times()
+        result = yield
+        after = os.times()
+        self.of_tests += sum(after[:2]) - sum(before[:2])
+        self.write(item.nodeid, sum(after[:4]) - sum(before[:4]), after.elapsed - before.elapsed)
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        self.write("", sum(os.times()[:2]) - self.of_tests, 0.0)  # imports, and collecting the tests
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := os.environ.get("SUREFOOT_COSTS"):
+        config.pluginmanager.register(Costs(path))
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +129,13 @@ TRACED: dict[str, torch.fx.GraphModule] = {}
 """what ``programs`` interprets, by the name of its library in a cache that the whole session shares"""
 
 
-@pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.slow)])
+COMPILED = Path(__file__).parent.parent / ".pytest_cache"
+"""compiled programs of all processes, which stay for the next session"""
+
+
+@pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.release)])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """For tests of ``engine = "compiled"``: ``make test`` interprets the traced programs, ``make slow`` compiles them."""
+    """For tests of ``engine = "compiled"``: ``make test`` interprets the traced programs, ``make release`` compiles them."""
 
     def trace(traced: torch.fx.GraphModule, arguments: Sequence[torch.Tensor], library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +151,8 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
 
         return run
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / request.param))
+    own = tmp_path_factory.getbasetemp() / "interpreted"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(COMPILED if request.param == "compiled" else own))
     if request.param == "interpreted":
         monkeypatch.setattr(engine, "_compile", trace)
         monkeypatch.setattr(engine, "_load", load)

@@ -62,7 +62,7 @@ def test_every_rung_is_shown_trained_and_checked() -> None:
         assert "\nassert " in part
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_notebook_runs(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel of its own, as for a reader, on a small budget: all that is not about learning is checked."""
     monkeypatch.setenv("SUREFOOT_NOTEBOOK_STEPS", "512")
@@ -72,7 +72,7 @@ def test_the_notebook_runs(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     assert [output for cell in code(done) for output in cell.outputs if output.get("name") == "stderr"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_false_claim_stops_the_notebook(tool: dict[str, Any]) -> None:
     from nbclient.exceptions import CellExecutionError
 
@@ -80,7 +80,7 @@ def test_a_false_claim_stops_the_notebook(tool: dict[str, Any]) -> None:
         tool["executed"](tool["from_text"]("# %%\nassert 1 + 1 == 3\n"))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_its_statements_about_learning_hold(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUREFOOT_NOTEBOOK_STEPS", raising=False)
     done = tool["executed"](tool["from_text"](TEXT.read_text("utf-8")))  # raises at an assertion that fails

@@ -76,7 +76,7 @@ def test_nothing_is_overwritten(command: Any, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["control", "language"])
 def test_a_new_task_learns_and_draws_no_findings(
     kind: str, surefoot: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

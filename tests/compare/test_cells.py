@@ -119,7 +119,7 @@ def _request():
     return json.dumps({"command": "compare-algorithms", "seeds": 1, "episodes": 2, "recipes": recipe_tables(recipes)})
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_processes_in_parallel_give_the_same_numbers(whole, tmp_path):
     report = compare_algorithms("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES, 1, tmp_path / "run", episodes=2, jobs=2)
     assert numbers(report) == whole
@@ -349,8 +349,13 @@ def undisturbed(tmp_path_factory):
     return json.loads(done.stdout)["results"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("jobs", "number"), [("1", signal.SIGKILL), ("2", signal.SIGKILL), ("2", signal.SIGINT)])
+KILLED = [("1", signal.SIGKILL), ("2", signal.SIGINT)]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "number"),
+    [pytest.param("2", signal.SIGKILL, marks=pytest.mark.slow), *(pytest.param(*x, marks=pytest.mark.release) for x in KILLED)],
+)
 def test_a_killed_command_continues_when_it_is_repeated(undisturbed, tmp_path, jobs, number):
     child = subprocess.Popen(words("--jobs", jobs), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.glob("runs/*/*/checkpoints/*/manifest.json")):

@@ -77,7 +77,7 @@ def outcome(folder: Path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_best_trial_is_near_a_planted_optimum(planted, tmp_path):
     result = studied(tmp_path / "s", trials=30, seeds=2)
     best = result.results["trials"][result.results["best"]]
@@ -272,8 +272,10 @@ def undisturbed(tmp_path_factory):
     return outcome(folder / "runs" / "s")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.release)],
+)
 def test_a_study_killed_at_a_trial_ends_with_the_same_trials_and_numbers(undisturbed, tmp_path, number):
     """Wherever it is killed, no trial is lost, none is counted twice, and a trial continues with its runs."""
     command, study = program(tmp_path, "--trials", "6", "--name", "s"), tmp_path / "runs" / "s"
@@ -311,7 +313,7 @@ def number_of_rows(run: Path) -> int:
     return len((run / "metrics.jsonl").read_text().splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_jobs_train_trials_in_separate_processes(tmp_path):
     done = subprocess.run(
         program(tmp_path, "--trials", "5", "--seeds", "1", "--no-pruning", "--name", "s", "--jobs", "2", "--json"),

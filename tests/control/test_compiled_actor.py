@@ -1,6 +1,5 @@
 """The compiled actor samples the same actions as the agent from the same noise, also after updates."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,6 @@ from .test_spaces import NESTED
 from .tiny import Sampled, fresh_state
 
 VECTOR = spaces.Box(-1, 1, (3,))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Programs are compiled anew, whatever the user's cache holds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.mark.parametrize(
@@ -84,7 +75,6 @@ def test_only_the_compiled_engine_uses_the_compiled_actor() -> None:
         world.close()
 
 
-@pytest.mark.slow  # compiles
 @pytest.mark.parametrize(
     ("seen", "action", "masked"),
     [
@@ -93,7 +83,7 @@ def test_only_the_compiled_engine_uses_the_compiled_actor() -> None:
     ],
 )
 def test_compiled_updates_with_masks_and_parts_are_those_of_the_eager_engine(
-    seen: spaces.Space[Any], action: spaces.Space[Any], masked: bool
+    seen: spaces.Space[Any], action: spaces.Space[Any], masked: bool, programs: str
 ) -> None:
     table = {
         "task": "of:the-test",

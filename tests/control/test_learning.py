@@ -20,7 +20,7 @@ def test_the_cartpole_preset_learns_within_25000_steps() -> None:
     assert surefoot.evaluate(agent, episodes=20).mean_return > 150
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("algorithm", [PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO], ids=algorithm_name)
 def test_the_cartpole_preset_with_another_trust_region_learns_within_25000_steps(algorithm: Any) -> None:
     returns = []
@@ -30,7 +30,7 @@ def test_the_cartpole_preset_with_another_trust_region_learns_within_25000_steps
     assert sum(returns) / 3 > 150
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_cartpole_preset_solves_it_within_100000_steps() -> None:
     agent = surefoot.train("CartPole-v1", PPO_CLIP, seed=1, evaluation={"episodes": 0})
     assert agent.recipe.steps == 100_000

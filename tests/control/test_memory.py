@@ -342,7 +342,7 @@ def test_sequences_that_minibatches_would_break_are_rejected() -> None:
         recipe(objective={"reuse": {"epochs": 1, "minibatches": 4}})
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("lstm", "solved"), [(32, True), (None, False)], ids=["lstm", "feed-forward"])
 def test_cartpole_without_velocities_is_solved_with_memory_alone(lstm: int | None, solved: bool) -> None:
     example = runpy.run_path(str(EXAMPLE))

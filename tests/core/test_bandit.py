@@ -144,8 +144,8 @@ def in_the_loss(beta: float, estimator: str, base: Objective = RLOO) -> Objectiv
     [
         ("k2", BETAS[0]),
         ("ratio_k3", BETAS[1]),
-        pytest.param("k2", BETAS[1], marks=pytest.mark.slow),
-        pytest.param("ratio_k3", BETAS[0], marks=pytest.mark.slow),
+        pytest.param("k2", BETAS[1], marks=pytest.mark.release),
+        pytest.param("ratio_k3", BETAS[0], marks=pytest.mark.release),
     ],
 )
 def test_a_kl_in_the_loss_with_the_right_gradient_converges_there_too(estimator: str, beta: float) -> None:

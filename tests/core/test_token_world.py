@@ -120,9 +120,9 @@ def test_padding_tokens_are_not_read() -> None:
     ("objective", "seed", "iterations", "learning_rate"),
     [
         pytest.param(LANGUAGE, 1, 40, 3e-3, id="PPO_CLIP-1"),
-        pytest.param(LANGUAGE, 3, 40, 3e-3, id="PPO_CLIP-3", marks=pytest.mark.slow),
+        pytest.param(LANGUAGE, 3, 40, 3e-3, id="PPO_CLIP-3", marks=pytest.mark.release),
         pytest.param(
-            replace(LANGUAGE, trust_region=PPO_PENALTY.trust_region), 1, 40, 3e-3, id="PPO_PENALTY", marks=pytest.mark.slow
+            replace(LANGUAGE, trust_region=PPO_PENALTY.trust_region), 1, 40, 3e-3, id="PPO_PENALTY", marks=pytest.mark.release
         ),
         pytest.param(
             replace(LANGUAGE, trust_region=PPO_PENALTY_ADAPTIVE.trust_region),
@@ -130,9 +130,9 @@ def test_padding_tokens_are_not_read() -> None:
             40,
             3e-3,
             id="PPO_PENALTY_ADAPTIVE",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.release,
         ),
-        pytest.param(replace(A2C, gamma=1.0, value_coefficient=0.1), 1, 120, 1e-2, id="A2C", marks=pytest.mark.slow),
+        pytest.param(replace(A2C, gamma=1.0, value_coefficient=0.1), 1, 120, 1e-2, id="A2C", marks=pytest.mark.release),
         pytest.param(replace(REINFORCE_BASELINE, gamma=1.0), 1, 120, 1e-2, id="REINFORCE_BASELINE"),
     ],
 )

@@ -172,8 +172,13 @@ def test_runs_compile_the_roles_of_a_shared_base(files: Path, folders: dict[str,
     assert len(calls) >= 2 * (2 * 4 + 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "free"), [("sft", False), ("sft", True), ("ppo", False), ("reward", False)])
+ALSO = [("sft", False), ("ppo", False), ("reward", False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "free"),
+    [pytest.param("sft", True, marks=pytest.mark.slow), *(pytest.param(*x, marks=pytest.mark.release) for x in ALSO)],
+)
 def test_compiled_runs_are_near_eager_ones_and_repeat_and_resume_to_the_last_bit(
     name: str, free: bool, files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -219,7 +224,7 @@ def test_rows_of_other_lengths_need_no_new_program() -> None:
     assert counters["stats"]["unique_graphs"] == made
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_pairs_of_other_lengths_need_no_new_program() -> None:
     """Rows of a pass have padding, or none."""
     from torch._dynamo.utils import counters
@@ -253,7 +258,7 @@ def roles_of_a_base() -> tuple[LanguagePolicy, ReferencePolicy]:
     return policy, ReferencePolicy(policy, base)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_each_role_of_a_base_has_the_numbers_of_eager_passes_and_no_new_program_for_other_lengths() -> None:
     from torch._dynamo.utils import counters
 

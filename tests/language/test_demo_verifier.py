@@ -93,7 +93,7 @@ def test_the_demo_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert not cli.main([*arguments, *short], standalone_mode=False)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_training_on_a_verifier_raises_accuracy(tmp_path: Path) -> None:
     model, data = write_folder(tmp_path / "model", "llama", scale=1.0), tmp_path / "data"
     data.mkdir()

@@ -309,13 +309,13 @@ def test_overlong_penalty_rises_linearly_to_one_at_the_limit(files: dict[str, st
     ("algorithm", "learning_rate"),
     [
         ("GRPO", 2e-3),
-        pytest.param("DR_GRPO", 2e-3, marks=pytest.mark.slow),
-        pytest.param("DAPO", 2e-3, marks=pytest.mark.slow),
-        pytest.param("GSPO", 2e-3, marks=pytest.mark.slow),
-        pytest.param("CISPO", 2e-3, marks=pytest.mark.slow),
-        pytest.param("RLOO", 5e-3, marks=pytest.mark.slow),
-        pytest.param("ONLINE_DPO", 5e-3, marks=pytest.mark.slow),
-        pytest.param("REINFORCE_PLUS_PLUS", 5e-3, marks=pytest.mark.slow),
+        pytest.param("DR_GRPO", 2e-3, marks=pytest.mark.release),
+        pytest.param("DAPO", 2e-3, marks=pytest.mark.release),
+        pytest.param("GSPO", 2e-3, marks=pytest.mark.release),
+        pytest.param("CISPO", 2e-3, marks=pytest.mark.release),
+        pytest.param("RLOO", 5e-3, marks=pytest.mark.release),
+        pytest.param("ONLINE_DPO", 5e-3, marks=pytest.mark.release),
+        pytest.param("REINFORCE_PLUS_PLUS", 5e-3, marks=pytest.mark.release),
     ],
 )
 def test_each_algorithm_raises_the_reward(

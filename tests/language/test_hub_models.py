@@ -158,7 +158,7 @@ def test_a_saved_model_loads_from_its_folder_with_the_same_weights(sft: str, com
     assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), reloaded.model.parameters(), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(600)
 def test_hub_how_to_commands_for_data_sets_and_models_run(hub: Hub, tmp_path: Path) -> None:
     """Slow: each command is a process, because ``datasets`` reads the hub's address on import."""

@@ -71,7 +71,7 @@ def flipped(content):
     return content[:-5] + bytes([content[-5] ^ 64]) + content[-4:]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("world", ["control", "language"])
 def test_no_command_reads_what_is_no_regular_file(request, tmp_path, monkeypatch, world):
@@ -100,7 +100,7 @@ def test_damage_to_a_language_run_is_detected(language, tmp_path, monkeypatch, f
     assert unnoticed(language, 4, flips, 1, tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
 @pytest.mark.parametrize("kind", ["control", "language"])

@@ -106,7 +106,7 @@ def campaign(whole: Whole, kills: int, seed: int) -> Counter[str]:
     return hits
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("task", RECIPES)
 def test_runs_of_control_survive_kills_at_any_moment(task: str, tmp_path: Path) -> None:
     fields = {**RECIPES[task], "checkpoint": {**RECIPES[task]["checkpoint"], "keep": 1}}
@@ -114,7 +114,7 @@ def test_runs_of_control_survive_kills_at_any_moment(task: str, tmp_path: Path) 
     assert hits["of a resume"] > 0.3 * hits["kills"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_runs_of_language_survive_kills_at_any_moment(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from language.tiny import write_folder

@@ -89,7 +89,7 @@ def test_a_kill_at_a_random_moment_changes_no_result(uninterrupted, tmp_path, ta
 
 
 SAVING = [("fsync", 3, False), ("fsync", 20, False), ("rename", 2, True)]
-SAVING += [pytest.param(*each, marks=pytest.mark.slow) for each in (("fsync", 9, False), ("rename", 1, False))]
+SAVING += [pytest.param(*each, marks=pytest.mark.release) for each in (("fsync", 9, False), ("rename", 1, False))]
 
 
 @pytest.mark.parametrize(("name", "call", "after"), SAVING)
@@ -102,10 +102,10 @@ def test_a_kill_inside_a_save_changes_nothing(uninterrupted, tmp_path, name, cal
 
 
 REMOVING = [("unlink", 7), ("unlink", 50), ("rmdir", 4)]
-REMOVING += [pytest.param(*each, marks=pytest.mark.slow) for each in (("unlink", 15), ("unlink", 53), ("rmdir", 1))]
+REMOVING += [pytest.param(*each, marks=pytest.mark.release) for each in (("unlink", 15), ("unlink", 53), ("rmdir", 1))]
 
 
-@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"])
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.release)], ids=["before", "after"])
 @pytest.mark.parametrize(("name", "call"), REMOVING)
 def test_a_kill_inside_a_removal_changes_nothing(uninterrupted, tmp_path, name, call, after):
     path = tmp_path / "run"
@@ -127,7 +127,7 @@ def test_other_files_in_a_run_are_kept(name, tmp_path):
     assert (path / name / "letter.txt").read_text() == "dear"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("number", range(20))
 def test_twenty_runs_with_kills_at_any_moment(uninterrupted, tmp_path, number):
     task = ["CartPole-v1", "Pendulum-v1"][number % 2]
