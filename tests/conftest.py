@@ -37,7 +37,7 @@ _folders_in_memory()
 
 
 class Costs:
-    """CPU seconds of each test with its child processes, and its seconds by the clock: JSON lines in a file of all processes."""
+    """CPU seconds of each test, child processes included, and seconds by the clock, as JSON lines in one file."""
 
     def __init__(self, path: str) -> None:
         self.path, self.of_tests = path, 0.0

@@ -1,6 +1,6 @@
 """The documentation: Python examples run, commands run, links work, and the reference is current.
 
-In README.md and every page under docs/:
+README.md and every page under docs/ is parsed; README.md, and before a release all of them, run:
 
 - a ``python`` block is run; the blocks of a page share their names, and a temporary folder to work in;
 - a ``python`` or ``toml`` block whose first line is nothing but ``# a_file.py`` or ``# a_file.toml`` is saved under that name;
@@ -12,6 +12,7 @@ In README.md and every page under docs/:
 
 import ast
 import os
+import pydoc
 import re
 import runpy
 import shlex
@@ -26,6 +27,7 @@ from typing import Any
 import click
 import pytest
 
+import surefoot
 from surefoot.cli.main import COMMANDS, cli, main
 from surefoot.cli.options import changes_from
 from surefoot.recipes.presets import find_recipe
@@ -36,29 +38,6 @@ LINKED = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "docs" /
 PARSE_ONLY = "<!-- parse only -->"
 KNOWN = {".", "cd", "git", "kill", "ls", "make", "mlflow", "pip", "python", "sleep", "surefoot", "tensorboard", "torchrun"}
 KNOWN |= {"trackio", "wandb"}
-LONG = (
-    "tune-a-recipe",
-    "recipes",
-    "check-a-run",
-    "your-own-network",
-    "clip-table",
-    "environments-in-processes",
-    "align-a-public-model",
-    "align-your-own-model",
-    "adapters",
-    "export-an-agent",
-    "log-to-trackers",
-    "report-and-compare",
-    "rounds",
-    "train-sharded",
-    "several-machines",
-    "several-turns",
-    "write-a-reward",
-    "groups-of-answers",
-    "train-on-a-verifier",
-    "plan-memory",
-)
-"""pages that take longest: make slow runs them, make test checks that their blocks parse"""
 TRAINING = ("train", "ladder", "compare-algorithms", "tune")
 
 
@@ -104,6 +83,16 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def check_python(text: str) -> None:
+    """Parse it, and raise when a name of the package does not exist."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "surefoot":
+            for name in node.names:
+                assert pydoc.locate(f"{node.module}.{name.name}") is not None, f"{node.module} has no {name.name}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "surefoot":
+            assert hasattr(surefoot, node.attr), f"surefoot.{node.attr} does not exist"
+
+
 def check_command(command: str) -> None:
     """Raise when a command that is not run has a word or a flag that does not exist."""
     words = shlex.split(command, comments=True)
@@ -145,7 +134,7 @@ def run_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, id=name_of(path), marks=pytest.mark.slow if path.stem in LONG else ()) for path in RUN]
+    "path", [pytest.param(path, id=name_of(path), marks=() if path.stem == "README" else pytest.mark.release) for path in RUN]
 )
 def test_examples_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -154,16 +143,11 @@ def test_examples_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.
     before = set(sys.modules)
     try:
         for block in blocks(path.read_text("utf-8")):
-            if block.language == "python":
-                ast.parse(block.text)
-            if block.language == "toml":
-                tomllib.loads(block.text)
             if block.file is not None:
                 Path(block.file).write_text(block.text, "utf-8")
             elif block.language == "python" and not block.parse_only:
                 exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), names)
             elif block.language == "console":
-                assert block.commands, f"line {block.line}: a console block without a line that begins with '$ '"
                 for command in block.commands:
                     check_command(command) if block.parse_only else run_command(command, tmp_path, monkeypatch)
     finally:
@@ -172,17 +156,18 @@ def test_examples_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.
                 del sys.modules[module]
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_examples_of_a_long_page_parse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", RUN, ids=name_of)
+def test_examples_of_a_page_parse(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (path,) = (path for path in RUN if path.stem == name)
     for block in blocks(path.read_text("utf-8")):
         if block.language == "python":
-            ast.parse(block.text)
+            check_python(block.text)
         if block.language == "toml":
             tomllib.loads(block.text)
         if block.file is not None:
             Path(block.file).write_text(block.text, "utf-8")
+        if block.language == "console":
+            assert block.commands, f"line {block.line}: a console block without a line that begins with '$ '"
         for command in block.commands if block.language == "console" else ():
             check_command(command)
 

@@ -37,7 +37,7 @@ QUICK: dict[str, Any] = {
     "seed": 1,
 }
 FORMATS = ["onnx", "torch"]
-BEFORE_A_RELEASE = pytest.mark.release
+LATER = pytest.mark.release
 """for cases whose parts other cases have in another combination: exporting one with a memory takes three seconds"""
 Program = Callable[[np.ndarray], dict[str, np.ndarray]]
 
@@ -93,7 +93,7 @@ def files(agents: dict[str, surefoot.Agent], tmp_path_factory: pytest.TempPathFa
         ("CartPole-v1", "onnx"),
         ("CartPole-v1", "torch"),
         ("HalfCheetah-v5", "onnx"),
-        pytest.param("HalfCheetah-v5", "torch", marks=BEFORE_A_RELEASE),
+        pytest.param("HalfCheetah-v5", "torch", marks=LATER),
     ],
 )
 def test_the_file_acts_as_the_agent_does_over_whole_episodes(
@@ -439,13 +439,13 @@ class Own(torch.nn.Module):
     ("lstm", "parts", "format"),
     [
         (None, True, "torch"),
-        pytest.param(None, False, "torch", marks=BEFORE_A_RELEASE),
-        pytest.param(None, True, "onnx", marks=BEFORE_A_RELEASE),
-        pytest.param(4, True, "onnx", marks=BEFORE_A_RELEASE),
-        pytest.param(None, False, "onnx", marks=BEFORE_A_RELEASE),
-        pytest.param(4, False, "onnx", marks=BEFORE_A_RELEASE),
-        pytest.param(4, False, "torch", marks=BEFORE_A_RELEASE),
-        pytest.param(4, True, "torch", marks=BEFORE_A_RELEASE),
+        pytest.param(None, False, "torch", marks=LATER),
+        pytest.param(None, True, "onnx", marks=LATER),
+        pytest.param(4, True, "onnx", marks=LATER),
+        pytest.param(None, False, "onnx", marks=LATER),
+        pytest.param(4, False, "onnx", marks=LATER),
+        pytest.param(4, False, "torch", marks=LATER),
+        pytest.param(4, True, "torch", marks=LATER),
     ],
 )
 def test_an_agent_with_a_network_of_ones_own_is_exported(
@@ -483,7 +483,7 @@ def test_a_part_with_the_name_of_something_else_in_the_file_is_rejected(
         export_agent(agent, tmp_path / "agent.onnx", "onnx")
 
 
-@pytest.mark.parametrize(("names", "lstm"), [(("tanh", "linear"), None), pytest.param(("v", "getitem"), 4, marks=BEFORE_A_RELEASE)])
+@pytest.mark.parametrize(("names", "lstm"), [(("tanh", "linear"), None), pytest.param(("v", "getitem"), 4, marks=LATER)])
 def test_a_part_may_have_the_name_of_a_graph_node(names: tuple[str, str], lstm: int | None, tmp_path: Path) -> None:
     parts = dict(zip(("one", "other"), names, strict=True))
     agent = surefoot.train(PLACE, surefoot.A2C, steps=1, network={"lstm": lstm}, environment=parts, **BRIEF)
@@ -499,7 +499,7 @@ def counted(kind: str) -> Sampled:
     return Sampled(SEEN, several if kind == "uint16" else spaces.Discrete(3, dtype=np.dtype(kind)))
 
 
-@pytest.mark.parametrize("format", [pytest.param("onnx", marks=BEFORE_A_RELEASE), "torch"])
+@pytest.mark.parametrize("format", [pytest.param("onnx", marks=LATER), "torch"])
 @pytest.mark.parametrize("kind", ["int32", "uint8", "uint16"])
 def test_actions_keep_the_dtype_of_their_space(kind: str, format: str, tmp_path: Path) -> None:
     agent = surefoot.train(f"{__name__}:counted", surefoot.A2C, steps=1, environment={"kind": kind}, **BRIEF)
@@ -562,9 +562,9 @@ def probed() -> tuple[surefoot.Agent, export.ExportedPolicy, list[export.ExportP
     ("task", "format", "shared"),
     [
         ("CartPole-v1", "onnx", False),
-        pytest.param("CartPole-v1", "torch", True, marks=BEFORE_A_RELEASE),
-        pytest.param("Pendulum-v1", "onnx", True, marks=BEFORE_A_RELEASE),
-        pytest.param("Pendulum-v1", "torch", False, marks=BEFORE_A_RELEASE),
+        pytest.param("CartPole-v1", "torch", True, marks=LATER),
+        pytest.param("Pendulum-v1", "onnx", True, marks=LATER),
+        pytest.param("Pendulum-v1", "torch", False, marks=LATER),
     ],
 )
 def test_the_file_carries_the_lstm_state_like_the_agent(task: str, format: str, shared: bool, remembering: Any) -> None:
@@ -593,7 +593,7 @@ def test_the_file_carries_the_lstm_state_like_the_agent(task: str, format: str, 
     assert not np.allclose(taken, forgetful), "without its memory the agent would act otherwise"
 
 
-@pytest.mark.parametrize("format", ["onnx", pytest.param("torch", marks=BEFORE_A_RELEASE)])
+@pytest.mark.parametrize("format", ["onnx", pytest.param("torch", marks=LATER)])
 def test_rows_of_a_batch_have_independent_lstm_states(format: str, remembering: Any) -> None:
     agent, made = remembering("CartPole-v1", format, False)
     assert made.signature == (
@@ -677,8 +677,8 @@ def named(path: Path) -> Callable[[dict[str, np.ndarray]], list[np.ndarray]]:
     [
         ("discrete", "onnx"),
         ("multidiscrete", "torch"),
-        pytest.param("multidiscrete", "onnx", marks=BEFORE_A_RELEASE),
-        pytest.param("multibinary", "onnx", marks=BEFORE_A_RELEASE),
+        pytest.param("multidiscrete", "onnx", marks=LATER),
+        pytest.param("multibinary", "onnx", marks=LATER),
     ],
 )
 def test_of_a_thousand_actions_the_file_chooses_an_allowed_one_and_the_agents(kind: str, format: str, tmp_path: Path) -> None:
@@ -698,7 +698,7 @@ def test_of_a_thousand_actions_the_file_chooses_an_allowed_one_and_the_agents(ki
         assert (share == 1.0) == allowed.gather(-1, at(kind, torch.from_numpy(free).long())).all(), "else masks change nothing"
 
 
-@pytest.mark.parametrize("format", [pytest.param("onnx", marks=BEFORE_A_RELEASE), "torch"])
+@pytest.mark.parametrize("format", [pytest.param("onnx", marks=LATER), "torch"])
 def test_masks_and_lstm_states_can_be_combined(format: str, tmp_path: Path) -> None:
     agent = masking_agent("multidiscrete", lstm=4)
     made = export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format)
@@ -719,7 +719,10 @@ def test_masks_and_lstm_states_can_be_combined(format: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("kind", "lstm"),
-    [*((kind, None) for kind in MANY), *(pytest.param(kind, 4, marks=BEFORE_A_RELEASE if kind != "discrete" else ()) for kind in MANY)],
+    [
+        *((kind, None) for kind in MANY),
+        *(pytest.param(kind, 4, marks=LATER if kind != "discrete" else ()) for kind in MANY),
+    ],
 )
 def test_a_program_that_ignores_masks_is_detected(kind: str, lstm: int | None) -> None:
     agent = masking_agent(kind, lstm=lstm)

@@ -70,7 +70,7 @@ IN_EVERY_SPACE = {"PPO_CLIP", "TRPO"}
 
 
 def pairs(names: Iterable[str], *usual: str) -> list[Any]:
-    """Every algorithm with every space of these names. Before a release come those whose algorithm and space others have already."""
+    """Every algorithm with every space of these names. What others have of each comes before a release."""
     seldom = [(algorithm, name) for algorithm in set(FOR_CONTROL) - IN_EVERY_SPACE for name in set(names) - set(usual)]
     each = [(algorithm, name) for name in names for algorithm in FOR_CONTROL]
     return [pytest.param(*pair, marks=pytest.mark.release if pair in seldom else ()) for pair in each]

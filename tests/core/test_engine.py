@@ -88,14 +88,10 @@ def agree(**changes: Any) -> None:
         assert compiled[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
-ALSO_COMPILED = pytest.mark.parametrize(
-    "programs", ["interpreted", pytest.param("compiled", marks=pytest.mark.slow)], indirect=True
-)
-"""for tests whose programs ``make slow`` compiles"""
 WARM: dict[str, Any] = {"optimizer": {"learning_rate": 1e-2, "warmup": 0.01}}
 
 
-@ALSO_COMPILED
+@pytest.mark.parametrize("programs", ["interpreted", pytest.param("compiled", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("changes", [WARM, LSTM], ids=["feed-forward with a warm-up", "lstm"])
 def test_compiled_updates_move_the_parameters_as_eager_ones_do(changes: dict[str, Any], programs: None) -> None:
     agree(**changes)
@@ -399,7 +395,6 @@ def test_constants_of_a_network_are_part_of_its_structure_and_code_of_others_is_
     assert structure(torch.nn.Sequential(Scaled(2, 2)), constants=True) is None
 
 
-@ALSO_COMPILED
 @pytest.mark.parametrize(
     "changes",
     [{}, pytest.param({"algorithm": "TRPO"}, marks=pytest.mark.release), LSTM],
@@ -477,7 +472,7 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_program_in_the_cache_needs_no_compiler_in_memory(programs: str) -> None:
     code = (
         "import sys, surefoot\n"
-        f"surefoot.train('Pendulum-v1', steps=64, engine='compiled', evaluation={{'episodes': 0}}, **{TINY!r})\n"
+        f"surefoot.train('Pendulum-v1', steps=64, engine='compiled', evaluation={{'episodes': 0}}, **{TINY | WARM!r})\n"
         "print('torch._inductor' in sys.modules, 'torch._dynamo' in sys.modules)\n"
     )
     for _ in range(2):  # the first may have to compile
