@@ -1,13 +1,16 @@
 """Tables become recipes: names, ranges, and what errors suggest."""
 
 import re
+import tomllib
 from contextlib import nullcontext, suppress
 
 import pytest
 
 from surefoot import Penalty, SurefootError
+from surefoot.recipes import base
 from surefoot.recipes import fields as descriptions
 from surefoot.recipes.base import nearest_divisor
+from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.fields import KINDS, recipe_fields
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import OTHER_LIBRARIES, flatten, make_recipe, merge_tables, to_table
@@ -51,12 +54,12 @@ MINIMAL = {
 
 @pytest.mark.parametrize(("kind", "name"), COUNTS)
 def test_every_count_has_an_upper_bound(kind, name):
-    base = {"kind": kind, "algorithm": "custom", **MINIMAL.get(kind, {"model": "pocket", "data": {"train": "x"}})}
+    least = {"kind": kind, "algorithm": "custom", **MINIMAL.get(kind, {"model": "pocket", "data": {"train": "x"}})}
     for changes in (10**16, 10**400, 10**5000):
         for key in reversed(name.split(".")):
             changes = {key: changes}
         with pytest.raises(SurefootError, match=rf"^{re.escape(name)}[=:]") as rejection:
-            make_recipe(merge_tables(base, changes))
+            make_recipe(merge_tables(least, changes))
         assert len(str(rejection.value)) < 300
 
 
@@ -94,6 +97,18 @@ def test_every_field_has_a_description():
     for name, described in recipe_fields():
         if "." in name or name not in ("rollout", "network"):
             assert described.meaning, name
+
+
+def test_a_run_parses_its_recipe_once_and_writes_it_once(monkeypatch, tmp_path):
+    calls = []
+    parse, write = ControlRecipe.model_validate, base.to_table
+    monkeypatch.setattr(ControlRecipe, "model_validate", lambda table: calls.append("parse") or parse(table))
+    monkeypatch.setattr(base, "to_table", lambda recipe: calls.append("write") or write(recipe))
+    few = {"rollout": {"environments": 2, "steps": 16}, "objective": {"reuse": {"epochs": 1}}, "evaluation": {"episodes": 0}}
+    agent = api.train("CartPole-v1", run_dir=tmp_path / "run", steps=32, **few)
+    assert calls == ["parse", "write"]
+    assert agent.recipe.with_value("rollout.steps", 8).table["rollout"]["steps"] == 8
+    assert agent.recipe.table == to_table(agent.recipe) == tomllib.loads((tmp_path / "run" / "config.toml").read_text())
 
 
 def test_two_classes_of_recipes_have_different_names():

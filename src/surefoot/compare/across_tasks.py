@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from surefoot.compare.runs import SCORES, Run, differences_between, distinguishing_fields, full_text, short_text
 from surefoot.compare.statistics import finite, interquartile_mean, interval, t_quantile
 from surefoot.errors import SurefootError
-from surefoot.recipes.reading import flatten, to_table
+from surefoot.recipes.reading import flatten
 
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(21))
 """normalised scores at which profiles are computed"""
@@ -173,7 +173,7 @@ def compare_across_tasks(
     groups: dict[str, dict[str, list[Run]]] = {}
     first: dict[tuple[str, str], Run] = {}
     for run in runs:
-        table = dict(flatten(to_table(run.recipe)))
+        table = dict(flatten(run.recipe.table))
         if field not in table:
             raise SurefootError(f"--by {field}: {run.name} has no such field; name one, such as algorithm or seed")
         last = run.last(metric)

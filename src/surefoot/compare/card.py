@@ -23,7 +23,7 @@ from surefoot.errors import SurefootError, to_install
 from surefoot.files import copy_file, read_text, read_toml, write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.reading import make_recipe, to_table, to_toml
+from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs import api
 from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.folder import chosen_checkpoint, output_file
@@ -136,7 +136,7 @@ def public_recipe(recipe: Recipe, also: Collection[str] = ()) -> tuple[Recipe, l
 
     also   names of arguments that may be published, besides those of ``HARMLESS``
     """
-    table = to_table(recipe)
+    table = recipe.table
     notes = ["config.toml: has no trackers"] if table["trackers"] else []
     plain, changed = public_table({key: value for key, value in table.items() if key not in ("trackers", "tracking")}, also)
     for field, shown in changed.items():
@@ -237,7 +237,7 @@ class Card:
             arguments = {"episodes": result.episodes, "seed": result.seed}
             return [_result(task, dataset, dataset, {**metric, "metric_name": "mean_reward", "metric_args": arguments})]
         row = self._row()
-        held_out = str(to_table(self.recipe).get("data", {}).get("held_out", self.recipe.trained))
+        held_out = str(self.recipe.table.get("data", {}).get("held_out", self.recipe.trained))
         dataset = parse_name(held_out).name if is_hub_name(held_out) else PurePath(held_out).name
         return [
             _result(task, dataset, dataset, {"metric_type": kind, "metric_value": row[name], "metric_name": name})
@@ -329,7 +329,7 @@ def base_model(recipe: Recipe) -> str | None:
 
 def _datasets(recipe: Recipe) -> list[str]:
     """The hub ids of the data sets that a recipe trains on."""
-    train = str(to_table(recipe).get("data", {}).get("train"))
+    train = str(recipe.table.get("data", {}).get("train"))
     return [parse_name(train).name] if is_hub_name(train) else []
 
 

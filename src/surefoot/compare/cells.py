@@ -26,7 +26,6 @@ from surefoot.files import read_table
 from surefoot.ranks.launching import check_single_process
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.reading import to_table
 from surefoot.runs import api
 from surefoot.runs.callbacks import Callback, MetricsCallback
 from surefoot.runs.checkpoint import checkpoints_in, latest_checkpoint
@@ -155,7 +154,7 @@ def _is_number(value: Any) -> bool:
 
 def recipe_tables(recipes: Mapping[str, ControlRecipe]) -> dict[str, Any]:
     """Recipes as tables for request.json."""
-    return {name: to_table(recipe) for name, recipe in recipes.items()}
+    return {name: recipe.table for name, recipe in recipes.items()}
 
 
 # ---- one cell ---------------------------------------------------------------------------------------------------------

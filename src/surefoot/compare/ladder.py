@@ -60,7 +60,7 @@ from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import recipe_table
-from surefoot.recipes.reading import control_recipe, merge_tables, to_table, without_critic, without_tuned_for
+from surefoot.recipes.reading import control_recipe, merge_tables, without_critic, without_tuned_for
 from surefoot.runs import api
 from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.store.manifest import read_listed_table, write_listed
@@ -184,7 +184,7 @@ def rung_recipe(task: str, rung: int, changes: Mapping[str, Any]) -> ControlReci
         return recipe
     rollout = recipe.rollout
     alone = {"environments": 1, "at_least": rollout.at_least or recipe.batch_size, "workers": rollout.workers and 1}
-    return control_recipe(merge_tables(to_table(recipe), {"rollout": alone}))
+    return control_recipe(merge_tables(recipe.table, {"rollout": alone}))
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from surefoot.errors import missing_extra, to_install
 from surefoot.files import write_bytes, write_text
 from surefoot.recipes.base import SCHEDULES
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.reading import flatten, to_table
+from surefoot.recipes.reading import flatten
 from surefoot.store.public import ENVIRONMENT, REMOVED, public_table
 from surefoot.terminal import visible
 
@@ -447,14 +447,14 @@ def _recipes(runs: Sequence[Run]) -> Iterable[str]:
     if len(runs) > 1:
         differing = differences_between([{**distinguishing_fields(run.recipe), "seed": run.recipe.seed} for run in runs])
         if differing:
-            hidden = {field for run in runs for field in public_table(to_table(run.recipe), places=True)[1]}
+            hidden = {field for run in runs for field in public_table(run.recipe.table, places=True)[1]}
             shown = {field: [REMOVED] * len(runs) if field in hidden else values for field, values in differing.items()}
             rows = [[_text(field), *(_text(_plain(value)) for value in values)] for field, values in shown.items()]
             yield _html_table(["field", *(run.name for run in runs)], rows)
         else:
             yield "<p>All recipes are the same.</p>"
     for run in runs:
-        public, hidden_here = public_table(to_table(run.recipe), places=True)
+        public, hidden_here = public_table(run.recipe.table, places=True)
         table = "\n".join(map(_text, tomli_w.dumps(public).split("\n")))
         if run.changed:
             lines = [line if (field := line.partition(": ")[0]) not in hidden_here else field for line in run.changed]

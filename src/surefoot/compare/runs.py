@@ -14,7 +14,7 @@ from surefoot.diagnostics.findings import findings_in
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import flatten, make_recipe, to_table
+from surefoot.recipes.reading import flatten, make_recipe
 from surefoot.runs.checkpoint import checkpoints_in
 from surefoot.runs.folder import FREE as CHANGE_NOTHING
 from surefoot.runs.folder import changed_since, sources_in
@@ -137,7 +137,7 @@ def distinguishing_fields(recipe: Recipe) -> dict[str, Any]:
     free = tuple(name for name in FREE if recipe.evaluation.patience is None or not name.startswith("evaluation."))
     return {
         name: value
-        for name, value in flatten(to_table(recipe))
+        for name, value in flatten(recipe.table)
         if not any(name == other or name.startswith(f"{other}.") for other in free)
     }
 

@@ -46,7 +46,7 @@ from surefoot.errors import SurefootError
 from surefoot.files import as_path, check_flags, made_from
 from surefoot.recipes.callables import NETWORK, Functions
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.reading import control_recipe, to_table
+from surefoot.recipes.reading import control_recipe
 from surefoot.runs.checkpoint import load_weights, require, save_checkpoint
 
 GENERATOR = "generator"
@@ -277,7 +277,7 @@ class Agent(nn.Module):
     def checkpoint_parts(self) -> dict[str, Any]:
         """The agent's part of a checkpoint."""
         spaces_ = {"observation": space_to_json(self.observation_space), "action": space_to_json(self.action_space)}
-        return {"agent": self.state_dict(), "recipe": to_table(self.recipe), "spaces": {**spaces_, "masked": self.masked}}
+        return {"agent": self.state_dict(), "recipe": self.recipe.table, "spaces": {**spaces_, "masked": self.masked}}
 
     def save(self, folder: str | Path) -> None:
         """Write the agent to a folder that ``surefoot.load`` reads: weights, normalisers, spaces and recipe; no pickle."""

@@ -4,7 +4,10 @@ A recipe is a frozen value. What follows from its fields, such as the batch size
 """
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -191,6 +194,23 @@ class Recipe(Section):
         """A recipe's tables, with the defaults that depend on other fields. The objective's table is complete already."""
         return table
 
+    @cached_property
+    def table(self) -> dict[str, Any]:
+        """``to_table`` of the recipe, written once: for reading only."""
+        return to_table(self)
+
+    def __copy__(self) -> Self:
+        """A copy, which ``model_copy`` changes, writes its own table."""
+        copied = super().__copy__()
+        copied.__dict__.pop("table", None)
+        return copied
+
+    def with_value(self, name: str, value: Any) -> Self:
+        """The recipe with a valid value in a field, by its dotted name."""
+        table, _, field = name.rpartition(".")
+        inner = getattr(self, table).model_copy(update={field: value}) if table else value
+        return self.model_copy(update={table or name: inner})
+
     def check_ranks(self, ranks: int) -> None:
         """Raise SurefootError if a batch does not give every one of several ranks enough rows."""
 
@@ -232,6 +252,30 @@ class Recipe(Section):
     def trace_every(self) -> int:
         """Steps between traces."""
         return self.traces.every or max(1, self.steps // 10)
+
+
+def to_table(recipe: Recipe) -> dict[str, Any]:
+    """Plain tables of every field; ``make_recipe`` returns the same recipe for them."""
+    first = {"kind": recipe.kind, recipe.subject: recipe.trained}
+    table: dict[str, Any] = first | none_to_text(recipe.model_dump(mode="json", exclude={"objective"}))
+    table["objective"] = none_to_text(asdict(recipe.objective))
+    return table
+
+
+def none_to_text(value: Any) -> Any:
+    """The same tables with the word "none" for None, because TOML has no null; the reverse of ``text_to_none``."""
+    if isinstance(value, Mapping):
+        return {key: none_to_text(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [none_to_text(inner) if isinstance(inner, Mapping) else inner for inner in value]
+    return "none" if value is None else value
+
+
+def value_of(recipe: Any, name: str) -> Any:
+    """The value of a field by its dotted name; None if the recipe has no such field."""
+    for part in name.split("."):
+        recipe = getattr(recipe, part, None)
+    return recipe
 
 
 def nearest_divisor(total: int, wanted: int) -> int:

@@ -17,7 +17,8 @@ from surefoot.core.algorithms import (
     switches_that_are_on,
 )
 from surefoot.errors import SurefootError, did_you_mean
-from surefoot.recipes.base import Recipe
+from surefoot.recipes.base import Recipe, none_to_text
+from surefoot.recipes.base import to_table as to_table
 from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE, SYMMETRY
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.fields import KINDS, recipe_fields
@@ -223,17 +224,9 @@ def _shortened(text: str) -> str:
 # ---- from a recipe to tables ------------------------------------------------------------------------------------------
 
 
-def to_table(recipe: Recipe) -> dict[str, Any]:
-    """Plain tables of every field; ``make_recipe`` returns the same recipe for them."""
-    first = {"kind": recipe.kind, recipe.subject: recipe.trained}
-    table: dict[str, Any] = first | none_to_text(recipe.model_dump(mode="json", exclude={"objective"}))
-    table["objective"] = none_to_text(asdict(recipe.objective))
-    return table
-
-
 def to_toml(recipe: Recipe) -> str:
     """The resolved recipe as TOML."""
-    return tomli_w.dumps(to_table(recipe))
+    return tomli_w.dumps(recipe.table)
 
 
 def named_functions(recipe: Recipe) -> dict[str, str | None]:
@@ -256,15 +249,6 @@ def text_to_none(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [text_to_none(inner) if isinstance(inner, Mapping) else inner for inner in value]
     return None if isinstance(value, str) and value.lower() == "none" else value
-
-
-def none_to_text(value: Any) -> Any:
-    """The reverse of ``text_to_none``."""
-    if isinstance(value, Mapping):
-        return {key: none_to_text(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [none_to_text(inner) if isinstance(inner, Mapping) else inner for inner in value]
-    return "none" if value is None else value
 
 
 def flatten(

@@ -22,7 +22,7 @@ from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.fields import recipe_fields
 from surefoot.recipes.presets import preset_of
-from surefoot.recipes.reading import flatten, make_recipe, merge_tables, to_table
+from surefoot.recipes.reading import flatten, make_recipe, merge_tables
 
 EXAMPLE = "a list of choices such as [0.98, 0.99], or a range such as { low = 1e-5, high = 1e-2, log = true }"
 RANGE = ("low", "high", "log", "step")
@@ -92,7 +92,7 @@ def space_for(what: str, recipe: Recipe, fixed: Mapping[str, str]) -> tuple[str,
     """
     preset = preset_of(what, recipe)
     name, table = next((name, table) for name, table in shipped_spaces().items() if preset in table["presets"])
-    flat, own = flat_entries(without_presets(table)), dict(flatten(to_table(recipe)))
+    flat, own = flat_entries(without_presets(table)), dict(flatten(recipe.table))
     space: Space = {}
     for field, entry in flat.items():
         with contextlib.suppress(SurefootError):  # off in this recipe
@@ -122,7 +122,7 @@ def parsed_space(table: Mapping[str, Any], recipe: Recipe, fixed: Mapping[str, s
     """
     space: Space = {}
     types = {name: field.type for name, field in recipe_fields(recipe.kind)}
-    own = dict(flatten(to_table(recipe)))
+    own = dict(flatten(recipe.table))
     for field, entry in flat_entries(table).items():
         place = f"{where}: {field}"
         _check_field(field, place, types, own, fixed)
@@ -196,7 +196,7 @@ def _check_accepted(recipe: Recipe, field: str, value: Any, where: str) -> None:
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """The recipe with new values for some fields, by their dotted names. Raises SurefootError if it rejects them."""
-    return make_recipe(merge_tables(to_table(recipe), nested(values)))
+    return make_recipe(merge_tables(recipe.table, nested(values)))
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from surefoot.recipes.base import SCHEDULES, Recipe
 from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_function
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
-from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.recipes.supervised import SupervisedRecipe
 
 OPTIMIZERS: dict[str, type[AdamSettings]] = {
@@ -63,7 +62,7 @@ def with_engine(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     shown = engine == "compiled" or recipe.kind != "control"  # where "auto" was asked for
     if engine == "compiled" and (obstacles := [obstacle for obstacle in exchange(no_compiler()) if obstacle]):
         engine, reason = "eager", f"{obstacles[0]}; with one, this run would be compiled, and faster"
-    return make_recipe({**to_table(recipe), "engine": engine}), (f"engine: {engine} ({reason})",) if shown else ()
+    return recipe.with_value("engine", engine), (f"engine: {engine} ({reason})",) if shown else ()
 
 
 def make_learner(recipe: Recipe, policy: Policy, functions: Functions | None = None) -> Learner:

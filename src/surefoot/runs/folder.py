@@ -35,7 +35,7 @@ from surefoot.errors import SurefootError
 from surefoot.files import check_shown, copy_file, is_temporary, made_from, read_table, read_toml, write_text, writing
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
-from surefoot.recipes.reading import check_trust_region, make_recipe, to_table, to_toml
+from surefoot.recipes.reading import check_trust_region, make_recipe, to_toml
 from surefoot.recipes.rows import with_row_fields
 from surefoot.runs.checkpoint import check_numbered, checkpoints_in, latest_checkpoint
 from surefoot.runs.hub import is_hub_name, local_folder
@@ -446,7 +446,7 @@ def table_differences(before: dict[str, Any], after: dict[str, Any]) -> list[str
 def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number."""
     free = tuple(f"{name}: " for name in ("steps", *FREE))
-    return [line for line in table_differences(before, to_table(recipe)) if not line.startswith(free)]
+    return [line for line in table_differences(before, recipe.table) if not line.startswith(free)]
 
 
 def changed_since(checkpoint: Path | None, recipe: Recipe, began_in: str | None) -> list[str]:
@@ -488,7 +488,7 @@ def check_unchanged(checkpoint: Path, recipe: Recipe, functions: Functions | Non
     if changed and not allow_changes:
         raise SurefootError(f"{where}: changed since the checkpoint ({'; '.join(changed)}); undo it, or pass --allow-changes")
     if any(line.startswith("algorithm: ") for line in changed):  # the old algorithm would train under the new name
-        check_trust_region(recipe.algorithm, to_table(recipe))
+        check_trust_region(recipe.algorithm, recipe.table)
 
 
 def scored_alike(before: dict[str, Any], after: dict[str, Any]) -> bool:

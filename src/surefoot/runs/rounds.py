@@ -120,7 +120,7 @@ class RoundsSettings:
     def to_json(self) -> dict[str, Any]:
         """All settings."""
         settings = {name: getattr(self, name) for name in ("judge", "pairs", "noise", "new_only")}
-        return {**settings, "recipe": to_table(self.recipe)}
+        return {**settings, "recipe": self.recipe.table}
 
 
 def run_rounds(

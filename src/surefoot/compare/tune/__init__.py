@@ -27,7 +27,7 @@ from surefoot.ranks.launching import check_single_process
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import resolve_recipe
-from surefoot.recipes.reading import flatten, to_table
+from surefoot.recipes.reading import flatten
 from surefoot.recipes.search_space import parsed_space, space_for
 from surefoot.runs.factory import make_world
 from surefoot.runs.folder import folder_lock, match_settings
@@ -127,7 +127,7 @@ def _check_trainable(recipe: Recipe) -> None:
     """Raise SurefootError for a recipe that can't start, or whose runs have no score. Write nothing."""
     if isinstance(recipe, ControlRecipe) and not recipe.evaluation.episodes:
         raise SurefootError("evaluation.episodes=0: trials are ranked by their evaluations; set it to 1 or more")
-    table = dict(flatten(to_table(recipe)))
+    table = dict(flatten(recipe.table))
     if "data.held_out" in table and table["data.held_out"] == "none":
         raise SurefootError("data.held_out=none: trials are ranked by held-out rows; set it to a file of rows")
     world = make_world(recipe)

@@ -19,7 +19,7 @@ from surefoot.compare.cells import (
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import flatten, make_recipe, to_table
+from surefoot.recipes.reading import flatten, make_recipe
 from surefoot.recipes.search_space import Choices, Range, Space, parsed_space, with_values
 from surefoot.runs.folder import FREE, MEASURES, folder_lock
 
@@ -65,7 +65,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The contents of request.json."""
         space = {field: part.to_json() for field, part in self.space.items()}
-        table = to_table(self.recipe)
+        table = self.recipe.table
         return {"command": "tune", "recipe": table, "space": space, "seeds": self.seeds, "prune": self.prune}
 
     @classmethod
@@ -87,7 +87,7 @@ class Plan:
     @cached_property
     def own_values(self) -> dict[str, Any] | None:
         """The recipe's own values of the searched fields; None if the space doesn't contain them."""
-        table = dict(flatten(to_table(self.recipe)))
+        table = dict(flatten(self.recipe.table))
         inside = all(part.has(table[field]) for field, part in self.space.items())
         return {field: table[field] for field in self.space} if inside else None
 

@@ -196,7 +196,7 @@ def evaluate_model(
     weights = model.model if isinstance(model, LanguageModel) else model
     recipe = with_evaluation_rows(model.recipe, data, rows, seed, reward)
     if not has_adapters(weights):  # they were merged into the model when it was loaded
-        recipe = make_recipe({**to_table(recipe), "adapter": "none"})
+        recipe = make_recipe({**recipe.table, "adapter": "none"})
     world = _world_of(recipe, model.functions if isinstance(model, LanguageModel) else None)
     own = world.result.model if isinstance(world.result, LanguageModel) else world.result
     own.load_state_dict(weights.state_dict())

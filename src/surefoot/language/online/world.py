@@ -65,7 +65,6 @@ from surefoot.ranks.collectives import check_device, exchange, in_float64, share
 from surefoot.recipes.callables import GOLD, Functions, find_function
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.models import Role
-from surefoot.recipes.reading import to_table
 from surefoot.sharding import gathered
 
 BEST_KL_FACTOR = 1.5
@@ -386,7 +385,7 @@ class LanguageWorld:
         return {
             "sources": self.sources,
             "agent": trained_weights(self.policy),
-            "recipe": to_table(self.recipe),
+            "recipe": self.recipe.table,
             "model": model_files(self.policy.model, self.tokens.tokenizer),
             "beta": self.collector.beta,
             **({} if self.auxiliary_loss is None else {"mixing": self.auxiliary_loss.state_dict()}),

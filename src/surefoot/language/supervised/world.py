@@ -52,7 +52,6 @@ from surefoot.language.supervised.preferences import (
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
 from surefoot.language.supervised.steps import StepPolicy, step_rows, step_scores
 from surefoot.ranks.collectives import check_device, exchanging, sum_count
-from surefoot.recipes.reading import to_table
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from surefoot.sharding import block_by_block, gathered
 
@@ -288,7 +287,7 @@ class SupervisedWorld:
         return {
             "sources": self.sources,
             "agent": trained_weights(self.policy),
-            "recipe": to_table(self.recipe),
+            "recipe": self.recipe.table,
             "model": model_files(self._model, self.tokens.tokenizer),
             **({} if self.reference is None else {"reference": {"log_probs": self.reference.values}}),
             **base_record(self.base),

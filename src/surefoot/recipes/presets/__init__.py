@@ -16,7 +16,7 @@ from typing import Any, Literal
 from surefoot.core.algorithms import Objective, algorithm_name, algorithm_named
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.files import read_toml
-from surefoot.recipes.base import Recipe
+from surefoot.recipes.base import Recipe, none_to_text
 from surefoot.recipes.control import check_id
 from surefoot.recipes.fields import recipe_fields
 from surefoot.recipes.reading import (
@@ -25,9 +25,7 @@ from surefoot.recipes.reading import (
     for_algorithm,
     make_recipe,
     merge_tables,
-    none_to_text,
     text_to_none,
-    to_table,
     with_changes,
     without_tuned_for,
 )
@@ -137,7 +135,7 @@ def settings_of(table: Mapping[str, Any], origin: Mapping[str, Any] | None = Non
     Raises SurefootError if the tables are no recipe.
     """
     recipe = make_recipe(table)
-    resolved = to_table(recipe)
+    resolved = recipe.table
     own: dict[str, Any] = {"kind": recipe.kind, recipe.subject: recipe.trained, "algorithm": recipe.algorithm}
     for section, name in REQUIRED:
         if name in resolved.get(section, {}):
@@ -169,7 +167,7 @@ def settings_of(table: Mapping[str, Any], origin: Mapping[str, Any] | None = Non
 def _flat_recipe(table: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the recipe that some tables resolve to; if they can't stand alone, the plain defaults with the tables."""
     try:
-        return dict(flatten(to_table(make_recipe(table))))
+        return dict(flatten(make_recipe(table).table))
     except SurefootError:
         plain = {name: none_to_text(field.default) for name, field in recipe_fields(str(table["kind"]))}
         return plain | dict(flatten(none_to_text(table)))

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from surefoot.errors import SurefootError
 from surefoot.files import steps_named
 from surefoot.ranks.collectives import exchange, from_first, on_first, rank, together, world_size
 from surefoot.ranks.launching import choose_gpu, join_ranks, note, restarts
-from surefoot.recipes.base import Recipe
+from surefoot.recipes.base import Recipe, value_of
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.presets import Origin
-from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.recipes.rows import with_row_fields
+from surefoot.recipes.reading import make_recipe
+from surefoot.recipes.rows import ROW_FIELDS
 from surefoot.runs import hub
 from surefoot.runs.api.loading import load
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
@@ -83,7 +84,7 @@ def start(
         if main and run_dir is not None:
             check_free(run_dir)  # before models are read
     asked = recipe.engine
-    recipe, choice = with_engine(make_recipe(on_first(lambda: to_table(with_pinned_data(recipe)))))
+    recipe, choice = with_engine(with_pinned_names(recipe))
     facts = environment(recipe) if main and place is not None else {}
     try:
         with together():
@@ -171,7 +172,7 @@ def _check_same(recipe: Recipe) -> None:
     """Raise SurefootError, on every rank, if ranks have other recipes than the first."""
     if world_size() == 1:
         return
-    tables = exchange(to_table(recipe))
+    tables = exchange(recipe.table)
     for number, table in enumerate(tables):
         if lines := table_differences(tables[0], table):
             more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
@@ -195,7 +196,7 @@ def _to_continue(folder: RunFolder | None, steps: int | None, allow_changes: boo
     recipe = folder.recipe()
     checkpoint = folder.latest(recipe)
     if steps is not None:
-        recipe = make_recipe({**to_table(recipe), "steps": steps})
+        recipe = make_recipe({**recipe.table, "steps": steps})
     if checkpoint is not None:
         check_unchanged(checkpoint, recipe, None, allow_changes)
     check_trackers(recipe, folder.path)
@@ -219,21 +220,18 @@ def _listeners(display: Listener | None, callback: MetricsCallback | None) -> li
     return [*([display] if display and rank() == 0 else []), *([metrics_listener(callback)] if callback else [])]
 
 
-def with_pinned_data(recipe: Recipe) -> Recipe:
+def with_pinned_names(recipe: Recipe) -> Recipe:
     """The recipe with the commit of every ``hf://…`` in it, so that the resumed run reads the same rows, agent and model.
 
     Raises SurefootError if one can't be resolved.
     """
+    return reduce(lambda changed, commit: changed.with_value(*commit), on_first(lambda: _commits(recipe)), recipe)
 
-    def with_commit(field: str, name: Any) -> Any:
-        if not hub.is_hub_name(str(name)):
-            return name
+
+def _commits(recipe: Recipe) -> list[tuple[str, str]]:
+    """The name with its commit of each field that names something on the hub."""
+    names = {field: str(value_of(recipe, field)) for field in (*ROW_FIELDS, "start", "model")}
+    names = {field: name for field, name in names.items() if hub.is_hub_name(name)}
+    if names.keys() & set(ROW_FIELDS):
         from surefoot.language.data.sources.hub import pinned
-
-        return pinned(name)
-
-    table = with_row_fields(to_table(recipe), with_commit)
-    for name in ("start", "model"):
-        if hub.is_hub_name(str(table.get(name))):
-            table[name] = hub.pinned(table[name])
-    return make_recipe(table)
+    return [(field, pinned(name) if field in ROW_FIELDS else hub.pinned(name)) for field, name in names.items()]

@@ -28,7 +28,6 @@ from surefoot.ranks.collectives import (
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.control import COMPILED
-from surefoot.recipes.reading import to_table
 from surefoot.runs.callbacks import Callback, CallbackListener, Run
 from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require
 from surefoot.runs.events import (
@@ -105,7 +104,7 @@ class Session:
         """the steps of the best one"""
         self.lacks_best = False
         """whether best/ lacks the weights of the checkpoint that the run continues from"""
-        self.sources = sources_of(to_table(recipe), {**(functions or {}), **({} if task is None else {"task": task})})
+        self.sources = sources_of(recipe.table, {**(functions or {}), **({} if task is None else {"task": task})})
         """the code of the user that the run rests on"""
         self.saved = False
         """whether a checkpoint is on the disk or being written; the first one is on the disk before training goes on"""
@@ -194,7 +193,7 @@ class Session:
         if score is None or (best is None and not self.lacks_best):
             return None, 0, None
         measured = parts["recipe"] if best is None else load_checkpoint(best)["recipe"]
-        if scored_alike(measured, to_table(self.recipe)) and parts["code"]["code"] == self.sources["code"]:
+        if scored_alike(measured, self.recipe.table) and parts["code"]["code"] == self.sources["code"]:
             return float(score), int(progress.get("since_best", 0)), at
         self.message("the evaluation settings or the code have changed: the best score so far no longer counts")
         return None, 0, None
@@ -505,7 +504,7 @@ class Session:
     def _checkpoint_parts(self, collector: dict[str, Any]) -> dict[str, Any]:
         return {
             **self.world.checkpoint_parts(),
-            "recipe": to_table(self.recipe),
+            "recipe": self.recipe.table,
             "learner": self.learner.state_dict(),
             "collector": collector,
             "state": self.state.state_dict(),

@@ -19,7 +19,6 @@ from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import tracker_failed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import to_table
 from surefoot.runs.events import (
     CheckpointSaved,
     EvaluationEnd,
@@ -62,7 +61,7 @@ def tracker_listeners(recipe: Recipe, folder: Path, report: Callable[[Finding], 
     if not recipe.trackers:
         return []
     group = recipe.tracking.group or f"{recipe.trained}-{recipe.algorithm.lower()}"
-    table, _ = public_table(to_table(recipe), places=True)
+    table, _ = public_table(recipe.table, places=True)
     state, rows = read_trackers(folder), read_metrics(folder / FILE)
     steps = rows[-1]["steps"] if rows else 0
 
