@@ -57,9 +57,9 @@ def train_surefoot(task: str, seed: int, args: argparse.Namespace) -> None:
     from surefoot.recipes.presets import find_recipe
     from surefoot.recipes.reading import to_table
     from surefoot.runs.api import start
-    from surefoot.runs.checkpoint import latest_checkpoint
-    from surefoot.runs.folder import RunFolder, recipe_differences
-    from surefoot.runs.trackers.metrics_jsonl import read_metrics
+    from surefoot.store.checkpoint import latest_checkpoint
+    from surefoot.store.folder import RunFolder, recipe_differences
+    from surefoot.store.metrics import read_metrics
 
     run = HERE / "runs" / f"{cells(task, args)}-{seed}"
     wanted = find_recipe(args.recipe or task, changes_for(task, seed, args))

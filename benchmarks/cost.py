@@ -84,7 +84,7 @@ def sweep() -> None:
 
 def growth(steps: int) -> None:
     """Train CartPole-v1, and keep its resident memory over the run."""
-    from surefoot.runs.trackers.metrics_jsonl import read_metrics
+    from surefoot.store.metrics import read_metrics
 
     run = Path(__file__).parent / "runs" / f"cost-growth-{steps}"
     command = [sys.executable, "-m", "surefoot"]

@@ -62,7 +62,7 @@ def start(folder: Path, seed: int, digits: int) -> Path:
 def cell(folder: Path, sft: Path, method: str, seed: int, learning_rate: float, digits: int) -> dict[str, Any]:
     """Train one cell; returns held-out accuracy by steps and by whole answers, over the number of responses."""
     import surefoot
-    from surefoot.runs.trackers.metrics_jsonl import read_metrics
+    from surefoot.store.metrics import read_metrics
 
     started = time.process_time()
     run = folder / named(method, learning_rate)
@@ -101,7 +101,7 @@ def named(method: str, learning_rate: float) -> str:
 def before(folder: Path, sft: Path, digits: int) -> dict[str, Any]:
     """Accuracy of the starting model's samples."""
     from surefoot.language.analysis.accuracy import measure_accuracy
-    from surefoot.language.models.language_model import load_language_model
+    from surefoot.language.language_model import load_language_model
     from surefoot.language.rewards.terms import FunctionReward
 
     model, rows = load_language_model(str(sft)), folder / "test.jsonl"

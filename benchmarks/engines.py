@@ -20,7 +20,7 @@ from typing import Any
 from record import finished, made_with, read, write
 
 from surefoot.compare.statistics import markdown_table
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 RESULTS = Path(__file__).parent / "results" / "engines"
 ENGINES = ("eager", "compiled, empty cache", "compiled, full cache")

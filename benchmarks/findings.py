@@ -26,7 +26,7 @@ import numpy as np
 from record import made_with, read
 
 from surefoot.compare.statistics import markdown_table
-from surefoot.diagnostics import CHECKED_METRICS, Curve, RunCurves
+from surefoot.diagnostics.curves import CHECKED_METRICS, Curve, RunCurves
 from surefoot.diagnostics.findings import CHECKS_PER_RUN, RUN_CHECKS, check_curves
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.presets import find_recipe

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import surefoot
-from surefoot.runs.reading import traces_in
-from surefoot.runs.traces import read_trace, to_bytes
+from surefoot.store.reading import traces_in
+from surefoot.store.traces import read_trace, to_bytes
 
 ITERATIONS, TRACES, ROWS, LENGTH, PASSES = 100_000, 20, 5, 10_000, 10
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from surefoot.compare.statistics import markdown_table
-from surefoot.language.sampling import sample
+from surefoot.language.sampling.sampler import sample
 
 FAMILIES = ("llama", "qwen2", "gpt2", "gemma")
 

@@ -30,7 +30,7 @@ from record import finished, read, write
 
 from surefoot.compare.statistics import interval_text, markdown_table, mean_interval, number
 from surefoot.demos.sorting import Sizes, write_data
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 RESULTS, RUNS, PAGE = HERE / "results" / "scale", HERE / "runs" / "scale", HERE.parent / "docs" / "benchmarks" / "scale.md"

@@ -31,15 +31,15 @@ from surefoot.compare.statistics import markdown_table
 from surefoot.demos.sorting import Sizes, in_groups, write_data
 from surefoot.language import tasks
 from surefoot.language.analysis.best_of import BestOfSettings, best_of_n
-from surefoot.language.analysis.metrics import pass_at_k
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
-from surefoot.language.models.language_model import load_language_model
+from surefoot.language.language_model import load_language_model
+from surefoot.language.metrics import pass_at_k
 from surefoot.language.rewards.terms import load_flag_reward
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Display
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 RESULTS, RUNS, PAGE = (

@@ -29,14 +29,14 @@ import griffe
 from surefoot.cli.main import COMMANDS, cli
 from surefoot.cli.options import BooleanOption
 from surefoot.core.algorithms import ALGORITHMS, LADDER, Objective, Reuse, switches_between
-from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
+from surefoot.diagnostics.metrics import METRICS, SHOWN, TIMING, Metric
 from surefoot.inspector.clip_table import clip_table_page
 from surefoot.recipes.fields import recipe_fields
 from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
-from surefoot.runs.metrics import METRICS, SHOWN, TIMING, Metric
-from surefoot.runs.reading import History
+from surefoot.store.finding import Finding
+from surefoot.store.reading import History
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -62,7 +62,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     "Functions": {
         "surefoot.runs.api": ("train", "resume", "evaluate"),
         "surefoot.runs.api.loading": ("load",),
-        "surefoot.runs.traces": ("read_trace",),
+        "surefoot.store.traces": ("read_trace",),
     },
     "Callbacks": {"surefoot.runs.callbacks": ("Callback", "Run")},
     "Agents, results and traces": {

@@ -18,7 +18,7 @@ import numpy as np
 import surefoot
 from surefoot.inspector.clip_table import single_page
 from surefoot.language.memory.planner import textbook
-from surefoot.runs.reading import traces_in
+from surefoot.store.reading import traces_in
 
 ROOT = Path(__file__).resolve().parent.parent
 HOW = ROOT / "docs" / "site" / "how"

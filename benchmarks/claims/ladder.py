@@ -38,7 +38,7 @@ def noise_cell(short: str, seed: int) -> Cell:
         from surefoot.compare.ladder import rung_recipe
         from surefoot.compare.processes import Parent
         from surefoot.runs import api
-        from surefoot.runs.checkpoint import latest_checkpoint
+        from surefoot.store.checkpoint import latest_checkpoint
 
         top = rung_recipe(TASKS[short], 5, {"seed": seed, "engine": "compiled", "traces": {"rows": 0}})
         cell = cells.Cell("frozen", top, until=round(SHARE * top.steps))

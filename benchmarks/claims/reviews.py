@@ -85,7 +85,7 @@ def reviews(experiment: str, name: str, seed: int, changes: Mapping[str, Any], p
     def work(folder: Path) -> Result:
         from surefoot.runs import api
         from surefoot.runs.display import Lines
-        from surefoot.runs.trackers.metrics_jsonl import read_metrics
+        from surefoot.store.metrics import read_metrics
 
         begun = start(folder.parents[1], seed)
         run = folder / "run"
@@ -108,7 +108,7 @@ def measured(run: Path, begun: Path, seed: int) -> Result:
 
 def model_scores(model: Path, begun: Path, seed: int) -> Result:
     """A model's scores on held-out prompts, one sampled answer each. Every kind of training is measured in the same world."""
-    from surefoot.language.analysis.metrics import repeated_share
+    from surefoot.language.metrics import repeated_share
     from surefoot.language.online.world import LanguageWorld
 
     table = {"model": str(model), "reference": {"model": str(begun / "sft")}, "check_memory": False}
@@ -125,7 +125,7 @@ def model_scores(model: Path, begun: Path, seed: int) -> Result:
 def greedy_gold(model: Path, begun: Path, max_tokens: int) -> float:
     """Mean gold of the most likely answers to the held-out prompts."""
     from surefoot.language.data.sources import read_rows
-    from surefoot.language.models.language_model import load_language_model
+    from surefoot.language.language_model import load_language_model
     from surefoot.language.tasks.reviews import gold
 
     prompts = [row.columns["prompt"] for row in read_rows(begun / "data" / "held_out_prompts.jsonl")]

@@ -38,7 +38,7 @@ def stop_run(seed: int) -> Cell:
 
     def work(folder: Path) -> Result:
         from surefoot import read_trace
-        from surefoot.runs.reading import traces_in
+        from surefoot.store.reading import traces_in
 
         # Traced rows are whole environments, so an epoch's mean is over the batch.
         rollout = {"environments": 8, "steps": 32}

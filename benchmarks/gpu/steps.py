@@ -24,9 +24,9 @@ from surefoot.language.memory import estimate
 from surefoot.language.memory.check import running_peak, workload_of
 from surefoot.ranks.collectives import exchange, on_first, rank, together, world_size
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.runs.session.saving import Saver
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.store.metrics import read_metrics
 
 LIMIT = 9 * 60
 """seconds after which no further step begins"""

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from surefoot.core.traces import Trace, TracedRow, Visits
     from surefoot.runs.api import evaluate, load, resume, train
     from surefoot.runs.callbacks import Callback, Run
-    from surefoot.runs.traces import read_trace
+    from surefoot.store.traces import read_trace
 
 __version__ = "0.1.0"
 
@@ -67,7 +67,7 @@ _LATER = {
     "Run": "surefoot.runs.callbacks",
     "Agent": "surefoot.control.agent",
     "EvaluationResult": "surefoot.control.evaluate",
-    "read_trace": "surefoot.runs.traces",
+    "read_trace": "surefoot.store.traces",
     "Trace": "surefoot.core.traces",
     "TracedRow": "surefoot.core.traces",
     "Visits": "surefoot.core.traces",

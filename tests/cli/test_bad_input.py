@@ -17,7 +17,7 @@ from surefoot.errors import to_install
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.api import launch
-from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
 
 def rejected(result, *parts):

@@ -9,7 +9,7 @@ import surefoot
 from surefoot import SurefootError
 from surefoot.cli import ranks
 from surefoot.errors import limit_reached
-from surefoot.runs.events import Event, Message
+from surefoot.store.events import Event, Message
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from surefoot.diagnostics import any_failed
 from surefoot.diagnostics.recipe import check_recipe
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.runs.factory import prepared_world
+from surefoot.store.finding import any_failed
+from surefoot.store.metrics import read_metrics
 
 
 class Passed:
@@ -47,7 +48,7 @@ def test_the_tests_and_the_recipe_of_a_new_task_pass(
             if str(folder) in str(getattr(sys.modules[module], "__file__", "")):
                 del sys.modules[module]
     monkeypatch.chdir(folder)
-    checks = check_recipe(find_recipe("recipe.toml"))
+    checks = check_recipe(find_recipe("recipe.toml"), prepared_world)
     assert not any_failed(checks)
     assert {check.state for check in checks} == {"ok"}, [check for check in checks if check.state != "ok"]
 

@@ -20,7 +20,7 @@ from surefoot.compare.cells import REQUEST, Cell, locked_folder, run_cells, summ
 from surefoot.compare.ladder import run_ladder
 from surefoot.compare.processes import OverallProgress, end
 from surefoot.runs import api
-from surefoot.runs.folder import folder_lock
+from surefoot.store.folder import folder_lock
 from surefoot.store.manifest import write_listed
 
 from .conftest import TINY

@@ -17,8 +17,8 @@ from surefoot.compare.runs import distinguishing_fields, group_runs, read_run
 from surefoot.compare.statistics import mean_interval
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.runs.traces import SampleFolder
 from surefoot.store.manifest import write_listed
+from surefoot.store.traces import SampleFolder
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -22,7 +22,7 @@ from surefoot.compare.tune import Plan, Study, resume_study, trials, tune
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import EvaluationReport
 from surefoot.runs import api
-from surefoot.runs.checkpoint import checkpoints_in
+from surefoot.store.checkpoint import checkpoints_in
 
 LR = "optimizer.learning_rate"
 SPACE = {LR: {"low": 1e-6, "high": 1e-1, "log": True}, "objective.gamma": [0.9, 0.95, 0.98]}

@@ -15,7 +15,7 @@ from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE
 from surefoot.control.world import training_environments
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
 gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("ale_py")

@@ -21,7 +21,7 @@ from surefoot.control.environments.looped import Environments, LoopedEnvironment
 from surefoot.control.environments.observations import Reader
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.functional import successor_values
-from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
 from .tiny import ENDS, Clockwork, Endless, clockworks, one_by_one
 

@@ -16,9 +16,9 @@ from surefoot.control.collect.episodes import RECENT_EPISODES
 from surefoot.control.environments.observations import mean_numbers, numbers_in
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import Objective
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.metrics import TIMING
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 from .scored import Scored
 from .tiny import Endless, fresh_state, one_by_one, world_of

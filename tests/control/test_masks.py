@@ -21,7 +21,7 @@ from surefoot.core.seeding import stream
 from surefoot.diagnostics.recipe import check_environment
 from surefoot.functional import fisher_vector_product
 from surefoot.recipes.control import Network
-from surefoot.runs.events import Message
+from surefoot.store.events import Message
 
 from .tiny import Endless, Sampled, fresh_state, small, world_of
 

@@ -17,7 +17,7 @@ from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import SpaceError
 from surefoot.diagnostics.recipe import check_environment
-from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
 from .test_environments import together
 from .tiny import Endless

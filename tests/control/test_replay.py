@@ -16,9 +16,9 @@ from surefoot.control.normalise import action_converter
 from surefoot.control.replay import ReplayMismatchError, replay
 from surefoot.control.video.traces import record_traces
 from surefoot.core.traces import TracedRow
-from surefoot.runs.reading import trace_video, traces_in
-from surefoot.runs.traces import to_bytes
 from surefoot.store.manifest import write_listed
+from surefoot.store.reading import trace_video, traces_in
+from surefoot.store.traces import to_bytes
 
 from .test_video import decoded
 

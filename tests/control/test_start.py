@@ -12,9 +12,9 @@ from gymnasium import spaces
 import surefoot
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import load_checkpoint
-from surefoot.runs.events import Message
-from surefoot.runs.folder import checkpoint_to_load
+from surefoot.store.checkpoint import load_checkpoint
+from surefoot.store.events import Message
+from surefoot.store.folder import checkpoint_to_load
 
 TASK = "Pendulum-v1"
 

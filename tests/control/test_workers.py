@@ -26,9 +26,9 @@ from surefoot.control.environments.looped import Environments, LoopedEnvironment
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE
 from surefoot.core.seeding import fingerprint
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
-from surefoot.runs.metrics import TIMING
+from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
 from .misbehaving import Misbehaving, Odd, Parts, vector
 

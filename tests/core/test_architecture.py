@@ -28,7 +28,7 @@ LIGHT = (
 
 
 def module_of(path: Path, source: Path = SOURCE) -> str:
-    """``…/surefoot/runs/folder.py`` -> ``surefoot.runs.folder``"""
+    """``…/surefoot/store/folder.py`` -> ``surefoot.store.folder``"""
     parts = path.relative_to(source.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -116,7 +116,7 @@ def loaded() -> set[str]:
 
 def test_transformers_and_its_kind_are_imported_in_language_alone_and_only_when_used(loaded: set[str]) -> None:
     packages = ("transformers", "tokenizers", "pyarrow", "datasets", "huggingface_hub")
-    hub = offences("surefoot.runs.hub", "huggingface_hub")
+    hub = offences("surefoot.store.hub", "huggingface_hub")
     assert hub, "agents are on the hub too"
     assert [
         line

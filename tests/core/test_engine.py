@@ -37,8 +37,8 @@ from surefoot.core.traces import Recorder
 from surefoot.errors import NotCompiledError, NotFiniteError, SurefootError, announced
 from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.events import Event, Message
 from surefoot.runs.factory import make_learner
+from surefoot.store.events import Event, Message
 
 TINY: dict[str, Any] = {
     "rollout": {"environments": 2, "steps": 32},

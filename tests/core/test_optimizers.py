@@ -11,7 +11,7 @@ import surefoot
 from surefoot.core.optimizer import ALPHA, AdamSettings, FlatOptimizer, RMSpropSettings
 from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 SMALL: dict[str, Any] = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 0}, "algorithm": "A2C"}
 

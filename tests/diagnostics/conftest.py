@@ -4,10 +4,10 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_of
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
+from surefoot.store.finding import Finding
 
 TABLES = Path(__file__).parent / "tables"
 

@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 
 import surefoot
-from surefoot.runs.events import Message
+from surefoot.store.events import Message
 
 
 class Nothing(gymnasium.Env[np.ndarray, int]):

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.diagnostics import CHECKED_METRICS, RunCurves, in_words
+from surefoot.diagnostics.curves import CHECKED_METRICS, RunCurves
 from surefoot.diagnostics.findings import RUN_CHECKS, RunMonitor, findings_of, of_run
+from surefoot.diagnostics.metrics import METRICS
 from surefoot.recipes.presets import find_recipe
-from surefoot.runs.metrics import METRICS
+from surefoot.store.finding import in_words
 
 from .conftest import stored, trained
 

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from language.tiny import write_folder
 
-from surefoot.diagnostics import Finding
+from surefoot.store.finding import Finding
 
 from .conftest import trained
 

@@ -22,9 +22,9 @@ from surefoot.inspector.catalog import Catalog, checked_tags
 from surefoot.inspector.curves import FALLING, Results
 from surefoot.inspector.folders import RunFolders
 from surefoot.inspector.server import application
-from surefoot.runs.folder import RunFolder
-from surefoot.runs.reading import LOCK, acquire, in_use
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.folder import RunFolder
+from surefoot.store.metrics import read_metrics
+from surefoot.store.reading import LOCK, acquire, in_use
 
 from .test_server import HERE, PORT, TOKEN
 
@@ -126,7 +126,7 @@ def test_a_run_is_running_while_a_process_has_its_lock(runs: Path) -> None:
 
 
 def test_checking_whether_a_run_is_in_use_does_not_block_it(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.runs.folder.acquire", partial(acquire, wait=10.0))  # 0.2 s are too short on a busy machine
+    monkeypatch.setattr("surefoot.store.folder.acquire", partial(acquire, wait=10.0))  # 0.2 s are too short on a busy machine
     stop = threading.Event()
 
     def look() -> None:

@@ -14,7 +14,7 @@ from surefoot import read_trace
 from surefoot.core.traces import BRANCHES, Trace, TracedRow
 from surefoot.language.data.rows import write_rows
 from surefoot.language.tasks import rows
-from surefoot.runs.reading import traces_in
+from surefoot.store.reading import traces_in
 
 from .test_inspector import bold, number, settled
 

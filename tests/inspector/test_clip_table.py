@@ -12,7 +12,7 @@ from surefoot import read_trace
 from surefoot.functional import clip_active, clipped_surrogate, importance_ratio, ratio_outside, unclipped_surrogate
 from surefoot.inspector.clip_table import clip_table_page
 from surefoot.inspector.traces import PassSamples, on_a_page
-from surefoot.runs.reading import traces_in
+from surefoot.store.reading import traces_in
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 CELLS = """() => [...document.querySelectorAll("#cells td")].map((cell) => {

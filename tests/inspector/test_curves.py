@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from surefoot.inspector import curves
 from surefoot.inspector.curves import AT_A_TIME, Columns, curve, grid_of, numbers, running_mean
-from surefoot.runs.reading import History, rows_together
+from surefoot.store.reading import History, rows_together
 
 
 def write(path: Path, rows: list[dict[str, Any]], mode: str = "a") -> None:

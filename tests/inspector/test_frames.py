@@ -14,7 +14,7 @@ from surefoot import read_trace
 from surefoot.control.video.traces import record_traces
 from surefoot.core.traces import TracedRow
 from surefoot.inspector.folders import RunFolders
-from surefoot.runs.reading import replay_failure, trace_video, traces_in
+from surefoot.store.reading import replay_failure, trace_video, traces_in
 
 from .test_inspector import go_to, settled, until
 from .test_server import TOKEN, client

@@ -10,9 +10,9 @@ import pytest
 
 import surefoot
 from surefoot import read_trace
-from surefoot.runs.reading import traces_in
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
 from surefoot.store.manifest import write_listed
+from surefoot.store.metrics import read_metrics
+from surefoot.store.reading import traces_in
 
 from .conftest import HOSTILE
 from .test_server import spoiled

@@ -17,9 +17,9 @@ from surefoot.inspector import traces as inspected
 from surefoot.inspector.clip_table import clip_table_page
 from surefoot.inspector.folders import RunFolders
 from surefoot.inspector.traces import Traces
-from surefoot.runs.reading import traces_in
-from surefoot.runs.traces import clipped_samples
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
+from surefoot.store.reading import traces_in
+from surefoot.store.traces import clipped_samples
 
 from .test_inspector import settled, until
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from surefoot.control.video.traces import record_traces
-from surefoot.runs.reading import check_is_run, traces_in
+from surefoot.store.reading import check_is_run, traces_in
 
 from .test_clip_table import IMAGES
 from .test_inspector import settled, until

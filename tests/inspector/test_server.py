@@ -27,9 +27,9 @@ from surefoot.inspector.access import Connection
 from surefoot.inspector.folders import RunFolders, run_names
 from surefoot.inspector.server import application, front_end
 from surefoot.inspector.traces import CRITERIA
-from surefoot.runs.reading import traces_in
-from surefoot.runs.traces import to_bytes
 from surefoot.store.manifest import write_listed
+from surefoot.store.reading import traces_in
+from surefoot.store.traces import to_bytes
 
 PORT, TOKEN = 8123, "the-token"
 HERE = f"http://127.0.0.1:{PORT}"

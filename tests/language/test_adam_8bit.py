@@ -17,8 +17,8 @@ from surefoot.language.memory.roles import moment_bytes, permanent
 from surefoot.language.models.quantised import prepare_bitsandbytes
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.factory import make_learner
+from surefoot.store.checkpoint import load_checkpoint
 
 from .test_adapters import files, started, table  # noqa: F401
 from .tiny import write_folder

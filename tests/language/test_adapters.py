@@ -18,21 +18,21 @@ from surefoot.core.objective import Batch, loss
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.language_model import from_parts
 from surefoot.language.models.adapters import CHECKPOINT_CONTEXTS, POLICY, VALUE, RoleTrunk, SharedBase, merge
-from surefoot.language.models.language_model import from_parts
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.critic import Critic, ValueHead
 from surefoot.language.models.policy.passes import checkpoint_layers
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.sampling import sample
+from surefoot.language.sampling.sampler import sample
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.models import AdapterSettings
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.runs.factory import make_learner
-from surefoot.runs.folder import checkpoint_to_load
+from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.store.folder import checkpoint_to_load
 
 from .tiny import write_folder
 

@@ -13,7 +13,7 @@ import pytest
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.pocket import character_tokenizer
 from surefoot.language.models.reward_model import new_reward_model
-from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.store.checkpoint import load_checkpoint
 
 from . import tiny
 

@@ -14,7 +14,7 @@ from surefoot.language.data import datasets as data
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.language_model import LanguageModel
+from surefoot.language.language_model import LanguageModel
 from surefoot.language.models.loading import load_model
 from surefoot.language.rewards.terms import FunctionReward, load_flag_reward, parse_term
 

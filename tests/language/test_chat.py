@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from surefoot.cli.language import NO_TEMPLATE, talk
 from surefoot.errors import SurefootError
+from surefoot.language.chat import Chat, ChatOptions, stable_prefix
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.language_model import LanguageModel, load_language_model
+from surefoot.language.language_model import LanguageModel, load_language_model
 from surefoot.language.models.pocket import pocket
-from surefoot.language.sampling.chat import Chat, ChatOptions, stable_prefix
 
 Command = Callable[..., tuple[int, str, str]]
 EVIL = "\x1b\x9b\u202e\n"

@@ -11,9 +11,9 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.analysis.evaluate import with_evaluation_rows
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import load_checkpoint
-from surefoot.runs.folder import checkpoint_to_load
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.checkpoint import load_checkpoint
+from surefoot.store.folder import checkpoint_to_load
+from surefoot.store.metrics import read_metrics
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -170,7 +170,7 @@ def test_invalid_settings_are_rejected_in_one_line(
 
 
 def test_a_checkpoint_that_would_write_outside_its_folder_is_rejected(runs: Path, tmp_path: Path) -> None:
-    from surefoot.language.models.language_model import from_parts
+    from surefoot.language.language_model import from_parts
 
     where = checkpoint_to_load(runs / "sft")
     for name in ("../escaped.json", str(tmp_path / "escaped.json"), "code.py"):

@@ -13,18 +13,18 @@ transformers = pytest.importorskip("transformers")
 
 import surefoot  # noqa: E402
 from surefoot.core.rollout import map_tensors  # noqa: E402
+from surefoot.diagnostics.metrics import TIMING  # noqa: E402
 from surefoot.errors import announced  # noqa: E402
 from surefoot.language.data.tokens import right_padded  # noqa: E402
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase  # noqa: E402
+from surefoot.language.models.pair_policy import PairPolicy  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
 from surefoot.language.models.policy.critic import Critic, ValueHead  # noqa: E402
 from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
 from surefoot.language.speed import blocks  # noqa: E402
-from surefoot.language.supervised.preferences import PairPolicy  # noqa: E402
 from surefoot.recipes.models import AdapterSettings  # noqa: E402
 from surefoot.recipes.reading import make_recipe  # noqa: E402
-from surefoot.runs.metrics import TIMING  # noqa: E402
-from surefoot.runs.trackers.metrics_jsonl import read_metrics  # noqa: E402
+from surefoot.store.metrics import read_metrics  # noqa: E402
 
 from . import tiny  # noqa: E402
 from .test_padding_free import RUNS, module_of, settings  # noqa: E402

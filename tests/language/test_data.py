@@ -12,12 +12,12 @@ from rich.console import Console
 
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.best_of import chosen_row
+from surefoot.language.analysis.preview import preview
 from surefoot.language.data.datasets import demonstrations, pairs, prompts, repeat_prompts
-from surefoot.language.data.preview import preview
 from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pocket import pocket
-from surefoot.language.sampling.pairs import pair_row
+from surefoot.language.pairs import pair_row
 
 TOKENS = Tokens(pocket()[1])
 ASK, ANSWER, WORSE = (

@@ -15,16 +15,17 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import calibration
+from surefoot.language.data.steps import split_steps, token_texts
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.model import ModelReward
-from surefoot.language.rewards.scores import Scores, split_steps, token_texts
+from surefoot.language.rewards.scores import Scores
 from surefoot.language.rewards.terms import FunctionReward, WeightedSum
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.reading import traces_in
-from surefoot.runs.traces import read_trace
+from surefoot.store.reading import traces_in
+from surefoot.store.traces import read_trace
 
 TEXTS = ["a;bb;c", "été;日本;🙂!", "", ";; ;", "no separator", "  two  spaces ", "end;"]
 TOKENS = [["a", ";b", "b;c", ""], ["x", ";", ""]]

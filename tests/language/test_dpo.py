@@ -29,7 +29,7 @@ from surefoot.language.supervised.reference import Reference
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 from .test_supervised import pairs, write
 from .tiny import write_folder

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 from surefoot.errors import SurefootError
 from surefoot.language import http_client
 from surefoot.language.calls import DeadlineExceeded, ThreadPool
-from surefoot.language.sampling import sample
-from surefoot.language.sampling.choose_engine import InProcess
+from surefoot.language.online.engine import InProcess
+from surefoot.language.sampling.sampler import sample
 
 from .test_endpoint import Server
 from .test_judge import QUESTION, question_in, written

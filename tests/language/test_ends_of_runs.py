@@ -17,14 +17,14 @@ from surefoot.cli.main import main
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.analysis.evaluate import evaluate_run
-from surefoot.language.data.preview import preview
-from surefoot.language.models.language_model import load_language_model
+from surefoot.language.analysis.preview import preview
+from surefoot.language.language_model import load_language_model
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs import api
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
-from surefoot.runs.folder import scored_alike
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.store.folder import scored_alike
+from surefoot.store.metrics import read_metrics
 
 from .tiny import write_folder
 

@@ -9,12 +9,13 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.sampling import choose_engine, row_chunks, sample
-from surefoot.language.sampling.choose_engine import InProcess
+from surefoot.language.online import engine as engines
+from surefoot.language.online.engine import InProcess
 from surefoot.language.sampling.continuous import Continuous
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Engine, Request, samples_of
 from surefoot.language.sampling.rows import CACHE_SHARE, row_bytes
+from surefoot.language.sampling.sampler import row_chunks, sample
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
@@ -273,7 +274,7 @@ def test_row_limit_comes_from_a_share_of_the_memory(monkeypatch: pytest.MonkeyPa
     wanted = InProcess(model).sample(request())
     each = row_bytes(model.config, 7 + 16, 4)
     assert each == 2 * 2 * 2 * 8 * 23 * 4 + 24 * tiny.VOCABULARY, "keys and values of 2 layers, 2 heads of width 8; logits"
-    monkeypatch.setattr(choose_engine, "total_memory", lambda device: int(5.5 * each / CACHE_SHARE))
+    monkeypatch.setattr(engines, "total_memory", lambda device: int(5.5 * each / CACHE_SHARE))
     tight = InProcess(model)
     assert tight.rows_for(request()) == 5
     assert InProcess(model, rows=3).rows_for(request()) == 3
@@ -282,7 +283,7 @@ def test_row_limit_comes_from_a_share_of_the_memory(monkeypatch: pytest.MonkeyPa
     drawn = tight.sample(request())
     assert torch.equal(drawn.actions, wanted.actions)
     assert max(seen) <= 5
-    monkeypatch.setattr(choose_engine, "total_memory", lambda device: None)
+    monkeypatch.setattr(engines, "total_memory", lambda device: None)
     assert InProcess(model).rows_for(request()) is None
 
 

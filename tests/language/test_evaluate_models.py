@@ -8,7 +8,7 @@ import pytest
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.language.models.language_model import LanguageModel
+from surefoot.language.language_model import LanguageModel
 
 from .test_online import VOWELS
 from .test_supervised import demonstrations, pairs

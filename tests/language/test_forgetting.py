@@ -13,7 +13,7 @@ from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import evaluate_run, report_table
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 LIKELIHOOD = "held_out_log_likelihood"
 COMPLETIONS = ("hello there.", "why not?", "a b c", "it is what it is, and that is that.", "no")

@@ -21,7 +21,7 @@ from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.policy.critic import Critic
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.sampling import sample
+from surefoot.language.sampling.sampler import sample
 from surefoot.language.supervised.demonstrations import Rows, demonstration_tensors
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe

@@ -12,16 +12,16 @@ import surefoot
 from surefoot import DR_GRPO, GRPO, SurefootError
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.online.responses import choose_groups, rows_of_batch, with_signal
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.sampling import Samples, concat_samples
+from surefoot.language.sampling.sampler import Samples, concat_samples
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.factory import make_learner
-from surefoot.runs.metrics import TIMING
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 REWARDS = """
 def vowels(responses):

@@ -16,7 +16,7 @@ from fake_hub import NEW, OLD, Hub
 from surefoot.errors import SurefootError
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.sources.hub import parse_data
-from surefoot.runs.hub import HubName, is_hub_name
+from surefoot.store.hub import HubName, is_hub_name
 
 READ = """
 import json, sys

@@ -13,6 +13,7 @@ import surefoot
 from surefoot.core.credit import assign_credit
 from surefoot.core.optimizer import FlatOptimizer
 from surefoot.core.rollout import LearnerState
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, estimate
 from surefoot.language.memory.check import MemoryCheck, running_peak, upper_bound
@@ -22,11 +23,10 @@ from surefoot.language.memory.roles import host_bytes, permanent_bytes
 from surefoot.language.memory.savings import alternatives
 from surefoot.language.memory.workload import Workload
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.factory import make_learner, make_world
-from surefoot.runs.metrics import TIMING
 from surefoot.sharding import gathered
 from surefoot.sharding.idle import idle_weights, rest_on_cpu
+from surefoot.store.checkpoint import load_checkpoint
 
 from .test_precision import files, table  # noqa: F401
 from .test_sharded import trained

@@ -14,8 +14,8 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.analysis.preview import preview
 from surefoot.language.data.datasets import labelled
-from surefoot.language.data.preview import preview
 from surefoot.language.data.rows import Row
 from surefoot.language.data.shapes import paired, shape_of
 from surefoot.language.data.sources import read_rows
@@ -25,7 +25,7 @@ from surefoot.language.supervised.labels import next_with_another, share_above
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 from .test_data import TOKENS
 from .test_dpo import gradient

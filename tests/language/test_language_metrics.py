@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.language.analysis.metrics import (
+from surefoot.language.metrics import (
     best_of_n_kl,
     distinct_n,
     eos_rate,

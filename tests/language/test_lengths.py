@@ -15,9 +15,9 @@ from surefoot.language.data.tokens import left_padded, right_padded
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.sampling import prompt_groups, sample
+from surefoot.language.sampling.sampler import prompt_groups, sample
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 from . import tiny
 

@@ -12,12 +12,12 @@ import surefoot
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.core.traces import Recorder, Trace
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import SurefootError
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
-from surefoot.runs.metrics import TIMING
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 ONCE = {"epochs": 1, "minibatches": 1}
 

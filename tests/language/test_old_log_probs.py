@@ -22,7 +22,7 @@ from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 BOTH = pytest.mark.parametrize("whose", ["trainer", "sampler"])
 

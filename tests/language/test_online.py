@@ -11,6 +11,7 @@ import torch
 import surefoot
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import SurefootError
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import new_reward_model
@@ -18,9 +19,8 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.factory import make_learner
-from surefoot.runs.folder import recipe_differences
-from surefoot.runs.metrics import TIMING
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.folder import recipe_differences
+from surefoot.store.metrics import read_metrics
 
 from .tiny import write_folder
 

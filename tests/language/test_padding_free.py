@@ -13,18 +13,18 @@ transformers = pytest.importorskip("transformers")
 
 import surefoot  # noqa: E402
 from surefoot.core.rollout import map_tensors  # noqa: E402
+from surefoot.diagnostics.metrics import TIMING  # noqa: E402
 from surefoot.language.data.tokens import right_padded  # noqa: E402
 from surefoot.language.memory.check import guaranteed_length  # noqa: E402
 from surefoot.language.models.padding_free import RowMask, end_to_end, padded, padding_notes, reason_for_padding  # noqa: E402
+from surefoot.language.models.pair_policy import PairPolicy  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
 from surefoot.language.models.policy.critic import Critic  # noqa: E402
 from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
-from surefoot.language.supervised.preferences import PairPolicy  # noqa: E402
 from surefoot.ranks.launching import join_ranks  # noqa: E402
 from surefoot.recipes.reading import make_recipe  # noqa: E402
 from surefoot.runs.factory import make_world  # noqa: E402
-from surefoot.runs.metrics import TIMING  # noqa: E402
-from surefoot.runs.trackers.metrics_jsonl import read_metrics  # noqa: E402
+from surefoot.store.metrics import read_metrics  # noqa: E402
 
 from . import tiny  # noqa: E402
 from .test_policy import PAD, SHAPE, awake, gradients, make, near, text  # noqa: E402

@@ -16,7 +16,7 @@ from surefoot.files import read_toml
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows, save_rows
 from surefoot.runs.api import launch
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 TEXTS = ("i love it.", "it is fine.", "the chain is weak.", "good")
 ROWS: dict[str, list[dict[str, Any]]] = {

@@ -10,6 +10,7 @@ from ranked import on_ranks
 
 import surefoot
 from surefoot.core.rollout import LearnerState
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import SurefootError
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
@@ -19,10 +20,9 @@ from surefoot.language.rewards.terms import parts_of
 from surefoot.ranks.collectives import stored
 from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.factory import make_world
-from surefoot.runs.metrics import TIMING
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.checkpoint import load_checkpoint
+from surefoot.store.metrics import read_metrics
 
 from .tiny import model, tokenizer
 

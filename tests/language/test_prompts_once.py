@@ -22,7 +22,7 @@ from surefoot.language.models.policy import LanguagePolicy  # noqa: E402
 from surefoot.language.models.policy.critic import Critic  # noqa: E402
 from surefoot.language.models.policy.passes import in_micro_batches  # noqa: E402
 from surefoot.language.supervised.preferences import DpoPolicy, side_tensors  # noqa: E402
-from surefoot.runs.trackers.metrics_jsonl import read_metrics  # noqa: E402
+from surefoot.store.metrics import read_metrics  # noqa: E402
 
 from .test_padding_free import OTHERS, both, family, passes_of  # noqa: E402
 from .test_policy import PAD, gradients, make, near  # noqa: E402

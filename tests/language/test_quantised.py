@@ -14,11 +14,11 @@ import surefoot
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
+from surefoot.language.language_model import load_base, load_language_model
 from surefoot.language.memory.check import workload_of
 from surefoot.language.memory.roles import permanent
 from surefoot.language.models.adapter_files import add_adapter
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
-from surefoot.language.models.language_model import load_base, load_language_model
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.placement import place, shares_base
 from surefoot.language.models.policy import LanguagePolicy
@@ -29,8 +29,8 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.models import AdapterSettings
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import load_checkpoint
 from surefoot.runs.factory import make_learner
+from surefoot.store.checkpoint import load_checkpoint
 
 from .test_adapters import SMALL, files, logits, moved, started, table  # noqa: F401
 from .tiny import write_folder

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import surefoot
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
-from surefoot.runs.metrics import TIMING
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.diagnostics.metrics import TIMING
+from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.store.metrics import read_metrics
 
 from .tiny import write_folder
 

@@ -10,7 +10,7 @@ import surefoot
 from surefoot.language.memory.check import workload_of
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 from .test_online import collected, fields, files, world  # noqa: F401
 

@@ -16,19 +16,19 @@ import torch
 from safetensors.torch import load_file
 
 import surefoot
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
-from surefoot.language.sampling.pairs import prefers_first
+from surefoot.language.pairs import prefers_first
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs.display import Display
-from surefoot.runs.folder import RunFolder
-from surefoot.runs.metrics import TIMING
 from surefoot.runs.rounds import RoundsSettings, accuracy, policy_before, ppo_recipe, reward_before, rounds_table, run_rounds
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.folder import RunFolder
 from surefoot.store.manifest import write_listed
+from surefoot.store.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 from ranked import on_ranks

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.sampling import DecodingPath, Samples, generate, inverse_cdf, sample, uniform_draws
 from surefoot.language.sampling.ends import EndDetector
+from surefoot.language.sampling.sampler import DecodingPath, Samples, generate, inverse_cdf, sample, uniform_draws
 
 from . import tiny
 

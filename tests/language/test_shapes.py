@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from surefoot.errors import SurefootError
+from surefoot.language.analysis.preview import preview
 from surefoot.language.data.datasets import demonstrations, pairs, prompts
-from surefoot.language.data.preview import preview
 from surefoot.language.data.sources import open_rows, read_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pocket import character_tokenizer, pocket

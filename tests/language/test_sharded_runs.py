@@ -21,15 +21,15 @@ from surefoot.language.models import loading
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online import collect as collecting
-from surefoot.language.sampling import choose_engine
+from surefoot.language.online import engine
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, writer
 from surefoot.runs.factory import make_world
-from surefoot.runs.session import Session, saving
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.runs.session import Session, saving, writer
 from surefoot.sharding import Shard, local_part, read_range, start_of
+from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.store.metrics import read_metrics
 from surefoot.store.tensors import StoredTensor
 
 from .tiny import model, tokenizer, write_folder
@@ -306,7 +306,7 @@ def test_failed_commit_of_the_best_checkpoint_stops_all_ranks_at_once(
     assert time.monotonic() - started < 200, "before the timeout of 240 s"
 
 
-PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (choose_engine, "sample"), "gathering": (collecting, "gathered")}
+PLACES = {"learning": (LanguagePolicy, "forward"), "sampling": (engine, "sample"), "gathering": (collecting, "gathered")}
 
 
 FAILURES = [("learning", "raises"), ("sampling", "raises"), ("sampling", "dies"), ("gathering", "raises")]

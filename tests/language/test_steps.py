@@ -12,8 +12,8 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import evaluate_run
+from surefoot.language.analysis.preview import preview
 from surefoot.language.data.datasets import stepped
-from surefoot.language.data.preview import preview
 from surefoot.language.data.sources import read_rows
 from surefoot.language.models.reward_model import RewardModel, load_reward_model
 from surefoot.language.rewards.model import ModelReward
@@ -21,7 +21,7 @@ from surefoot.language.supervised.steps import StepPolicy
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 from .test_data import TOKENS
 from .test_supervised import write

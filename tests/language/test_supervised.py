@@ -20,7 +20,7 @@ from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 SENTENCES = ("the cat sat", "a dog ran", "birds sing", "the sun is up")
 

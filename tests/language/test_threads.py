@@ -10,8 +10,8 @@ from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.terms import load_reward
-from surefoot.language.sampling import Samples, sample
 from surefoot.language.sampling.ends import Ends
+from surefoot.language.sampling.sampler import Samples, sample
 from surefoot.recipes.language import TurnSettings
 from surefoot.recipes.rewards import RewardTerm
 

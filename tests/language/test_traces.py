@@ -11,7 +11,7 @@ import surefoot
 from surefoot import read_trace
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import load_model
-from surefoot.runs.reading import traces_in
+from surefoot.store.reading import traces_in
 
 REWARD = """
 def vowels(responses):

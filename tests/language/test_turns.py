@@ -29,8 +29,8 @@ from surefoot.language.rewards.scores import Scores, scatter_scores
 from surefoot.language.sampling.ends import cut_at_stop
 from surefoot.language.tasks.guess import Guess
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.reading import traces_in
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
+from surefoot.store.reading import traces_in
 
 from . import tiny
 

@@ -18,10 +18,10 @@ from surefoot.ranks.collectives import sum_count
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.callbacks import metrics_listener
-from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.factory import make_learner, make_world
-from surefoot.runs.folder import RunFolder
 from surefoot.runs.session import Session
+from surefoot.store.checkpoint import latest_checkpoint
+from surefoot.store.folder import RunFolder
 
 from .tiny import write_folder
 from .vllm_stand_in import StandIn

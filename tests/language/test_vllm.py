@@ -23,13 +23,13 @@ import surefoot
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.language import http_client
-from surefoot.language.models.language_model import load_base
+from surefoot.language.language_model import load_base
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling import nccl
 from surefoot.language.sampling.vllm import VllmServer, serve_command
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 from . import tiny
 from .test_engines import request
@@ -157,12 +157,14 @@ def test_serve_command_has_the_model_precision_and_context_of_the_recipe(files: 
 
 def test_check_prints_the_command_that_starts_the_server(server: StandIn, files: Path, folders: dict[str, Path]) -> None:
     from surefoot.diagnostics.recipe import check_recipe
+    from surefoot.runs.factory import prepared_world
 
-    shown = {finding.name: finding.what for finding in check_recipe(recipe_of(files, folders["llama"], server.url))}
+    recipe = recipe_of(files, folders["llama"], server.url)
+    shown = {finding.name: finding.what for finding in check_recipe(recipe, prepared_world)}
     assert shown["sampling"] == f"engine vllm (vLLM stand-in at {server.url})"
     assert shown["server"].startswith("VLLM_SERVER_DEV_MODE=1 vllm serve ")
     assert shown["reward"].startswith("16 numbers for 16 answers")
-    missing = check_recipe(recipe_of(files, folders["llama"], closed_port()))
+    missing = check_recipe(recipe_of(files, folders["llama"], closed_port()), prepared_world)
     assert "or start it: VLLM_SERVER_DEV_MODE=1 vllm serve " in missing[0].line
 
 

@@ -17,7 +17,7 @@ import torch
 
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import load_model
-from surefoot.language.sampling import sample
+from surefoot.language.sampling.sampler import sample
 
 Reply = tuple[int, Any]
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
-from surefoot.runs.metrics import TIMING
-from surefoot.runs.reading import traces_in
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.store.metrics import read_metrics
+from surefoot.store.reading import traces_in
 
 RECIPES: dict[str, dict[str, Any]] = {
     "CartPole-v1": {

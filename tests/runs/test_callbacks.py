@@ -9,9 +9,9 @@ import pytest
 import surefoot
 from surefoot import Callback, Interrupted, SurefootError
 from surefoot.control.world import ControlWorld
-from surefoot.runs.checkpoint.writer import CheckpointWriter
-from surefoot.runs.metrics import TIMING
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.diagnostics.metrics import TIMING
+from surefoot.runs.session.writer import CheckpointWriter
+from surefoot.store.metrics import read_metrics
 
 FIELDS = {
     "steps": 512,

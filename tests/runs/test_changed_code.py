@@ -13,7 +13,7 @@ import surefoot
 from surefoot import SurefootError
 from surefoot.compare.runs import compare_runs, read_run
 from surefoot.diagnostics.findings import check_run
-from surefoot.runs.checkpoint import load_checkpoint
+from surefoot.store.checkpoint import load_checkpoint
 from surefoot.store.source import follow, named_in, source_of_object
 
 ENV = """

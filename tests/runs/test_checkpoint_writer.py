@@ -14,12 +14,12 @@ from safetensors.torch import save
 
 import surefoot
 from surefoot import Callback, SurefootError
-from surefoot.runs import checkpoint as checkpoints
 from surefoot.runs import session as sessions
-from surefoot.runs.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
 from surefoot.runs.session import saving
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store import checkpoint as checkpoints
+from surefoot.store.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, take_snapshot, write_snapshot
 from surefoot.store.manifest import fault_of
+from surefoot.store.metrics import read_metrics
 from surefoot.store.tensors import tensor_bytes, write_tensors
 
 FIELDS = {

@@ -10,11 +10,11 @@ from rich.console import Console
 from surefoot.cli.output import display_for
 from surefoot.core.rollout import LearnerState
 from surefoot.diagnostics.findings import out_of_range
+from surefoot.diagnostics.metrics import METRICS, SHOWN
 from surefoot.recipes.presets import find_recipe, resolve_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines
-from surefoot.runs.metrics import METRICS, SHOWN
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
 
 HEALTHY = {"episode_return": 20.0, "episode_length": 20.0, "steps_per_second": 1000.0, "policy_loss": -0.01, "value_loss": 1.0}
 HEALTHY |= {"kl": 0.01, "ratio_outside": 0.1, "clip_active": 0.05, "explained_variance": 0.5, "entropy": 0.6}

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from surefoot.inspector.curves import Columns
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.reading import History, rising
-from surefoot.runs.trackers.metrics_jsonl import cut_back, read_metrics
 from surefoot.store.manifest import MANIFEST
+from surefoot.store.metrics import cut_back, read_metrics
+from surefoot.store.reading import History, rising
 
 NONSENSE = {
     "a list for a count": b'{"iteration": 3, "steps": []}',

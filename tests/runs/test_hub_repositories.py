@@ -21,7 +21,7 @@ from surefoot.compare.card import check_no_places, public_recipe
 from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.runs import hub as hub_module
+from surefoot.store import hub as hub_module
 from surefoot.store.manifest import write_listed
 from surefoot.store.public import without_place
 
@@ -470,7 +470,7 @@ def test_a_wrong_name_of_the_hub_is_shown_with_both_slashes() -> None:
 def test_offline_without_a_copy_the_line_names_the_variable_alone() -> None:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    from surefoot.runs.hub import why_unreachable
+    from surefoot.store.hub import why_unreachable
 
     line = why_unreachable(OfflineModeIsEnabled("Cannot reach https://huggingface.co: offline mode is enabled."))
     assert line == "is not in the cache, and HF_HUB_OFFLINE is set; unset it, or give a folder"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from killing import FILES, RECIPES, assert_same, begin_or_continue, die_at, in_child, outcome
 
-from surefoot.runs.folder import RunFolder
+from surefoot.store.folder import RunFolder
 
 CONTROL, LANGUAGE = map(int, os.environ.get("SUREFOOT_KILLS", "24,12").split(","))
 SCORE = "def score(responses):\n    return [float(len(set(text))) for text in responses]\n"

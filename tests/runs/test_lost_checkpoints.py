@@ -15,9 +15,9 @@ import surefoot
 from surefoot import Callback, SurefootError
 from surefoot.diagnostics.findings import check_run
 from surefoot.runs import session as sessions
-from surefoot.runs.checkpoint import checkpoints_in, write_snapshot
-from surefoot.runs.events import Event, Message
 from surefoot.runs.session import saving
+from surefoot.store.checkpoint import checkpoints_in, write_snapshot
+from surefoot.store.events import Event, Message
 from surefoot.store.manifest import MANIFEST
 
 FIELDS: dict[str, Any] = {

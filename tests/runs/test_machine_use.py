@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import surefoot
-from surefoot.runs import metrics
-from surefoot.runs.metrics import METRICS, SYSTEM, TIMING, MachineUse
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.diagnostics.metrics import METRICS, SYSTEM, TIMING
+from surefoot.runs import machine_use
+from surefoot.runs.machine_use import MachineUse
+from surefoot.store.metrics import read_metrics
 
 BUSY = "import time\nend = time.perf_counter() + 20\nprint(flush=True)\nwhile time.perf_counter() < end: pass"
 
@@ -35,7 +36,7 @@ def test_cpu_time_is_divided_by_the_time_that_passed() -> None:
 
 
 def test_worker_processes_count_from_their_detection_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "WORKERS_EVERY", -1.0)
+    monkeypatch.setattr(machine_use, "WORKERS_EVERY", -1.0)
     use = MachineUse("cpu")
     alone = use.measure()["memory_gb"]
     with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE) as worker:

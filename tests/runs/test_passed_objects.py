@@ -19,7 +19,8 @@ from surefoot.files import read_toml
 from surefoot.recipes.callables import take_objects
 from surefoot.recipes.presets import resolve_recipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.runs.factory import prepared_world
+from surefoot.store.metrics import read_metrics
 
 TINY: dict[str, Any] = {
     "preset": "none",
@@ -190,7 +191,7 @@ def test_a_dry_run_and_a_check_try_schedules(tmp_path: Path, monkeypatch: pytest
     resolved = resolve_recipe("CartPole-v1", {"optimizer": {"schedule": "decay.py:decay"}})
     with pytest.raises(SurefootError, match=r"^optimizer\.schedule: the function returned -1 for 1; return"):
         dry_run_text(resolved)
-    recipe = next(each for each in check_recipe(resolved.recipe) if each.name == "recipe")
+    recipe = next(each for each in check_recipe(resolved.recipe, prepared_world) if each.name == "recipe")
     assert recipe.severity == "serious"
 
 

@@ -11,9 +11,9 @@ from language.tiny import write_folder
 
 import surefoot
 from surefoot.core.rollout import Timer
-from surefoot.runs.events import Event, Message
 from surefoot.runs.profile import TRACED_SECONDS, Profile, Sections, table
-from surefoot.runs.reading import PROFILE
+from surefoot.store.events import Event, Message
+from surefoot.store.reading import PROFILE
 
 REWARD = """
 def vowels(responses):

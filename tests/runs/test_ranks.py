@@ -18,17 +18,17 @@ import surefoot
 from surefoot import SurefootError, demos, files
 from surefoot.control.world import ControlWorld
 from surefoot.core.learner import Learner
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import NotFiniteError
 from surefoot.ranks.collectives import check_same_weights, exchange, on_first, rank, share, together, world_size
 from surefoot.ranks.launching import first_host, join_ranks, launch_of
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import session
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.runs.display import Display
-from surefoot.runs.metrics import TIMING
 from surefoot.runs.session import saving
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.store.metrics import read_metrics
 
 RECIPE = {
     "steps": 384,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.runs.metrics import TIMING
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.diagnostics.metrics import TIMING
+from surefoot.store.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 

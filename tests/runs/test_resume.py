@@ -21,7 +21,7 @@ from surefoot.cli import main as cli
 from surefoot.control import evaluate
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.store.manifest import fault_of
 
 SECONDS = {}

@@ -7,15 +7,15 @@ import pytest
 from rich.console import Console
 
 from surefoot.core.rollout import LearnerState
+from surefoot.diagnostics.metrics import METRICS, SHOWN, TIMING
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines, line_of, some
-from surefoot.runs.events import InitialSamples
-from surefoot.runs.metrics import METRICS, SHOWN, TIMING
-from surefoot.runs.reading import read_samples
-from surefoot.runs.traces import SampleFolder
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.events import InitialSamples
 from surefoot.store.manifest import write_listed
+from surefoot.store.metrics import read_metrics
+from surefoot.store.reading import read_samples
+from surefoot.store.traces import SampleFolder
 from surefoot.terminal import visible
 
 HOSTILE = "[bold red]no[/] \x1b[31mred\x1b[0m \x9b2J\x07\r\b \u202eback\u2028 tab\t end\nnew \ud800 [link=http://x]y"

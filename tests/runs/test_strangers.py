@@ -17,7 +17,7 @@ from surefoot.control.agent import Agent
 from surefoot.files import parse_value, read_json, read_table, read_toml, steps_named
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.checkpoint import load_checkpoint, save_checkpoint
+from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.store.manifest import MANIFEST, fault_of
 
 DEEP, LONG = "[" * 100_000, "9" * 400

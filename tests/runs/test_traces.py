@@ -13,9 +13,9 @@ from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Display
-from surefoot.runs.reading import traces_in
-from surefoot.runs.traces import TraceFolder, to_bytes
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.metrics import read_metrics
+from surefoot.store.reading import traces_in
+from surefoot.store.traces import TraceFolder, to_bytes
 
 
 def start(path, task="CartPole-v1", callback=None, display=None, **changes):

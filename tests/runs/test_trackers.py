@@ -15,21 +15,21 @@ import pytest
 import surefoot
 from surefoot import SurefootError
 from surefoot.core.rollout import EvaluationReport, LearnerState
-from surefoot.diagnostics import check_result
 from surefoot.diagnostics.findings import of_run
 from surefoot.diagnostics.machine import EXTRAS
+from surefoot.diagnostics.metrics import TIMING
 from surefoot.recipes.base import TrackerName
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs import api
-from surefoot.runs.events import EvaluationEnd, FindingReported, InitialSamples, IterationEnd, RunEnd, RunStart
-from surefoot.runs.metrics import TIMING
 from surefoot.runs.trackers import delivery, interface
 from surefoot.runs.trackers import wandb as wandb_tracker
 from surefoot.runs.trackers.delivery import Delivery
 from surefoot.runs.trackers.interface import NOTHING, TRACKERS, TrackedRun
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.events import EvaluationEnd, FindingReported, InitialSamples, IterationEnd, RunEnd, RunStart
+from surefoot.store.finding import check_result
 from surefoot.store.manifest import write_listed
+from surefoot.store.metrics import read_metrics
 
 FIELDS = {
     "steps": 1024,

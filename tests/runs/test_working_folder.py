@@ -13,8 +13,8 @@ import pytest
 import surefoot
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.runs.folder import RunFolder
-from surefoot.runs.trackers.metrics_jsonl import read_metrics
+from surefoot.store.folder import RunFolder
+from surefoot.store.metrics import read_metrics
 
 SCRIPT = [sys.executable, "-P", "-c", "from surefoot.cli.main import main; main()"]
 """as the installed command: the working folder is not on its path"""

@@ -23,12 +23,12 @@ OWN = {
     "language/data/cache.py": "a map of a file that was checked",
     "language/memory/check.py": "files of the kernel",
     "language/memory/counts.py": "counts and source of the package",
-    "language/models/language_model.py": "a temporary folder of this process",
+    "language/language_model.py": "a temporary folder of this process",
     "language/models/mapped.py": "a temporary file of this process",
     "language/speed/machines.py": "times of other processes of this command",
     "recipes/control.py": "source of an installed package",
     "sandbox/__init__.py": "pipes, and a program of the package",
-    "store/tensors.py": "the reader of safetensors, and files of a checkpoint whose manifest was compared",
+    "store/tensors.py": "the reader of safetensors; files of a checkpoint whose manifest was compared",
 }
 """modules that open files in another way, and which"""
 READ = {"read_text", "read_bytes", "safe_open", "load_file", "memmap", "fromfile", "copyfile", "copy2", "ParquetFile"}

@@ -68,8 +68,8 @@ def evaluate(
     An agent plays whole greedy episodes. A language model is evaluated on held-out rows, beside the model that training started
     from.
     """
-    from surefoot.runs.folder import checkpoint_to_load, is_model, kind_of
-    from surefoot.runs.hub import local_folder
+    from surefoot.store.folder import checkpoint_to_load, is_model, kind_of
+    from surefoot.store.hub import local_folder
 
     run = local_folder(run)
     checkpoint = run if is_model(run) else checkpoint_to_load(run)
@@ -146,7 +146,7 @@ def watch(
     from surefoot.control.video import record_video
     from surefoot.control.video.frames import size_from_text
     from surefoot.control.video.traces import record_traces
-    from surefoot.runs.folder import chosen_checkpoint, output_file
+    from surefoot.store.folder import chosen_checkpoint, output_file
 
     pixels = size_from_text(size)
     if traced is not None:
@@ -175,7 +175,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
     The file maps observations to greedy actions and includes the normaliser.
     """
     from surefoot.control.export import SUFFIXES, export_agent
-    from surefoot.runs.folder import chosen_checkpoint, output_file
+    from surefoot.store.folder import chosen_checkpoint, output_file
 
     source = chosen_checkpoint(run, checkpoint)
     agent = agent_in(source)
@@ -213,8 +213,8 @@ def push(
     private, except with --public. Every file is listed before it is uploaded. Log in with "hf auth login", or set HF_TOKEN.
     """
     from surefoot.compare.card import Options, write_repository
-    from surefoot.runs import hub
-    from surefoot.runs.reading import check_is_run
+    from surefoot.store import hub
+    from surefoot.store.reading import check_is_run
 
     if out is not None and not dry_run:
         raise SurefootError(f"--out {out}: is for --dry-run; add that, or leave it out")
@@ -245,7 +245,7 @@ def pull(name: str, folder: Path | None, revision: str | None) -> None:
 
     FOLDER must not exist; the default is runs/NAME. Every file is compared with its hash. No pickle and no code is downloaded.
     """
-    from surefoot.runs import hub
+    from surefoot.store import hub
 
     repository = hub.parse_repository(name, revision)
     target = folder or RUNS / repository.name.rpartition("/")[2]

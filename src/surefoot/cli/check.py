@@ -37,9 +37,10 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
     what = what if what is None or what in presets() else run_named(what)
     if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
         ctx.exit(check_run(Path(what), as_json))
-    from surefoot.diagnostics import any_failed
     from surefoot.diagnostics.machine import check_machine
     from surefoot.diagnostics.recipe import check_recipe
+    from surefoot.runs.factory import prepared_world
+    from surefoot.store.finding import any_failed
 
     recipe = None if what is None else find_recipe(what)
     if recipe is None:
@@ -47,7 +48,7 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
     else:
         short = recipe.engine == "auto" and recipe.engine_choice()[0] == "eager"
         engine = "eager" if short else recipe.engine
-        checks = [*check_machine(recipe.device, engine), *check_recipe(recipe)]
+        checks = [*check_machine(recipe.device, engine), *check_recipe(recipe, prepared_world)]
     if as_json:
         echo_json({"checks": [each.to_check_json() for each in checks], "failed": any_failed(checks)})
     else:
@@ -61,8 +62,8 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 def check_run(folder: Path, as_json: bool) -> int:
     """Print the findings of a run; the exit code."""
     from surefoot.compare.runs import read_run
-    from surefoot.diagnostics import any_failed
     from surefoot.diagnostics import findings as diagnostics
+    from surefoot.store.finding import any_failed
     from surefoot.terminal import visible
 
     check = diagnostics.check_run(folder)

@@ -36,15 +36,15 @@ from surefoot.files import parse_value
 from surefoot.terminal import is_terminal
 
 if TYPE_CHECKING:
-    from surefoot.language.models.language_model import LanguageModel
-    from surefoot.language.sampling.chat import Chat
+    from surefoot.language.chat import Chat
+    from surefoot.language.language_model import LanguageModel
 
 NO_TEMPLATE = "this model has no chat template: each line is a separate prompt, which the model continues"
 
 
 def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel":
     """A model for sampling on a device; SurefootError if the device or the model can't be used."""
-    from surefoot.language.models.language_model import load_language_model
+    from surefoot.language.language_model import load_language_model
     from surefoot.ranks.collectives import check_device
 
     check_device(device)
@@ -82,7 +82,7 @@ def generate(
 
     On a terminal, control characters in a response are printed as codes. Piped output is not changed; --json escapes it.
     """
-    from surefoot.language.models.language_model import load_language_model
+    from surefoot.language.language_model import load_language_model
 
     if bool(prompts) == bool(file):
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
@@ -119,7 +119,7 @@ def chat(model: str, device: str, trust_remote_code: bool, **sampling: Any) -> N
     Lines may come from a pipe; then only the answers go to stdout. Control characters in an answer are printed as codes.
     """
     check_stop_texts(sampling["stop"])
-    from surefoot.language.sampling.chat import Chat, ChatOptions
+    from surefoot.language.chat import Chat, ChatOptions
 
     talk(Chat(load_on(model, device, trust_remote_code), ChatOptions(**sampling)), is_terminal(sys.stdin))
 
@@ -249,7 +249,7 @@ def merge(run: Path, out: Path, trust_remote_code: bool) -> None:
     Writes a transformers folder. RUN is a run or a checkpoint; of a run, the best checkpoint is used, else the last. Runs with
     an [adapter] do this when they end, unless adapter.merge = false.
     """
-    from surefoot.language.models.language_model import LanguageModel
+    from surefoot.language.language_model import LanguageModel
     from surefoot.language.models.reward_model import RewardModel
     from surefoot.runs.api import load
 
@@ -291,7 +291,7 @@ def preview(file: Path, columns: str, **options: Any) -> None:
     """
     from rich.console import Console
 
-    from surefoot.language.data.preview import preview as preview_of
+    from surefoot.language.analysis.preview import preview as preview_of
 
     width = None if is_terminal(sys.stdout) else 120
     table = parse_value(columns)
@@ -322,7 +322,7 @@ def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote
     """
     from surefoot.language.analysis.accuracy import measure_accuracy
     from surefoot.language.http_client import REPEAT
-    from surefoot.language.models.language_model import load_language_model
+    from surefoot.language.language_model import load_language_model
     from surefoot.language.rewards.terms import FunctionReward
 
     table = parse_value(arguments)

@@ -50,8 +50,8 @@ def display_for(recipe: "Recipe | None", folder: Path, quiet: bool = False, orig
 
 def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
     """The result of a run from its metrics: one line, and its score or None."""
-    from surefoot.runs.metrics import SHOWN
-    from surefoot.runs.trackers.metrics_jsonl import read_metrics
+    from surefoot.diagnostics.metrics import SHOWN
+    from surefoot.store.metrics import read_metrics
 
     rows = read_metrics(folder / "metrics.jsonl")
     last = rows[-1] if rows else {"steps": recipe.steps}  # a resumed run may only have had files to write

@@ -111,13 +111,12 @@ def train(
 
 def dry_run_text(resolved: ResolvedRecipe) -> str:
     """The output of ``--dry-run``: the resolved recipe, its preset, parameter counts, and the batch arithmetic."""
-    from surefoot.runs.factory import make_world, schedules_of, start_from
+    from surefoot.runs.factory import prepared_world
 
-    schedules_of(resolved.recipe)
-    with closing(make_world(resolved.recipe, environments=1)) as world:  # one is enough; the recipe may have thousands
-        start_from(world)
+    with closing(prepared_world(resolved.recipe, environments=1)) as world:  # one is enough; the recipe may have thousands
+        arithmetic = world.arithmetic()
     origin = [resolved.origin.line] if resolved.origin else []
-    return "\n".join([to_toml(resolved.recipe), *(f"# {line}" for line in (*origin, *world.arithmetic()))])
+    return "\n".join([to_toml(resolved.recipe), *(f"# {line}" for line in (*origin, *arithmetic))])
 
 
 def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: bool) -> Path:
@@ -127,7 +126,7 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
         return (run_dir or Path("runs")) / f"{name}{suffix}"
     if run_dir is not None:
         return run_dir / f"seed{recipe.seed}" if several else run_dir
-    from surefoot.runs.folder import task_label
+    from surefoot.store.folder import task_label
 
     base = Path("runs") / f"{task_label(recipe.trained)}-{recipe.algorithm.lower()}-{recipe.seed}"
     folder, number = base, 2
@@ -139,7 +138,7 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
 def check_all_free(folders: Sequence[Path]) -> None:
     """Raise SurefootError if a folder is in use, unless a run began there before its ranks were restarted."""
     from surefoot.ranks.launching import note
-    from surefoot.runs.folder import check_free
+    from surefoot.store.folder import check_free
 
     for folder in folders:
         if not note(f"began {folder}"):
@@ -176,7 +175,7 @@ def resume(
 
     Training continues exactly from the last checkpoint.
     """
-    from surefoot.runs.reading import check_is_run
+    from surefoot.store.reading import check_is_run
 
     check_is_run(run)
     if launch_ranks(ranks, max_restarts, rank_timeout):

@@ -25,13 +25,13 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs import api
-from surefoot.runs.checkpoint import load_checkpoint
-from surefoot.runs.folder import chosen_checkpoint, output_file
-from surefoot.runs.hub import CARD, HubName, card_header, is_hub_name, parse_name, write_listing
-from surefoot.runs.reading import samples_in
-from surefoot.runs.trackers.metrics_jsonl import FILE
+from surefoot.store.checkpoint import load_checkpoint
+from surefoot.store.folder import chosen_checkpoint, output_file
+from surefoot.store.hub import CARD, HubName, card_header, is_hub_name, parse_name, write_listing
 from surefoot.store.manifest import MANIFEST
+from surefoot.store.metrics import FILE
 from surefoot.store.public import ENVIRONMENT, REMOVED, TOKEN, public_table
+from surefoot.store.reading import samples_in
 from surefoot.terminal import visible, visible_lines
 
 if TYPE_CHECKING:

@@ -28,12 +28,12 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.runs import api
 from surefoot.runs.callbacks import Callback, MetricsCallback
-from surefoot.runs.checkpoint import checkpoints_in, latest_checkpoint
-from surefoot.runs.events import Event, IterationEnd, Listener, Message
-from surefoot.runs.folder import folder_lock, match_settings, task_label
 from surefoot.runs.session import Session
-from surefoot.runs.trackers.metrics_jsonl import FILE, read_history
+from surefoot.store.checkpoint import checkpoints_in, latest_checkpoint
+from surefoot.store.events import Event, IterationEnd, Listener, Message
+from surefoot.store.folder import folder_lock, match_settings, task_label
 from surefoot.store.manifest import read_listed_table, write_listed
+from surefoot.store.metrics import FILE, read_history
 
 RESULT, REQUEST = "result.json", "request.json"
 POINTS = 400

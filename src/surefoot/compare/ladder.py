@@ -62,7 +62,7 @@ from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import recipe_table
 from surefoot.recipes.reading import control_recipe, merge_tables, without_critic, without_tuned_for
 from surefoot.runs import api
-from surefoot.runs.checkpoint import latest_checkpoint
+from surefoot.store.checkpoint import latest_checkpoint
 from surefoot.store.manifest import read_listed_table, write_listed
 
 NAMES = tuple(next(name for name, value in ALGORITHMS.items() if value == rung) for rung in LADDER)

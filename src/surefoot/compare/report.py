@@ -41,12 +41,12 @@ from surefoot.compare.statistics import (
     present,
     with_interval,
 )
-from surefoot.diagnostics import Finding
 from surefoot.errors import missing_extra, to_install
 from surefoot.files import write_bytes, write_text
 from surefoot.recipes.base import SCHEDULES
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import flatten
+from surefoot.store.finding import Finding
 from surefoot.store.public import ENVIRONMENT, REMOVED, public_table
 from surefoot.terminal import visible
 

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.compare.statistics import finite, interquartile_mean, mean, mean_interval, score_interval
-from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import findings_in
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe
-from surefoot.runs.checkpoint import checkpoints_in
-from surefoot.runs.folder import FREE as CHANGE_NOTHING
-from surefoot.runs.folder import changed_since, sources_in
-from surefoot.runs.reading import History, check_is_run, read_samples, samples_in
-from surefoot.runs.trackers.metrics_jsonl import FILE, read_history
+from surefoot.store.checkpoint import checkpoints_in
+from surefoot.store.finding import Finding
+from surefoot.store.folder import FREE as CHANGE_NOTHING
+from surefoot.store.folder import changed_since, sources_in
 from surefoot.store.manifest import read_listed_table
+from surefoot.store.metrics import FILE, read_history
+from surefoot.store.reading import History, check_is_run, read_samples, samples_in
 from surefoot.terminal import visible
 
 SCORES = (

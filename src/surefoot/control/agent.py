@@ -47,7 +47,7 @@ from surefoot.files import as_path, check_flags, made_from
 from surefoot.recipes.callables import NETWORK, Functions
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import control_recipe
-from surefoot.runs.checkpoint import load_weights, require, save_checkpoint
+from surefoot.store.checkpoint import load_weights, require, save_checkpoint
 
 GENERATOR = "generator"
 """name of the state of ``predict`` beside the weights, whose names have a dot"""

@@ -26,8 +26,8 @@ from surefoot.files import available_cores
 from surefoot.ranks.collectives import check_device, exchange, share, together, world_size
 from surefoot.recipes.callables import SYMMETRY, Functions, load_function
 from surefoot.recipes.control import ControlRecipe
-from surefoot.runs.checkpoint import load_checkpoint
-from surefoot.runs.folder import checkpoint_to_load
+from surefoot.store.checkpoint import load_checkpoint
+from surefoot.store.folder import checkpoint_to_load
 
 
 class ControlWorld:

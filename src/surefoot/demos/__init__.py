@@ -13,7 +13,7 @@ from surefoot.recipes.presets import find_recipe
 from surefoot.terminal import visible
 
 if TYPE_CHECKING:
-    from surefoot.runs.events import Listener
+    from surefoot.store.events import Listener
 
 SOLVED = 475.0
 """the return at which CartPole-v1 counts as solved (Gymnasium's reward threshold)"""
@@ -71,7 +71,7 @@ def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
     """Train on CartPole-v1, evaluate over 20 greedy episodes, and print what to try next."""
     from surefoot.ranks.collectives import on_first
     from surefoot.runs import api
-    from surefoot.runs.trackers.metrics_jsonl import read_metrics
+    from surefoot.store.metrics import read_metrics
 
     recipe = find_recipe("cartpole", {"seed": seed})
     folder = free_folder(run_dir, "demo")

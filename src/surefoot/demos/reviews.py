@@ -11,8 +11,8 @@ from surefoot.demos import DisplayFor, Stages, command_here, free_folder
 from surefoot.files import write_text
 from surefoot.language import require_transformers
 from surefoot.language.data.rows import write_rows
-from surefoot.language.models.language_model import load_language_model
-from surefoot.language.sampling.pairs import sample_pairs
+from surefoot.language.language_model import load_language_model
+from surefoot.language.pairs import sample_pairs
 from surefoot.language.tasks import reviews
 from surefoot.ranks.collectives import on_first
 from surefoot.terminal import visible
@@ -90,7 +90,7 @@ def evaluate_stages(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
 
 def compare(reward: Path, ppo: Path, data: Path, stages: Stages) -> dict[str, Any]:
     """Print SFT and PPO on the held-out prompts, some answers, and what to try next."""
-    from surefoot.runs.trackers.metrics_jsonl import read_metrics
+    from surefoot.store.metrics import read_metrics
 
     reports = evaluate_stages(ppo, data)
     known, others = reports["known_products"], reports["other_products"]

@@ -15,7 +15,7 @@ from surefoot.files import write_text
 from surefoot.language import require_transformers, tasks
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
-from surefoot.language.models.language_model import load_language_model
+from surefoot.language.language_model import load_language_model
 from surefoot.ranks.collectives import on_first
 from surefoot.terminal import visible
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics import SEVERITIES, Evidence, Finding, RunCurves
+from surefoot.diagnostics.curves import RunCurves
+from surefoot.diagnostics.metrics import METRICS
 from surefoot.diagnostics.reward_findings import REWARD_CHECKS
 from surefoot.diagnostics.supervised_findings import SUPERVISED_CHECKS
 from surefoot.diagnostics.update_findings import UPDATE_CHECKS
@@ -18,13 +19,13 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import checkpoints_in
-from surefoot.runs.events import Event, IterationEnd, RunEnd, RunStart
-from surefoot.runs.folder import changed_since, lost_checkpoints, working_folder
-from surefoot.runs.metrics import METRICS
-from surefoot.runs.reading import History, check_is_run, read_trackers
-from surefoot.runs.trackers.metrics_jsonl import FILE, read_history, read_metrics
+from surefoot.store.checkpoint import checkpoints_in
+from surefoot.store.events import Event, IterationEnd, RunEnd, RunStart
+from surefoot.store.finding import SEVERITIES, Evidence, Finding
+from surefoot.store.folder import changed_since, lost_checkpoints, working_folder
 from surefoot.store.manifest import MANIFEST
+from surefoot.store.metrics import FILE, read_history, read_metrics
+from surefoot.store.reading import History, check_is_run, read_trackers
 
 RUN_CHECKS = (*REWARD_CHECKS, *UPDATE_CHECKS, *SUPERVISED_CHECKS)
 """every check of a run: takes its curves and its recipe (or None), and returns a finding or None"""

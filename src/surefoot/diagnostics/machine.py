@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from surefoot.diagnostics import Finding, Severity, check_result
 from surefoot.errors import to_install
 from surefoot.files import available_cores
+from surefoot.store.finding import Finding, Severity, check_result
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "mujoco": ("mujoco",),

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,8 +30,8 @@ from surefoot.control.spaces import (
     choices,
     read_mask,
 )
+from surefoot.core.rollout import World
 from surefoot.core.seeding import derived_seed
-from surefoot.diagnostics import Finding, check_result, failure
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.responses import final_rewards
@@ -40,7 +40,7 @@ from surefoot.ranks.collectives import in_float64
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
-from surefoot.runs.factory import make_world, schedules_of, start_from
+from surefoot.store.finding import Finding, check_result, failure
 
 STEPS = 500
 """random steps in an environment"""
@@ -50,21 +50,19 @@ PROMPTS = 8
 """prompts that a model answers"""
 
 
-def check_recipe(recipe: Recipe) -> list[Finding]:
-    """Check a recipe without training.
+def check_recipe(recipe: Recipe, prepare: Callable[[Recipe], World]) -> list[Finding]:
+    """Check a recipe without training; ``prepare`` makes its world.
 
     A model is loaded, and a few of its answers are sampled and scored; an environment is made, checked and stepped.
     """
     try:
-        world = make_world(recipe)
+        world = prepare(recipe)
     except SurefootError as error:
         findings = [failure("recipe", error)]
         if isinstance(recipe, ControlRecipe):  # the environment may be at fault; its own checks show more
             findings += _environment(recipe)
         return findings
     try:
-        schedules_of(recipe)
-        start_from(world)
         findings = [
             check_result("recipe", "ok", f"{recipe.title}, seed {recipe.seed}"),
             *_arithmetic(recipe, world.arithmetic()),

@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from surefoot.diagnostics import Curve, Evidence, Finding, RunCurves, Severity, in_words
+from surefoot.diagnostics.curves import Curve, RunCurves
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.rewards import RewardSettings
+from surefoot.store.finding import Evidence, Finding, Severity, in_words
 
 IN_A_ROW = 3
 """iterations after which a state that should never occur is not chance"""

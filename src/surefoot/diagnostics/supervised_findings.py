@@ -2,12 +2,13 @@
 
 import math
 
-from surefoot.diagnostics import Curve, Finding, RunCurves, in_words
+from surefoot.diagnostics.curves import Curve, RunCurves
 from surefoot.diagnostics.reward_findings import CLEAR
-from surefoot.language.analysis.metrics import loses_chosen
+from surefoot.language.metrics import loses_chosen
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe
+from surefoot.store.finding import Finding, in_words
 
 CHANCE = 0.55
 """accuracy of pairs up to which a model is taken to guess"""

@@ -1,7 +1,7 @@
 """Checks of updates: steps that are too large or too small, a wrong start, collapsed entropy, and a poor critic."""
 
 from surefoot.core.learner import START_TOLERANCE
-from surefoot.diagnostics import Curve, Finding, RunCurves, in_words
+from surefoot.diagnostics.curves import Curve, RunCurves
 from surefoot.diagnostics.reward_findings import (
     CLEAR,
     answers_alike,
@@ -15,6 +15,7 @@ from surefoot.diagnostics.reward_findings import (
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
+from surefoot.store.finding import Finding, in_words
 
 NORMAL = 1.4189
 """nats of entropy of a normal density of standard deviation 1"""

@@ -18,7 +18,7 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_table, read_toml, write_text, writing
 from surefoot.inspector.curves import Results
 from surefoot.inspector.folders import recipe_summary, title_of
-from surefoot.runs.reading import FINISHED, LOCK, acquire, in_use
+from surefoot.store.reading import FINISHED, LOCK, acquire, in_use
 
 TRASH = ".trash"
 TAGS = "tags.json"

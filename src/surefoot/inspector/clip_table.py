@@ -90,7 +90,7 @@ def clip_table_of_runs(runs: list[Any]) -> str:
     if not runs:
         return clip_table_page()
     from surefoot.inspector.traces import on_a_page
-    from surefoot.runs.reading import check_is_run
+    from surefoot.store.reading import check_is_run
 
     for run in runs:
         check_is_run(run)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from surefoot.errors import SurefootError
 from surefoot.files import open_file
-from surefoot.runs.reading import BOM, Row, check_counts, in_order, row_of, rows_together, unreadable
+from surefoot.store.reading import BOM, Row, check_counts, in_order, row_of, rows_together, unreadable
 
 Column = NDArray[np.float64]
 AT_A_TIME = 2**18

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from surefoot.diagnostics.metrics import METRICS, SHOWN, TIMING
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
-from surefoot.runs.metrics import METRICS, SHOWN, TIMING
-from surefoot.runs.reading import FINISHED, PROFILE, SUMMARY, TRACKERS_FILE, check_is_run, read_samples, samples_in, traces_in
 from surefoot.store.manifest import read_listed_table
+from surefoot.store.reading import FINISHED, PROFILE, SUMMARY, TRACKERS_FILE, check_is_run, read_samples, samples_in, traces_in
 
 LONGEST_TEXT = 20_000
 TITLES = {"cpu_cores": "CPU cores", "memory_gb": "memory, GB", "gpu_memory_gb": "GPU memory, GB", "gpu_percent": "GPU load, %"}

@@ -20,8 +20,8 @@ from surefoot.errors import SurefootError
 from surefoot.files import open_file
 from surefoot.inspector.curves import numbers
 from surefoot.inspector.folders import LONGEST_TEXT, RunFolders, shortened
-from surefoot.runs.reading import replay_failure, trace_video, traces_in
-from surefoot.runs.traces import clipped_samples, read_trace
+from surefoot.store.reading import replay_failure, trace_video, traces_in
+from surefoot.store.traces import clipped_samples, read_trace
 
 SHOWN_SAMPLES, SHOWN_STEPS = 20_000, 4_096
 KEPT_TRACES = 6

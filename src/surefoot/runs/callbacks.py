@@ -10,7 +10,7 @@ from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, World
 from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
-from surefoot.runs.events import CheckpointSaved, EvaluationEnd, Event, IterationEnd, Listener, RunEnd, RunStart
+from surefoot.store.events import CheckpointSaved, EvaluationEnd, Event, IterationEnd, Listener, RunEnd, RunStart
 
 MetricsCallback = Callable[[Metrics], bool | None]
 """called with the metrics of each iteration; True stops the run"""

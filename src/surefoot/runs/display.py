@@ -16,8 +16,8 @@ from rich.text import Text
 
 from surefoot.core.rollout import LearnerState, Metrics
 from surefoot.diagnostics.findings import out_of_range
-from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, IterationEnd, Message, RunEnd, Sample
-from surefoot.runs.metrics import SHOWN
+from surefoot.diagnostics.metrics import SHOWN
+from surefoot.store.events import EvaluationEnd, Event, InitialSamples, IterationEnd, Message, RunEnd, Sample
 from surefoot.terminal import LOG_COLUMNS, Output, is_terminal, print_line, visible, visible_lines, wrapped
 
 EVALUATION = ("evaluation_", "held_out_")

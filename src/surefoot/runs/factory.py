@@ -52,6 +52,18 @@ def start_from(world: World, agent: Agent | None = None) -> None:
         world.start_from(agent)
 
 
+def prepared_world(recipe: Recipe, environments: int | None = None) -> World:
+    """The world of a recipe whose schedules can be used, with the weights that it starts from; to inspect it."""
+    schedules_of(recipe)
+    world = make_world(recipe, environments=environments)
+    try:
+        start_from(world)
+    except BaseException:
+        world.close()
+        raise
+    return world
+
+
 def with_engine(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe with the engine that "auto" stands for, which a resumed run keeps; and a line with the reason, unless it is
     eager in control as in most runs. Without a compiler on one of the ranks it is eager too.

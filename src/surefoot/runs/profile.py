@@ -18,8 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from surefoot.core.rollout import Timer
-from surefoot.runs.reading import PROFILE, SUMMARY
 from surefoot.store.manifest import write_listed
+from surefoot.store.reading import PROFILE, SUMMARY
 
 TRACED = 2
 """the iteration that is traced"""

@@ -22,26 +22,26 @@ import torch
 from surefoot.core.seeding import as_found, derived_seed
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_toml, writing
-from surefoot.language.analysis.metrics import win_rate
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.rows import rows_text
 from surefoot.language.data.sources import Source, open_rows, read_rows
-from surefoot.language.models.language_model import errors_for, load_language_model, model_folder
+from surefoot.language.language_model import errors_for, load_language_model, model_folder
+from surefoot.language.metrics import win_rate
 from surefoot.language.models.loading import context_length
+from surefoot.language.pairs import answer_text, pair_row, prefers_first, sample_pairs
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward
 from surefoot.language.rewards.terms import function_rewards, load_flag_reward
-from surefoot.language.sampling.pairs import answer_text, pair_row, prefers_first, sample_pairs
 from surefoot.ranks.collectives import on_first
 from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
-from surefoot.runs.folder import FREE, RunFolder, folder_lock, match_settings
-from surefoot.runs.reading import FINISHED
+from surefoot.store.folder import FREE, RunFolder, folder_lock, match_settings
 from surefoot.store.manifest import check_listed, read_listed_table, write_listed
+from surefoot.store.reading import FINISHED
 
 HELD_OUT = 5
 """one fresh pair in so many is held out in its round to evaluate the reward models; later rounds train on it"""

@@ -30,8 +30,8 @@ from surefoot.recipes.presets import resolve_recipe
 from surefoot.recipes.reading import flatten
 from surefoot.recipes.search_space import parsed_space, space_for
 from surefoot.runs.factory import make_world
-from surefoot.runs.folder import folder_lock, match_settings
 from surefoot.runs.session import Session
+from surefoot.store.folder import folder_lock, match_settings
 
 if TYPE_CHECKING:
     import optuna

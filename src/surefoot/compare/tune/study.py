@@ -21,7 +21,7 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe
 from surefoot.recipes.search_space import Choices, Range, Space, parsed_space, with_values
-from surefoot.runs.folder import FREE, MEASURES, folder_lock
+from surefoot.store.folder import FREE, MEASURES, folder_lock
 
 if TYPE_CHECKING:
     import optuna

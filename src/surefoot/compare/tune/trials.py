@@ -18,10 +18,10 @@ from surefoot.errors import Interrupted, SurefootError
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.runs.callbacks import Callback, Run
-from surefoot.runs.checkpoint import latest_checkpoint
 from surefoot.runs.display import joined
-from surefoot.runs.reading import FINISHED
+from surefoot.store.checkpoint import latest_checkpoint
 from surefoot.store.manifest import read_listed_table
+from surefoot.store.reading import FINISHED
 
 if TYPE_CHECKING:
     import optuna

@@ -27,8 +27,8 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_toml, write_text
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.reading import check_is_run, replay_failure, trace_video, traces_in
-from surefoot.runs.traces import read_trace
+from surefoot.store.reading import check_is_run, replay_failure, trace_video, traces_in
+from surefoot.store.traces import read_trace
 
 
 def record_traces(

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
-from surefoot.language.analysis.metrics import pass_at_k
 from surefoot.language.data import datasets as data
 from surefoot.language.data.sources import open_rows
-from surefoot.language.models.language_model import LanguageModel
+from surefoot.language.language_model import LanguageModel
+from surefoot.language.metrics import pass_at_k
 from surefoot.language.online.responses import Responses, with_signal
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Reward, Scores

@@ -9,18 +9,18 @@ import torch
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
-from surefoot.language.analysis.metrics import best_of_n_kl
 from surefoot.language.data import datasets as data
 from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import columns_of
-from surefoot.language.models.language_model import LanguageModel
+from surefoot.language.language_model import LanguageModel
+from surefoot.language.metrics import best_of_n_kl
 from surefoot.language.models.loading import context_length
+from surefoot.language.pairs import format_answer, pair_row
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Prompt, Reward, Scores
 from surefoot.language.rewards.terms import FunctionReward, check_special_texts, parts_of
-from surefoot.language.sampling import Samples, sample
 from surefoot.language.sampling.ends import Ends
-from surefoot.language.sampling.pairs import format_answer, pair_row
+from surefoot.language.sampling.sampler import Samples, sample
 from surefoot.ranks.collectives import in_float64
 
 NO_LIMIT = 2**53

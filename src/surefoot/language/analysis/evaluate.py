@@ -13,14 +13,14 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_table, read_toml
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
 from surefoot.language.analysis.accuracy import Attempts, attempt_lines, measure_attempts
-from surefoot.language.analysis.metrics import distinct_n, win_rate
 from surefoot.language.data import datasets as data_rows
 from surefoot.language.data.rows import check_unchanged
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import prompt_text
+from surefoot.language.language_model import LanguageModel, load_saved
+from surefoot.language.metrics import distinct_n, win_rate
 from surefoot.language.models.adapter_files import load_trained
 from surefoot.language.models.adapters import has_adapters
-from surefoot.language.models.language_model import LanguageModel, load_saved
 from surefoot.language.models.loading import context_length
 from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.models.reward_model import RewardModel
@@ -35,10 +35,10 @@ from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.recipes.supervised import RewardRecipe, SupervisedRecipe
-from surefoot.runs.checkpoint import load_checkpoint, require
-from surefoot.runs.folder import checkpoint_to_load, is_model, recipe_differences, with_own_rows
-from surefoot.runs.reading import check_is_run
+from surefoot.store.checkpoint import load_checkpoint, require
+from surefoot.store.folder import checkpoint_to_load, is_model, recipe_differences, with_own_rows
 from surefoot.store.manifest import LISTING
+from surefoot.store.reading import check_is_run
 
 LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrations"}
 """labels of metrics whose name is no good label"""

@@ -26,8 +26,8 @@ from surefoot.language.data.processes import in_processes, usable_processes
 from surefoot.language.data.rows import Row, text_or_messages
 from surefoot.language.data.shapes import as_demonstration, as_pair, as_prompt, label_of, paired, steps_of, unpaired
 from surefoot.language.data.sources import Source
+from surefoot.language.data.steps import split_steps, step_tokens
 from surefoot.language.data.tokens import Edits, Tokens, options_of
-from surefoot.language.rewards.scores import split_steps, step_tokens
 
 VERSION = 4
 """of what rows become; caches of another version are not read"""

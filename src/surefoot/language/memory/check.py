@@ -19,6 +19,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
+from surefoot.language.language_model import model_folder
 from surefoot.language.memory import Estimate, estimate
 from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.parameters import count_parameters, layer_count
@@ -28,7 +29,6 @@ from surefoot.language.memory.savings import alternatives, is_whole
 from surefoot.language.memory.workload import Workload, unquantised, with_prompts, with_ranks
 from surefoot.language.models.adapter_files import BASE, adapter_folder
 from surefoot.language.models.adapters import is_print_of
-from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import load_config
 from surefoot.language.models.policy import CHUNK
 from surefoot.language.rewards.model import BATCH_TOKENS

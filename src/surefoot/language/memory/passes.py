@@ -39,9 +39,9 @@ from surefoot.language.models.padding_free import Reading
 from surefoot.language.models.policy.critic import Critic, ValueHead
 from surefoot.language.models.policy.passes import checkpoint_layers, computing
 from surefoot.language.models.policy.readout import Readout
-from surefoot.language.sampling import inverse_cdf, log_softmax
 from surefoot.language.sampling.fast_decode import PACKED_LIMIT, FastDecoder, PackedModel, pack_model
 from surefoot.language.sampling.kv_cache import CachedDecoder, Decoder, RecomputingDecoder, read_prompts
+from surefoot.language.sampling.sampler import inverse_cdf, log_softmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -13,13 +13,13 @@ from rich.text import Text
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers, require_transformers
+from surefoot.language.language_model import model_folder
 from surefoot.language.memory import Estimate, estimate, quick_peak
 from surefoot.language.memory.check import peak_text, readable, running_peak
 from surefoot.language.memory.parameters import count_parameters, layer_count
 from surefoot.language.memory.roles import host_bytes, permanent_bytes
 from surefoot.language.memory.savings import alternatives, is_whole
 from surefoot.language.memory.workload import Value, Workload, can_quantise, with_adapters, with_prompts, with_ranks
-from surefoot.language.models.language_model import model_folder
 from surefoot.language.models.loading import check_causal, load_config, read_only_config
 from surefoot.recipes.models import AdapterSettings
 

@@ -21,9 +21,9 @@ from surefoot.language.models.quantised import quantise
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
 from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.reading import text_to_none
-from surefoot.runs.checkpoint import check_fits, check_shapes, non_finite_numbers
 from surefoot.sharding import fill, is_sharded, local_part, shard_of
 from surefoot.sharding.master import round_master, stored_weights
+from surefoot.store.checkpoint import check_fits, check_shapes, non_finite_numbers
 from surefoot.store.manifest import check_folder
 from surefoot.store.tensors import read_tensors
 

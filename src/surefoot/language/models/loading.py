@@ -19,7 +19,7 @@ from surefoot.language import quiet_transformers, require_transformers
 from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.pocket import pocket, pocket_config
 from surefoot.language.models.quantised import has_quantised
-from surefoot.runs.checkpoint import non_finite_numbers
+from surefoot.store.checkpoint import non_finite_numbers
 from surefoot.store.manifest import atomic_folder, check_folder
 from surefoot.store.tensors import stored_tensors
 

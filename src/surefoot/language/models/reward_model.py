@@ -53,7 +53,7 @@ from surefoot.language.models.padding_free import Reading, end_to_end, padded
 from surefoot.language.models.policy.lengths import by_length, switch_of
 from surefoot.ranks.collectives import in_float64
 from surefoot.recipes.models import ModelRecipe
-from surefoot.runs.checkpoint import non_finite_numbers
+from surefoot.store.checkpoint import non_finite_numbers
 from surefoot.store.manifest import check_folder
 from surefoot.store.tensors import read_tensors
 

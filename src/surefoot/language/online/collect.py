@@ -25,11 +25,11 @@ from surefoot.functional import (
     successor_values,
 )
 from surefoot.functional.masking import keep_only
-from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_length, repeated_share
 from surefoot.language.calls import Background
 from surefoot.language.data.batches import EpochSampler, pack_batch, row_lengths
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
+from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeated_share
 from surefoot.language.models.placement import shares_base, whole
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.policy.lengths import switch_of
@@ -49,10 +49,10 @@ from surefoot.language.online.turns import Conversation, Environments, as_sample
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
 from surefoot.language.rewards.terms import FunctionReward, function_rewards, parts_of
-from surefoot.language.sampling import Samples, concat_samples, log_softmax
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Engine, OnFinished, Request
 from surefoot.language.sampling.kv_cache import CACHE_TOLERANCE, logits_alone
+from surefoot.language.sampling.sampler import Samples, concat_samples, log_softmax
 from surefoot.ranks.collectives import (
     all_max,
     all_sum,

@@ -14,12 +14,13 @@ from torch import Tensor
 from surefoot.core.rollout import map_tensors
 from surefoot.functional import overlong_penalty, place_scores
 from surefoot.language.data.datasets import Prompts, repeat_prompts
+from surefoot.language.data.steps import token_texts
 from surefoot.language.data.tokens import prompt_text
 from surefoot.language.online.turns import Conversation, add_turn_rewards, last_turn
-from surefoot.language.rewards.scores import Reward, Scores, scatter_scores, token_texts, truncate_texts
+from surefoot.language.rewards.scores import Reward, Scores, scatter_scores, truncate_texts
 from surefoot.language.rewards.terms import is_dense
-from surefoot.language.sampling import Samples
 from surefoot.language.sampling.ends import Ends
+from surefoot.language.sampling.sampler import Samples
 from surefoot.ranks.collectives import all_sum
 from surefoot.recipes.language import LanguageRecipe
 

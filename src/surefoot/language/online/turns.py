@@ -21,8 +21,8 @@ from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
 from surefoot.language.data.rows import fault_in
 from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
 from surefoot.language.rewards.scores import Prompt, Scores
-from surefoot.language.sampling import DecodedBy, Samples
 from surefoot.language.sampling.ends import Ends
+from surefoot.language.sampling.sampler import DecodedBy, Samples
 from surefoot.recipes.callables import import_object
 from surefoot.recipes.language import TurnSettings
 

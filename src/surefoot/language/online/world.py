@@ -15,16 +15,12 @@ from surefoot.core.rollout import EvaluationReport, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
-from surefoot.language.analysis.metrics import distinct_n, eos_rate, mean_log_likelihood
 from surefoot.language.data import datasets as data
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import check_row_count, check_unchanged, rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import decode_row
-from surefoot.language.memory.check import MemoryCheck, guaranteed_length
-from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, reward_role, trained_weights
-from surefoot.language.models.adapters import VALUE, RoleTrunk, SharedBase, weights_hash
-from surefoot.language.models.language_model import (
+from surefoot.language.language_model import (
     LanguageModel,
     check_compatible,
     errors_for,
@@ -35,6 +31,10 @@ from surefoot.language.models.language_model import (
     result_of_shards,
     save_result,
 )
+from surefoot.language.memory.check import MemoryCheck, guaranteed_length
+from surefoot.language.metrics import distinct_n, eos_rate, mean_log_likelihood
+from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, reward_role, trained_weights
+from surefoot.language.models.adapters import VALUE, RoleTrunk, SharedBase, weights_hash
 from surefoot.language.models.loading import context_length, load_model
 from surefoot.language.models.padding_free import padding_notes
 from surefoot.language.models.placement import keeps_stored, place, shard_role, sharding_of, shares_base, whole
@@ -45,6 +45,7 @@ from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.models.quantised import parameter_count
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.collect import LanguageCollector
+from surefoot.language.online.engine import make_engine
 from surefoot.language.online.responses import Responses, ScoredResponses, concat_scored, final_rewards
 from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.model import ModelReward
@@ -57,7 +58,6 @@ from surefoot.language.rewards.terms import (
     load_reward,
     parts_of,
 )
-from surefoot.language.sampling.choose_engine import make_engine
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.language.speed.blocks import compile_blocks
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs

@@ -10,23 +10,14 @@ from torch import Tensor
 
 from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
+from surefoot.language.data.steps import split_steps, step_tokens
 from surefoot.language.data.tokens import Dialogue, Tokens, options_of, right_padded
+from surefoot.language.language_model import errors_for, model_folder
 from surefoot.language.models.classifier import TextClassifier
-from surefoot.language.models.language_model import errors_for, model_folder
 from surefoot.language.models.loading import context_length
 from surefoot.language.models.policy.passes import computing
 from surefoot.language.models.reward_model import RewardModel, load_reward_model
-from surefoot.language.rewards.scores import (
-    Columns,
-    Mark,
-    Per,
-    Prompt,
-    Scores,
-    TokenTexts,
-    dense_scores,
-    split_steps,
-    step_tokens,
-)
+from surefoot.language.rewards.scores import Columns, Mark, Per, Prompt, Scores, TokenTexts, dense_scores
 
 BATCH_TOKENS = 16_384
 """tokens, padding included, that go through a reward model at once"""

@@ -19,6 +19,7 @@ from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.files import parse_value
 from surefoot.language.calls import DeadlineExceeded, with_deadline
+from surefoot.language.data.steps import split_steps
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import REPEAT, RESUME
 from surefoot.language.models.reward_model import RewardModel
@@ -35,7 +36,6 @@ from surefoot.language.rewards.scores import (
     TokenTexts,
     dense_scores,
     marks_from,
-    split_steps,
     to_list,
     to_number,
 )

@@ -10,8 +10,8 @@ import torch
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers
-from surefoot.language.sampling import Samples, check_options, check_prompts, eval_mode
 from surefoot.language.sampling.engines import EngineName, Request, samples_of
+from surefoot.language.sampling.sampler import Samples, check_options, check_prompts, eval_mode
 
 PAGE = 256
 """tokens of a page of the cache, unless prompt and response are shorter"""

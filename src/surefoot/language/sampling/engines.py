@@ -1,6 +1,6 @@
 """What every sampling engine answers: one request, with tokens, log-probabilities and finish reasons.
 
-The engines are "packed" and "model" (``choose_engine.py``), "continuous" (``continuous.py``) and "vllm" (``vllm.py``). The
+The engines are "packed" and "model" (``online/engine.py``), "continuous" (``continuous.py``) and "vllm" (``vllm.py``). The
 trainer computes log-probabilities again; those of an engine that is not exact are kept beside them.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.language.data.tokens import left_padded, right_padded
-from surefoot.language.sampling import Samples
 from surefoot.language.sampling.ends import EndDetector
+from surefoot.language.sampling.sampler import Samples
 
 EngineName = Literal["packed", "model", "continuous", "vllm"]
 OnFinished = Callable[[int, Sequence[int]], None]

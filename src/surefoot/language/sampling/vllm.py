@@ -29,9 +29,10 @@ from surefoot.language.calls import DeadlineExceeded, in_threads
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import HttpClient, is_local
 from surefoot.language.models.loading import save_model
-from surefoot.language.sampling import Samples, check_options, check_prompts, eval_mode, log_softmax, nccl
+from surefoot.language.sampling import nccl
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Answer, EngineName, Request, detector_for, samples_of
+from surefoot.language.sampling.sampler import Samples, check_options, check_prompts, eval_mode, log_softmax
 from surefoot.ranks.collectives import from_first, rank
 from surefoot.recipes.language import LanguageRecipe, ServerSettings
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from surefoot.accel.programs import compiler, require_compiler
 from surefoot.errors import SurefootError, announce, cause_of
+from surefoot.language.models.pair_policy import PairPolicy
 from surefoot.language.models.placement import layers_of
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.passes import computing
-from surefoot.language.supervised.preferences import PairPolicy
 
 PROGRAMS = 64
 """most programs that PyTorch keeps for the blocks of all models of a process; beyond its default of 8 it would go on eagerly"""

@@ -25,9 +25,10 @@ from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, right_padded
+from surefoot.language.models.pair_policy import ANSWER, MISMATCHED
 from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
-from surefoot.language.supervised.preferences import ANSWER, MISMATCHED, REFERENCE, side_of, side_tensors
+from surefoot.language.supervised.preferences import REFERENCE, side_of, side_tensors
 from surefoot.ranks.collectives import all_sum, in_float64
 from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings

@@ -12,8 +12,8 @@ from surefoot.core.minibatches import groups_by_length
 from surefoot.core.rollout import map_tensors
 from surefoot.language.data.batches import row_lengths
 from surefoot.language.data.tokens import Tokens
+from surefoot.language.language_model import check_compatible, errors_for, load_base, model_folder
 from surefoot.language.models.adapters import SharedBase
-from surefoot.language.models.language_model import check_compatible, errors_for, load_base, model_folder
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.placement import keeps_stored, place, shard_role, sharding_of
 from surefoot.language.models.policy import LanguagePolicy

@@ -17,11 +17,11 @@ from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens, right_padded
+from surefoot.language.models.pair_policy import ANSWER, PairPolicy, trimmed
 from surefoot.language.models.policy.passes import computing
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows
 from surefoot.language.supervised.labels import BAD, GOOD
-from surefoot.language.supervised.preferences import ANSWER, PairPolicy, trimmed
 from surefoot.recipes.rows import RowSettings
 
 ENDS = "ends"

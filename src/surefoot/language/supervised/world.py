@@ -15,16 +15,12 @@ from torch import Tensor
 
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
 from surefoot.errors import SurefootError
-from surefoot.language.analysis.metrics import loses_chosen, mean_log_likelihood
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.rows import check_row_count, check_unchanged
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import decode_row, right_padded
-from surefoot.language.memory.check import MemoryCheck, guaranteed_length
-from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, trained_weights
-from surefoot.language.models.adapters import DropoutGenerator
-from surefoot.language.models.language_model import (
+from surefoot.language.language_model import (
     LanguageModel,
     load_base,
     load_best_weights,
@@ -33,8 +29,13 @@ from surefoot.language.models.language_model import (
     result_of_shards,
     save_result,
 )
+from surefoot.language.memory.check import MemoryCheck, guaranteed_length
+from surefoot.language.metrics import loses_chosen, mean_log_likelihood
+from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, trained_weights
+from surefoot.language.models.adapters import DropoutGenerator
 from surefoot.language.models.loading import context_length
 from surefoot.language.models.padding_free import padding_notes
+from surefoot.language.models.pair_policy import PairPolicy
 from surefoot.language.models.placement import place, shard_role, sharding_of
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.lengths import check_length
@@ -42,13 +43,7 @@ from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.speed.blocks import compile_blocks, eager_blocks
 from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
 from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
-from surefoot.language.supervised.preferences import (
-    DpoPolicy,
-    PairPolicy,
-    dpo_rows,
-    pair_rows,
-    trained_tokens,
-)
+from surefoot.language.supervised.preferences import DpoPolicy, dpo_rows, pair_rows, trained_tokens
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
 from surefoot.language.supervised.steps import StepPolicy, step_rows, step_scores
 from surefoot.ranks.collectives import check_device, exchanging, sum_count

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from surefoot.core.seeding import derived_seed
-from surefoot.language.sampling.pairs import pair_row, prefers_first
+from surefoot.language.pairs import pair_row, prefers_first
 
 TRAINED = {
     "boot": ("sole", "heel", "lace"),

@@ -20,7 +20,6 @@ from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.arguments import AgentTask, Arguments, ControlArguments, ModelTask, RewardModelTask
 from surefoot.recipes.callables import take_objects
 from surefoot.recipes.presets import resolve_recipe
-from surefoot.runs import hub
 from surefoot.runs.api.launch import continue_run, start
 from surefoot.runs.api.loading import load, load_result
 from surefoot.runs.api.objects import (
@@ -37,12 +36,13 @@ from surefoot.runs.api.objects import (
 )
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks
 from surefoot.runs.display import display_here
-from surefoot.runs.events import Listener
-from surefoot.runs.folder import checkpoint_to_load, is_model, kind_of
+from surefoot.store import hub
+from surefoot.store.events import Listener
+from surefoot.store.folder import checkpoint_to_load, is_model, kind_of
 from surefoot.terminal import visible
 
 if TYPE_CHECKING:
-    from surefoot.language.models.language_model import LanguageModel
+    from surefoot.language.language_model import LanguageModel
     from surefoot.language.models.reward_model import RewardModel
 
 __all__ = ["evaluate", "load", "load_result", "resume", "start", "train"]

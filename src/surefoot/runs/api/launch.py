@@ -23,16 +23,16 @@ from surefoot.recipes.callables import Functions
 from surefoot.recipes.presets import Origin
 from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.rows import ROW_FIELDS
-from surefoot.runs import hub
 from surefoot.runs.api.loading import load
 from surefoot.runs.callbacks import Callback, MetricsCallback, check_callbacks, metrics_listener
-from surefoot.runs.checkpoint import latest_checkpoint
-from surefoot.runs.events import Listener
 from surefoot.runs.factory import make_world, start_from, with_engine
-from surefoot.runs.folder import RunFolder, check_free, check_unchanged, environment, table_differences
-from surefoot.runs.reading import FINISHED, START
 from surefoot.runs.session import Session
 from surefoot.runs.trackers.delivery import check_trackers
+from surefoot.store import hub
+from surefoot.store.checkpoint import latest_checkpoint
+from surefoot.store.events import Listener
+from surefoot.store.folder import RunFolder, check_free, check_unchanged, environment, table_differences
+from surefoot.store.reading import FINISHED, START
 
 
 @as_found

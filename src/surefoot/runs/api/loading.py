@@ -7,10 +7,10 @@ from surefoot.core.seeding import as_found
 from surefoot.errors import in_python_words
 from surefoot.files import as_path, check_flags
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs import hub
 from surefoot.runs.api.objects import functions_again, reject
-from surefoot.runs.checkpoint import load_checkpoint, require
-from surefoot.runs.folder import checkpoint_to_load, is_model
+from surefoot.store import hub
+from surefoot.store.checkpoint import load_checkpoint, require
+from surefoot.store.folder import checkpoint_to_load, is_model
 
 
 def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = False, network: Any = None) -> Any:
@@ -24,7 +24,7 @@ def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = Fa
 
         return Agent.from_parts(parts, where, functions_again(make_recipe(parts["recipe"]), network=network))
     reject(network=network)
-    from surefoot.language.models.language_model import from_parts
+    from surefoot.language.language_model import from_parts
 
     return from_parts(parts, where, trust_remote_code)
 
@@ -47,7 +47,7 @@ def load(folder: str | Path, *, trust_remote_code: bool = False, network: Any = 
     check_flags(trust_remote_code=trust_remote_code)
     path = hub.local_folder(as_path(folder, "folder"))
     if is_model(path):
-        from surefoot.language.models.language_model import load_saved
+        from surefoot.language.language_model import load_saved
 
         return load_saved(path, trust_remote_code)
     checkpoint = checkpoint_to_load(path)

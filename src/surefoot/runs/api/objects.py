@@ -15,7 +15,7 @@ from surefoot.recipes.base import Recipe, Section
 from surefoot.recipes.callables import check_functions, take_objects
 from surefoot.recipes.reading import named_functions
 from surefoot.recipes.rows import with_row_fields
-from surefoot.runs.reading import ROWS, START
+from surefoot.store.reading import ROWS, START
 
 Task = str | Path | MakeEnvironment
 

@@ -11,7 +11,6 @@ from typing import Any
 from surefoot.core.loop import run_loop
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, World
 from surefoot.core.traces import Recorder
-from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import RunMonitor
 from surefoot.errors import Interrupted, NotCompiledError, SurefootError, announced
 from surefoot.files import made_from, steps_named
@@ -29,8 +28,16 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.control import COMPILED
 from surefoot.runs.callbacks import Callback, CallbackListener, Run
-from surefoot.runs.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require
-from surefoot.runs.events import (
+from surefoot.runs.factory import make_learner
+from surefoot.runs.machine_use import MachineUse
+from surefoot.runs.profile import Profile
+from surefoot.runs.session.arithmetic import arithmetic
+from surefoot.runs.session.saving import Saver
+from surefoot.runs.trackers.delivery import tracker_listeners
+from surefoot.sharding import is_sharded
+from surefoot.signals import SignalHandler
+from surefoot.store.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require
+from surefoot.store.events import (
     CheckpointSaved,
     EvaluationEnd,
     Event,
@@ -44,19 +51,12 @@ from surefoot.runs.events import (
     RunStart,
     UpdateEnd,
 )
-from surefoot.runs.factory import make_learner
-from surefoot.runs.folder import FIRST_CHECKPOINT, RunFolder, scored_alike
-from surefoot.runs.metrics import MachineUse
-from surefoot.runs.profile import Profile
-from surefoot.runs.session.arithmetic import arithmetic
-from surefoot.runs.session.saving import Saver
-from surefoot.runs.traces import SampleFolder, TraceFolder
-from surefoot.runs.trackers.delivery import tracker_listeners
-from surefoot.runs.trackers.metrics_jsonl import MetricsFile
-from surefoot.sharding import is_sharded
-from surefoot.signals import SignalHandler
+from surefoot.store.finding import Finding
+from surefoot.store.folder import FIRST_CHECKPOINT, RunFolder, scored_alike
 from surefoot.store.manifest import MANIFEST
+from surefoot.store.metrics import MetricsFile
 from surefoot.store.source import sources_of
+from surefoot.store.traces import SampleFolder, TraceFolder
 
 
 class Session:

@@ -8,10 +8,17 @@ from typing import Any
 
 from surefoot.ranks.collectives import exchange, from_first, rank, thread_group, together
 from surefoot.ranks.launching import rank_timeout
-from surefoot.runs.checkpoint import Snapshot, check_written, shards_folder, take_snapshot, write_snapshot
-from surefoot.runs.checkpoint.shards import RankShards, shards_of_rank
-from surefoot.runs.checkpoint.writer import CheckpointWriter, Writing
-from surefoot.runs.trackers.metrics_jsonl import MetricsFile
+from surefoot.runs.session.writer import CheckpointWriter, Writing
+from surefoot.store.checkpoint import (
+    RankShards,
+    Snapshot,
+    check_written,
+    shards_folder,
+    shards_of_rank,
+    take_snapshot,
+    write_snapshot,
+)
+from surefoot.store.metrics import MetricsFile
 
 
 class Saver:

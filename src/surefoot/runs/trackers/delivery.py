@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from surefoot.diagnostics import Finding
 from surefoot.diagnostics.findings import tracker_failed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.base import Recipe
-from surefoot.runs.events import (
+from surefoot.runs.trackers.interface import TRACKERS, TrackedRun, Tracker, TrackerModule
+from surefoot.store.events import (
     CheckpointSaved,
     EvaluationEnd,
     Event,
@@ -30,11 +30,11 @@ from surefoot.runs.events import (
     RunStart,
     Sample,
 )
-from surefoot.runs.reading import TRACKERS_FILE, read_samples, read_trackers, samples_in
-from surefoot.runs.trackers.interface import TRACKERS, TrackedRun, Tracker, TrackerModule
-from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
+from surefoot.store.finding import Finding
 from surefoot.store.manifest import write_listed
+from surefoot.store.metrics import FILE, read_metrics
 from surefoot.store.public import public_table
+from surefoot.store.reading import TRACKERS_FILE, read_samples, read_trackers, samples_in
 
 IN_THIS_THREAD = ("tensorboard", "trackio")
 """these return at once: one writes a file, the other has its own thread, and prints unless its output is redirected here"""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from surefoot.diagnostics import Finding
 from surefoot.errors import missing_extra
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten
-from surefoot.runs.events import Sample
+from surefoot.store.events import Sample
+from surefoot.store.finding import Finding
 
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio", "mlflow": "MLflow"}
 """name in a recipe, which is its module's -> the class"""

@@ -7,11 +7,11 @@ from typing import Any
 
 import tomli_w
 
-from surefoot.diagnostics import Finding
 from surefoot.files import open_file
 from surefoot.recipes.base import Recipe
-from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
+from surefoot.store.events import Sample
+from surefoot.store.finding import Finding
 
 BEGINNING = 3
 """records at the beginning of a file in which its session is"""

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics import Finding
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
-from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import TrackedRun, require_installed
+from surefoot.store.events import Sample
+from surefoot.store.finding import Finding
 
 
 def check(_: Recipe) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics import Finding
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_bytes
 from surefoot.recipes.base import Recipe
-from surefoot.runs.events import Sample
 from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
+from surefoot.store.events import Sample
+from surefoot.store.finding import Finding
 
 LONGEST_WRITE = 10.0
 """seconds to wait for W&B's own process"""

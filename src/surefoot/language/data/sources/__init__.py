@@ -17,7 +17,7 @@ from surefoot.files import open_file
 from surefoot.language.data.rows import Row, check_values, json_type
 from surefoot.language.data.sources.formats import COMPRESSED, READERS, rows_of, saved_rows, suffix_of, without_schema_nulls
 from surefoot.language.data.sources.hub import hub_rows, hub_size, pinned
-from surefoot.runs.hub import is_hub_name
+from surefoot.store.hub import is_hub_name
 
 EXPANSION = 5
 """bytes of text per byte of a compressed file, about"""

@@ -14,7 +14,7 @@ from surefoot.language import require_package
 from surefoot.language.data.cache import cache_folder
 from surefoot.language.data.rows import Row
 from surefoot.language.data.sources.formats import BATCH, without_schema_nulls
-from surefoot.runs.hub import COMMIT, HubName, parse_name, why_unreachable
+from surefoot.store.hub import COMMIT, HubName, parse_name, why_unreachable
 from surefoot.terminal import is_terminal
 
 FORM = "write hf://org/name:split, or hf://org/name/config@revision:split"

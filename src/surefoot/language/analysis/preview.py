@@ -26,9 +26,9 @@ from surefoot.language.data.preparation import ControlPolicy
 from surefoot.language.data.shapes import is_labelled, paired, shape_of
 from surefoot.language.data.sources import Source, open_rows
 from surefoot.language.data.tokens import Answers, Tokens
-from surefoot.language.models.language_model import model_folder
+from surefoot.language.language_model import model_folder
 from surefoot.language.models.loading import context_length, load_model
-from surefoot.runs.hub import is_hub_name
+from surefoot.store.hub import is_hub_name
 from surefoot.terminal import visible
 
 TRAINED, READ = "bold green", "dim"

@@ -37,11 +37,11 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.reading import check_trust_region, make_recipe, to_toml
 from surefoot.recipes.rows import with_row_fields
-from surefoot.runs.checkpoint import check_numbered, checkpoints_in, latest_checkpoint
-from surefoot.runs.hub import is_hub_name, local_folder
-from surefoot.runs.reading import ENVIRONMENT, FINISHED, LOCK, ROWS, acquire, check_is_run, others_in
-from surefoot.runs.trackers.metrics_jsonl import FILE, read_metrics
+from surefoot.store.checkpoint import check_numbered, checkpoints_in, latest_checkpoint
+from surefoot.store.hub import is_hub_name, local_folder
 from surefoot.store.manifest import LISTING, clear, fingerprint, flush, is_checkpoint, read_listed_table, write_listed
+from surefoot.store.metrics import FILE, read_metrics
+from surefoot.store.reading import ENVIRONMENT, FINISHED, LOCK, ROWS, acquire, check_is_run, others_in
 from surefoot.store.source import SHOWN, source_differences
 from surefoot.terminal import visible
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from surefoot.language.data.tokens import Messages, columns_of
 
 if TYPE_CHECKING:
-    from surefoot.language.models.language_model import LanguageModel
+    from surefoot.language.language_model import LanguageModel
 
 Prompt = str | Messages
 Pair = tuple[Any, str, str]

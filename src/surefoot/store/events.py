@@ -14,7 +14,7 @@ from typing import Any
 
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout
 from surefoot.core.traces import Trace
-from surefoot.diagnostics import Finding
+from surefoot.store.finding import Finding
 
 Sample = dict[str, Any]
 """``prompt`` and ``response``, ``reward`` and other scores: numbers, or None"""

@@ -9,10 +9,10 @@ from typing import Any
 
 from surefoot.core.rollout import Metrics
 from surefoot.files import FULL, read_bytes, write_bytes, writing
-from surefoot.runs.checkpoint import checkpoints_in, written_before
-from surefoot.runs.events import Event, IterationEnd, RunEnd
-from surefoot.runs.reading import History, Row
+from surefoot.store.checkpoint import checkpoints_in, written_before
+from surefoot.store.events import Event, IterationEnd, RunEnd
 from surefoot.store.manifest import flush
+from surefoot.store.reading import History, Row
 
 FILE = "metrics.jsonl"
 DAMAGED = "metrics.damaged.jsonl"

@@ -14,8 +14,7 @@ from typing import Any
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.ranks.collectives import exchange
-from surefoot.runs.checkpoint import shards_folder
-from surefoot.runs.checkpoint.shards import RankShards, write_shards
+from surefoot.store.checkpoint import RankShards, shards_folder, write_shards
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
-from surefoot.language.models.language_model import LanguageModel
+from surefoot.language.language_model import LanguageModel
 from surefoot.language.models.loading import context_length
-from surefoot.language.sampling import sample
 from surefoot.language.sampling.ends import Ends, cut_at_stop
+from surefoot.language.sampling.sampler import sample
 
 PARTIAL = "\ufffd"
 """the text of an incomplete character"""

@@ -28,15 +28,15 @@ from surefoot.language.models.loading import HEAD, context_length, is_classifier
 from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.placement import keeps_stored
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation
-from surefoot.language.sampling import generate
+from surefoot.language.sampling.sampler import generate
 from surefoot.ranks.collectives import rank
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
-from surefoot.runs.folder import checkpoint_to_load, is_model
-from surefoot.runs.hub import is_hub_name, local_folder
+from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
+from surefoot.store.folder import checkpoint_to_load, is_model
+from surefoot.store.hub import is_hub_name, local_folder
 from surefoot.store.manifest import check_folder, is_checkpoint
 from surefoot.store.tensors import StoredTensor
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from surefoot.core.traces import WITH_GRADIENT, Trace, TracedRow, Visits
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import FULL, parsed, writing
-from surefoot.runs.checkpoint import pack, unpack
-from surefoot.runs.events import EvaluationEnd, Event, InitialSamples, Sample, UpdateEnd
-from surefoot.runs.reading import SAMPLES, TRACE, samples_in, traces_in
+from surefoot.store.checkpoint import pack, unpack
+from surefoot.store.events import EvaluationEnd, Event, InitialSamples, Sample, UpdateEnd
 from surefoot.store.manifest import MANIFEST, check_listed, clear, write_listed
+from surefoot.store.reading import SAMPLES, TRACE, samples_in, traces_in
 from surefoot.store.tensors import host_copies, open_tensors, tensor_bytes
 
 FORMAT = 1

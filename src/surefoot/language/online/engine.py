@@ -8,13 +8,13 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
+from surefoot.language.language_model import model_folder
 from surefoot.language.memory.check import total_memory
-from surefoot.language.models.language_model import model_folder
-from surefoot.language.sampling import Samples, sample
 from surefoot.language.sampling.continuous import Continuous
 from surefoot.language.sampling.engines import Engine, EngineName, Request
 from surefoot.language.sampling.fast_decode import why_not_packed
 from surefoot.language.sampling.rows import rows_that_fit
+from surefoot.language.sampling.sampler import Samples, sample
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.recipes.language import LanguageRecipe
 

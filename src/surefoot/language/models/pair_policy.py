@@ -1,0 +1,71 @@
+"""The policy over two answers whose scores are those of a reward model."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from surefoot.core.rollout import Evaluation, Policy
+from surefoot.language.models.padding_free import reason_for_padding
+from surefoot.language.models.policy.passes import checkpoint_layers, computing
+from surefoot.language.models.reward_model import RewardModel
+
+CHOSEN, REJECTED = "chosen", "rejected"
+ANSWER, MISMATCHED = "answer", "mismatched"
+"""sides of the inputs with a labelled answer in place of the two, and with the answer to another prompt"""
+
+
+class PairPolicy(Policy):
+    """Chooses the better of two answers by a reward model's raw scores, or labels one answer as good (0) or bad (1).
+
+    ``inputs`` are {"chosen" [B, L], "chosen_mask" [B, L], "rejected" [B, M], "rejected_mask" [B, M]}, padded on the right; or
+    {"answer" [B, L], "answer_mask" [B, L]}.
+    """
+
+    def __init__(self, model: RewardModel, bf16: bool = False, checkpointing: bool = False, padding_free: bool = False) -> None:
+        super().__init__()
+        self.padding_reason = reason_for_padding(model.backbone) if padding_free else None
+        model.padding_free = padding_free and self.padding_reason is None
+        self.model, self.bf16, self.exact, self.checkpointing = model, bf16, not bf16, checkpointing
+        self.before_first_pass: Callable[[PairPolicy], None] | None = None
+        """is called once, with the policy in its place"""
+        if checkpointing:
+            checkpoint_layers(model)
+        self.eval()
+
+    def forward(self, inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor | None = None) -> Evaluation:
+        """Log-probability of choosing answer 0 (the chosen) or 1, and the entropy of the choice.   [B, 1] -> all [B, 1]"""
+        self.make_ready()
+        both = self.scores(inputs).log_softmax(-1)
+        entropy = -(both.exp() * both).sum(-1, keepdim=True)
+        return Evaluation(both.gather(-1, actions), entropy)
+
+    def make_ready(self) -> None:
+        """Call ``before_first_pass`` before the first pass."""
+        if self.before_first_pass is not None:
+            ready, self.before_first_pass = self.before_first_pass, None
+            ready(self)
+
+    def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Raw scores of the chosen and the rejected answer; of a single answer, and 0.   -> [B, 2]"""
+        with computing(self, self.checkpointing, self.bf16):
+            scores = [self.model.raw(*trimmed(inputs[side], inputs[f"{side}_mask"])) for side in _sides_in(inputs)]
+        return torch.stack(scores if len(scores) > 1 else [*scores, torch.zeros_like(scores[0])], -1).float()
+
+    def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        """Tokens of both answers, or of the only one.   [B]"""
+        return sum(inputs[f"{side}_mask"].sum(-1) for side in _sides_in(inputs))  # type: ignore[return-value]
+
+    def train(self, mode: bool = True) -> "PairPolicy":
+        """Stay in evaluation mode: no dropout."""
+        return super().train(False)
+
+
+def _sides_in(inputs: Mapping[str, Tensor]) -> list[str]:
+    return [ANSWER] if ANSWER in inputs else [CHOSEN, REJECTED]
+
+
+def trimmed(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Without the columns on the right that are padding in every row."""
+    width = int(mask.sum(-1).max())
+    return ids[:, :width], mask[:, :width]
