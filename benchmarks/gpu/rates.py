@@ -1,4 +1,4 @@
-"""Steps of ``one.py`` that measure a larger model: SFT and PPO in bfloat16 beside ``surefoot plan`` and the memory plan."""
+"""Steps of ``one.py`` that measure a larger model: SFT and PPO in bfloat16 beside the plans of their time and memory."""
 
 import gc
 import sys
@@ -14,14 +14,13 @@ from steps import Numbers, Settings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from memory import built, online, rows_in
+from plan import GPUS, iteration_time
 
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.core.seeding import deterministic, prepare_gpu
 from surefoot.language.memory import estimate
 from surefoot.language.memory.check import running_peak, workload_of
-from surefoot.language.speed.machines import GPUS
-from surefoot.language.speed.plan import iteration_time
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world
 

@@ -15,13 +15,13 @@ import surefoot  # noqa: E402
 from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.diagnostics.metrics import TIMING  # noqa: E402
 from surefoot.errors import announced  # noqa: E402
+from surefoot.language import blocks  # noqa: E402
 from surefoot.language.data.tokens import right_padded  # noqa: E402
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase  # noqa: E402
 from surefoot.language.models.pair_policy import PairPolicy  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
 from surefoot.language.models.policy.critic import Critic, ValueHead  # noqa: E402
 from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
-from surefoot.language.speed import blocks  # noqa: E402
 from surefoot.recipes.models import AdapterSettings  # noqa: E402
 from surefoot.recipes.reading import make_recipe  # noqa: E402
 from surefoot.store.metrics import read_metrics  # noqa: E402

@@ -260,6 +260,7 @@ def test_the_memory_command_plans_several_ranks(here: Path, command: Any) -> Non
         (["--ranks", "2", "--offload"], "--offload: is for sharded models; add --sharding full"),
         (["--ranks", "2", "--no-reshard-after-forward"], "--no-reshard-after-forward: is for sharded models"),
         (["--ranks", "12", "--sharding", "hybrid"], "--ranks 12: is not a multiple of --ranks-per-machine 8"),
+        (["--minibatches", "100"], "--minibatches 100: more than the 64 responses of an iteration; use fewer"),
         (["--ranks", "128"], "--ranks 128: more than 64 prompts; use fewer ranks"),
     ],
 )

@@ -25,7 +25,6 @@ OWN = {
     "language/memory/counts.py": "counts and source of the package",
     "language/language_model.py": "a temporary folder of this process",
     "language/models/mapped.py": "a temporary file of this process",
-    "language/speed/machines.py": "times of other processes of this command",
     "recipes/control.py": "source of an installed package",
     "sandbox/__init__.py": "pipes, and a program of the package",
     "store/tensors.py": "the reader of safetensors; files of a checkpoint whose manifest was compared",

@@ -1,14 +1,13 @@
-"""Check this machine, a recipe or a run, and plan the memory and the time of a training."""
+"""Check this machine, a recipe or a run, and plan the memory of a training."""
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from surefoot.cli.options import COUNT, POSITIVE, FiniteFloat, IntRange, complete_run, complete_task, json_option, run_named
+from surefoot.cli.options import COUNT, IntRange, complete_run, complete_task, json_option, run_named
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
@@ -17,7 +16,6 @@ from surefoot.terminal import is_terminal
 if TYPE_CHECKING:
     from surefoot.language.memory.layout import Layout
     from surefoot.language.memory.workload import Kind, Workload
-    from surefoot.language.speed.machines import Machine
 
 
 @click.command()
@@ -83,67 +81,6 @@ def check_run(folder: Path, as_json: bool) -> int:
     return int(any_failed(check.findings))
 
 
-def workload_options(each: str, precision: str, sharding: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options that describe the models and batches of a training.
-
-    each        whose prompts and rows are counted
-    precision, sharding   the defaults
-    """
-    critic = "A head on the policy's trunk, a separate value model, or none."
-    options = [
-        click.option("--kind", type=click.Choice(["language", "sft", "reward", "dpo"]), default="language", show_default=True),
-        click.option("--critic", type=click.Choice(["shared", "own", "none"]), default="own", show_default=True, help=critic),
-        click.option("--reference/--no-reference", default=True, show_default=True, help="A frozen reference for the KL."),
-        click.option(
-            "--rewards", type=IntRange(0, MAX_COUNT), default=1, show_default=True, help="Reward models of the same size."
-        ),
-        click.option(
-            "--precision",
-            type=click.Choice(["float32", "bfloat16", "bfloat16-weights"]),
-            default=precision,
-            show_default=True,
-            help="As precision in a recipe.",
-        ),
-        click.option("--gradient-checkpointing", is_flag=True, help="As gradient_checkpointing in a recipe."),
-        click.option("--micro-batch", type=COUNT, metavar="ROWS", help="As optimizer.micro_batch in a recipe."),
-        click.option("--micro-batch-tokens", type=COUNT, metavar="TOKENS", help="As optimizer.micro_batch_tokens in a recipe."),
-        click.option(
-            "--sharding",
-            type=click.Choice(["none", "full", "hybrid"]),
-            default=sharding,
-            show_default=True,
-            help="As sharding in a recipe.",
-        ),
-        click.option(
-            "--reshard-after-forward/--no-reshard-after-forward",
-            "reshard",
-            default=True,
-            show_default=True,
-            help="As reshard_after_forward in a recipe.",
-        ),
-        click.option("--prompts", type=COUNT, default=64, show_default=True, help=f"Prompts per iteration of {each}."),
-        click.option("--samples", type=COUNT, default=1, show_default=True, help="Responses to each prompt."),
-        click.option("--minibatches", type=COUNT, default=4, show_default=True, help="Updates per epoch."),
-        click.option(
-            "--batch",
-            type=COUNT,
-            default=64,
-            show_default=True,
-            help=f"Rows per update of SFT, reward models and DPO, of {each}.",
-        ),
-        click.option("--prompt-tokens", type=COUNT, default=512, show_default=True, help="Longest prompt in tokens."),
-        click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens."),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables."),
-    ]
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 @click.command()
 @click.argument("model", shell_complete=complete_run)
 @click.option("--adapter", type=COUNT, metavar="RANK", help="Train all roles as adapters of one frozen base.")
@@ -162,7 +99,53 @@ def workload_options(each: str, precision: str, sharding: str) -> Callable[[Call
 @click.option("--ranks", type=COUNT, default=1, show_default=True, help="Ranks that train together, one per GPU.")
 @click.option("--ranks-per-machine", type=COUNT, default=8, show_default=True, help="GPUs of a machine, for --sharding hybrid.")
 @click.option("--offload", is_flag=True, help="As offload in a recipe.")
-@workload_options("all ranks", "float32", "none")
+@click.option("--kind", type=click.Choice(["language", "sft", "reward", "dpo"]), default="language", show_default=True)
+@click.option(
+    "--critic",
+    type=click.Choice(["shared", "own", "none"]),
+    default="own",
+    show_default=True,
+    help="A head on the policy's trunk, a separate value model, or none.",
+)
+@click.option("--reference/--no-reference", default=True, show_default=True, help="A frozen reference for the KL.")
+@click.option("--rewards", type=IntRange(0, MAX_COUNT), default=1, show_default=True, help="Reward models of the same size.")
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "bfloat16", "bfloat16-weights"]),
+    default="float32",
+    show_default=True,
+    help="As precision in a recipe.",
+)
+@click.option("--gradient-checkpointing", is_flag=True, help="As gradient_checkpointing in a recipe.")
+@click.option("--micro-batch", type=COUNT, metavar="ROWS", help="As optimizer.micro_batch in a recipe.")
+@click.option("--micro-batch-tokens", type=COUNT, metavar="TOKENS", help="As optimizer.micro_batch_tokens in a recipe.")
+@click.option(
+    "--sharding",
+    type=click.Choice(["none", "full", "hybrid"]),
+    default="none",
+    show_default=True,
+    help="As sharding in a recipe.",
+)
+@click.option(
+    "--reshard-after-forward/--no-reshard-after-forward",
+    "reshard",
+    default=True,
+    show_default=True,
+    help="As reshard_after_forward in a recipe.",
+)
+@click.option("--prompts", type=COUNT, default=64, show_default=True, help="Prompts per iteration of all ranks.")
+@click.option("--samples", type=COUNT, default=1, show_default=True, help="Responses to each prompt.")
+@click.option("--minibatches", type=COUNT, default=4, show_default=True, help="Updates per epoch.")
+@click.option(
+    "--batch",
+    type=COUNT,
+    default=64,
+    show_default=True,
+    help="Rows per update of SFT, reward models and DPO, of all ranks.",
+)
+@click.option("--prompt-tokens", type=COUNT, default=512, show_default=True, help="Longest prompt in tokens.")
+@click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def memory(
     model: str,
     as_json: bool,
@@ -200,78 +183,6 @@ def print_tables(tables: Iterable[Any]) -> None:
     console = Console(width=None if is_terminal(sys.stdout) else 120)
     for table in tables:
         console.print(table, "")
-
-
-GPU_NAMES = ("A100", "H100", "H200", "B200", "L40S")
-RATES = {"tflops": ("flops", 1e12), "memory_bandwidth": ("bandwidth", 1e9), "link": ("link", 1e9), "network": ("network", 1e9)}
-"""options with a rate of a GPU: the field of a machine, and its unit"""
-
-
-@click.command()
-@click.argument("model", shell_complete=complete_run)
-@click.option(
-    "--gpu", type=click.Choice(GPU_NAMES), default="H200", show_default=True, help="GPU, with the rates of its data sheet."
-)
-@click.option("--measure", is_flag=True, help="Measure this machine's CPU instead, with one thread per rank and gloo.")
-@click.option("--ranks", type=COUNT, multiple=True, help="Number of ranks; repeatable. [default: 1 to 512]")
-@click.option("--ranks-per-machine", type=COUNT, default=8, show_default=True, help="GPUs of a machine.")
-@click.option("--tflops", type=POSITIVE, help="Matrix operations, 10¹² per second. [default: the GPU's in --precision]")
-@click.option("--memory-bandwidth", type=POSITIVE, help="GB per second. [default: the GPU's]")
-@click.option("--link", type=POSITIVE, help="GB per second from the GPUs of a machine. [default: the GPU's]")
-@click.option("--network", type=POSITIVE, help="GB per second and GPU from other machines. [default: as usual for the GPU]")
-@click.option("--efficiency", type=FiniteFloat(0.01, 1), help="Share of --tflops that a model reaches. [default: 0.6]")
-@click.option("--epochs", type=COUNT, default=4, show_default=True, help="Passes over the responses of an iteration.")
-@workload_options("each rank", "bfloat16", "full")
-def plan(model: str, as_json: bool, **options: Any) -> None:
-    """Calculate how long an iteration of training MODEL takes on 1 to 512 GPUs.
-
-    MODEL is a config.json, a folder, a run, a hub id, "pocket", or a size such as 7B. No weights are read. Every rank has the
-    same number of prompts or rows, however many ranks there are: with perfect scaling, the seconds stay the same.
-
-    The result is calculated from operations, bytes and links. No training is timed.
-    """
-    from surefoot.language.memory.layout import Layout
-    from surefoot.language.memory.planner import model_config
-    from surefoot.language.speed.plan import COUNTS, plans, tables, to_json
-
-    rates = {name: options.pop(name) for name in (*RATES, "efficiency", "gpu", "measure", "ranks_per_machine")}
-    epochs, counts = options.pop("epochs"), options.pop("ranks")
-    config, _ = model_config(model)
-    sharding = options.pop("sharding")
-    layout = Layout(1, None if sharding == "none" else sharding, per_machine=1, reshard=options.pop("reshard"))
-    workload = memory_workload(config, layout, **options)
-    counts = counts or ((1, 2) if rates["measure"] else COUNTS)
-    machine = machine_of(config, workload, max(counts), **rates)
-    results = plans(workload, machine, epochs if workload.kind == "language" else 1, counts)
-    if as_json:
-        echo_json(to_json(model, machine, results))
-    else:
-        print_tables(tables(model, workload, machine, results))
-
-
-def machine_of(
-    config: Any, workload: "Workload", ranks: int, gpu: str, measure: bool, ranks_per_machine: int, **rates: float | None
-) -> "Machine":
-    """The machine that the options of ``surefoot plan`` describe."""
-    from surefoot.language.speed import transformer_of
-    from surefoot.language.speed.machines import GPUS, measured_machine
-
-    named = {name: value for name, value in rates.items() if value is not None}
-    if not measure:
-        fields: dict[str, Any] = {"per_machine": ranks_per_machine}
-        for name, value in named.items():
-            field, unit = RATES.get(name, (name, 1.0))
-            fields[field] = value * unit
-        low = workload.bf16 or workload.low_weights
-        return replace(GPUS[gpu] if low else GPUS[gpu].in_float32(), **fields)
-    if named:
-        flag = next(iter(named)).replace("_", "-")
-        raise SurefootError(f"--{flag} {next(iter(named.values())):g}: --measure measures it; leave one of them out")
-    if workload.bf16 or workload.low_weights:
-        raise SurefootError("--precision bfloat16: --measure measures matrices in float32; add --precision float32")
-    model = transformer_of(config)
-    read = min(4096, workload.micro(workload.rows).rows * workload.width)
-    return measured_machine(model.width, model.feed_forward, read, workload.responses, ranks)
 
 
 def checked_layout(

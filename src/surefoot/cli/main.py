@@ -34,7 +34,6 @@ COMMANDS = {
     "new": "surefoot.cli.new:new",
     "report": "surefoot.cli.compare:report",
     "resume": "surefoot.cli.train:resume",
-    "plan": "surefoot.cli.check:plan",
     "pull": "surefoot.cli.agents:pull",
     "push": "surefoot.cli.agents:push",
     "rounds": "surefoot.cli.train:rounds",

@@ -15,6 +15,7 @@ from surefoot.core.rollout import EvaluationReport, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.functional import kl_k1
+from surefoot.language.blocks import compile_blocks
 from surefoot.language.data import datasets as data
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import check_row_count, check_unchanged, rows_hash
@@ -59,7 +60,6 @@ from surefoot.language.rewards.terms import (
     parts_of,
 )
 from surefoot.language.sampling.vllm import VllmServer
-from surefoot.language.speed.blocks import compile_blocks
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.ranks.collectives import check_device, exchange, in_float64, share, together, world_size
 from surefoot.recipes.callables import GOLD, Functions, find_function

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
 from surefoot.errors import SurefootError
+from surefoot.language.blocks import compile_blocks, eager_blocks
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.rows import check_row_count, check_unchanged
@@ -40,7 +41,6 @@ from surefoot.language.models.placement import place, shard_role, sharding_of
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.lengths import check_length
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
-from surefoot.language.speed.blocks import compile_blocks, eager_blocks
 from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
 from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
 from surefoot.language.supervised.preferences import DpoPolicy, dpo_rows, pair_rows, trained_tokens
