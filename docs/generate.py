@@ -468,14 +468,12 @@ def command_part(name: str, command: click.Command) -> str:
     arguments = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
     own = [option for option in options if not is_recipe_flag(option)]
-    recipe = [option for option in options if is_recipe_flag(option)]
     usage = " ".join(["surefoot", name, *(str(argument.name).upper() for argument in arguments), "[OPTIONS]"])
     parts = [f"## `surefoot {name}`", f"```text\n{usage}\n```", *help_parts(inspect.cleandoc(command.help or ""))]
     if own:
         parts.append(table(("option", "meaning"), map(option_row, own)))
-    if recipe:
-        parts.append("Also a flag for every field of the [recipe](recipe.md). Values are parsed as TOML.")
-        parts.append(table(("option", "meaning"), map(option_row, recipe)))
+    if len(own) < len(options):  # their meanings are in the page of the recipe alone
+        parts.append("Also a flag for every field of the [recipe](recipe.md), with its dots. Values are parsed as TOML.")
     return "\n\n".join(parts)
 
 
