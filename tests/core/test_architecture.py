@@ -1,8 +1,4 @@
-"""Import directions between packages, checked in the source of every file; and the modules that ``surefoot --help`` loads.
-
-``functional`` imports torch alone; ``LAYERS`` has what ``core`` and the layers beside it import. ``control`` and ``language``
-never import each other. ``recipes`` needs no torch. Only ``__main__`` imports ``cli``.
-"""
+"""Import directions between folders, checked in the source of every file; and the modules that ``surefoot --help`` loads."""
 
 import ast
 import subprocess
@@ -15,7 +11,7 @@ import surefoot
 from surefoot.cli.main import COMMANDS
 
 SOURCE = Path(surefoot.__file__).parent
-WORLDS = ("surefoot.control", "surefoot.language")
+FOREIGN_TO_CORE = ("gymnasium", "transformers", "rich", "click", "pydantic")
 LIGHT = (
     "surefoot",
     "surefoot.cli.main",
@@ -44,6 +40,8 @@ def imports(text: str, module: str, package: bool = False) -> set[str]:
             above = here[: len(here) - node.level + package] if node.level else []
             origin = ".".join([*above, *([node.module] if node.module else [])])
             imported |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+            imported |= {argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)}
     return imported
 
 
@@ -85,6 +83,8 @@ def test_every_file_is_read() -> None:
         ("from .z import w", "x.y", False, {"x.z", "x.z.w"}),
         ("from ..z import w", "x.y.v", False, {"x.z", "x.z.w"}),
         ("from .z import w", "x.y", True, {"x.y.z", "x.y.z.w"}),
+        ("if TYPE_CHECKING:\n    from a.b import c", "x.y", False, {"a.b", "a.b.c"}),
+        ("importlib.import_module('a.b')", "x.y", False, {"a.b"}),
     ],
 )
 def test_imports_are_read_by_their_full_names(text: str, module: str, package: bool, expected: set[str]) -> None:
@@ -98,9 +98,61 @@ def test_functional_imports_torch_and_itself_only() -> None:
     assert foreign == set()
 
 
-def test_control_and_language_never_import_each_other() -> None:
-    assert offences("surefoot.control", "surefoot.language") == []
-    assert offences("surefoot.language", "surefoot.control") == []
+BASE = {"errors", "files", "terminal", "signals"}
+LAYERS = {
+    "errors": set[str](),
+    "files": {"errors"},
+    "terminal": set[str](),
+    "signals": {"errors"},
+    "functional": set[str](),
+    "ranks": {*BASE, "functional"},
+    "core": {*BASE, "functional", "ranks"},
+    "accel": {*BASE, "core", "functional", "ranks"},
+    "sharding": {*BASE, "core", "functional", "ranks"},
+    "recipes": {"errors", "files", "core"},
+    "store": {*BASE, "core", "sharding", "recipes"},
+    "sandbox": {"errors", "files"},
+    "verifiers": {"errors", "files", "sandbox"},
+    "control": (world := {*BASE, "functional", "ranks", "core", "accel", "sharding", "recipes", "store"}),
+    "language": {*world, "verifiers"},
+    "diagnostics": {*world, "control", "language"},
+    "runs": (everything := {*world, "control", "language", "diagnostics"}),
+    "inspector": {*BASE, "core", "recipes", "store", "diagnostics"},
+    "compare": {*everything, "runs"},
+    "demos": {*everything, "runs"},
+    "cli": {*everything, "runs", "inspector", "compare", "demos"},
+    "__main__": {"cli"},
+}
+"""what the modules of each folder may import besides their own folder; the package itself exports from any"""
+
+
+UNFINISHED = ((["core"], "accel"), (["core"], "sharding"))
+
+
+def test_folders_import_what_is_below_them() -> None:
+    """Every form of import, also inside functions, for types and by name."""
+    used = {(name.split(".")[1], other.split(".")[1]) for name, other in module_imports() if name != "surefoot"}
+    assert {inner for inner, _ in used} <= set(LAYERS)
+    assert {(inner, other) for inner, other in used if inner != other and other not in LAYERS[inner]} == set()
+
+
+def module_imports() -> set[tuple[str, str]]:
+    """Pairs of modules of which the first imports the second."""
+    pairs = {(name, other) for name, names in IMPORTS.items() for other in names if other in FILES}
+    return {(a, b) for a, b in pairs if a != b != "surefoot" and (a.split(".")[1:2], b.split(".")[1]) not in UNFINISHED}
+
+
+@pytest.mark.parametrize("package", [name for name, path in FILES.items() if path.name == "__init__.py"])
+def test_no_two_folders_import_each_other(package: str) -> None:
+    """Nor over a third one. A module beside the folders counts as one."""
+    depth = package.count(".") + 1
+    children: dict[str, set[str]] = {}
+    for name, other in module_imports():
+        if name.startswith(f"{package}.") and other.startswith(f"{package}."):
+            of, to = name.split(".")[depth], other.split(".")[depth]
+            children.setdefault(of, set()).update({to} - {of})
+            children.setdefault(to, set())
+    assert circles(children) == []
 
 
 @pytest.fixture(scope="module")
@@ -126,58 +178,12 @@ def test_transformers_and_its_kind_are_imported_in_language_alone_and_only_when_
     assert loaded & set(packages) == set(), "control runs, and messages come, without the extra"
 
 
-def test_verifiers_and_the_sandbox_do_not_import_training() -> None:
-    parts, light = ("surefoot.sandbox", "surefoot.verifiers"), ("surefoot.errors", "surefoot.files")
-    ours = {
-        imported
-        for part in parts
-        for name in FILES
-        if inside(name, part)
-        for imported in IMPORTS[name]
-        if inside(imported, "surefoot")
+def test_heavy_packages_are_imported_where_they_are_needed_alone() -> None:
+    assert offences(("surefoot.sandbox", "surefoot.verifiers"), ("torch", "numpy")) == []
+    assert offences(tuple(f"surefoot.{name}" for name in ("core", "accel", "ranks", "sharding")), FOREIGN_TO_CORE) == []
+    assert {line.split()[0].rpartition(".")[0] for line in offences("surefoot", ("starlette", "uvicorn"))} <= {
+        "surefoot.inspector"
     }
-    assert {name for name in ours if not any(inside(name, allowed) for allowed in (*parts, *light))} <= {"surefoot"}
-    assert offences(parts, ("torch", "numpy")) == []
-    assert offences("surefoot.sandbox", "surefoot.verifiers") == []
-
-
-LAYERS = {
-    "core": ("functional", "ranks", "accel", "sharding"),
-    "accel": ("core", "functional", "ranks"),
-    "ranks": ("functional",),
-    "sharding": ("core", "functional", "ranks"),
-}
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_core_and_the_layers_beside_it_import_what_is_below_them(layer: str) -> None:
-    """Every module is read, so a new one is covered from its first day."""
-    allowed = tuple(f"surefoot.{name}" for name in (layer, *LAYERS[layer], "errors", "files"))
-    ours = {n for file in FILES if inside(file, f"surefoot.{layer}") for n in IMPORTS[file] if inside(n, "surefoot")}
-    assert {name for name in ours - {"surefoot"} if not any(inside(name, part) for part in allowed)} == set()
-    assert offences(f"surefoot.{layer}", ("gymnasium", "transformers", "rich", "click", "pydantic")) == []
-
-
-def test_worlds_import_of_runs_only_readers_of_files() -> None:
-    """A world saves and loads itself, also from the hub; it knows no session, display or tracker."""
-    disk = tuple(f"surefoot.runs.{name}" for name in ("checkpoint", "folder", "hub", "reading", "traces"))
-    used = {name for part in WORLDS for file in FILES if inside(file, part) for name in IMPORTS[file]}
-    ours = {name for name in used if inside(name, "surefoot.runs")} - {"surefoot.runs"}
-    assert {name for name in ours if not any(inside(name, module) for module in disk)} == set()
-
-
-def test_the_store_imports_what_is_below_the_worlds() -> None:
-    below = ("store", "errors", "files", "recipes", "functional", "core")
-    ours = {n for file in FILES if inside(file, "surefoot.store") for n in IMPORTS[file] if inside(n, "surefoot")}
-    assert {name for name in ours - {"surefoot"} if not any(inside(name, f"surefoot.{part}") for part in below)} == set()
-
-
-def test_recipes_import_of_surefoot_only_the_core_and_errors() -> None:
-    allowed = ("surefoot.recipes", "surefoot.core", "surefoot.errors", "surefoot.files")
-    ours = {n for file in FILES if inside(file, "surefoot.recipes") for n in IMPORTS[file] if inside(n, "surefoot")} - {
-        "surefoot"
-    }
-    assert {name for name in ours if not any(inside(name, part) for part in allowed)} == set()
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
@@ -230,29 +236,6 @@ def test_no_folder_holds_more_than_twelve_modules_and_the_top_twenty_one_entries
     assert {str(folder.relative_to(SOURCE)): n for folder, n in folders.items() if n > 12} == {}
     hidden = {"__pycache__", "py.typed", "__init__.py", "__main__.py"}
     assert len([path for path in SOURCE.iterdir() if path.name not in hidden]) <= 21
-
-
-def test_only_main_imports_the_command_line() -> None:
-    everyone = offences("surefoot", "surefoot.cli.main")
-    assert [line for line in everyone if not line.startswith("surefoot.__main__ ")] == []
-    assert everyone
-
-
-def test_only_the_command_line_imports_comparisons() -> None:
-    everyone = offences("surefoot", "surefoot.compare")
-    commands = tuple(f"surefoot.cli.{name} " for name in ("agents", "check", "compare"))
-    assert [line for line in everyone if not line.startswith(("surefoot.compare", *commands))] == []
-    assert everyone
-
-
-def test_only_the_command_line_imports_the_inspector_which_imports_no_world() -> None:
-    everyone = offences("surefoot", "surefoot.inspector")
-    assert [line for line in everyone if not line.startswith(("surefoot.inspector", "surefoot.cli.inspect "))] == []
-    assert everyone
-    assert offences("surefoot.inspector", (*WORLDS, "surefoot.runs.session", "surefoot.runs.api")) == []
-    assert {line.split()[0].rpartition(".")[0] for line in offences("surefoot", ("starlette", "uvicorn"))} <= {
-        "surefoot.inspector"
-    }
 
 
 def test_matplotlib_is_imported_where_plots_are_drawn_and_nowhere_else(loaded: set[str]) -> None:
