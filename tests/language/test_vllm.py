@@ -8,7 +8,6 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from surefoot.errors import SurefootError
 from surefoot.language import http_client
 from surefoot.language.language_model import load_base
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.sampling import nccl
 from surefoot.language.sampling.vllm import VllmServer, serve_command
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
@@ -34,7 +32,7 @@ from surefoot.store.metrics import read_metrics
 from . import tiny
 from .test_engines import request
 from .test_sampler import PROMPTS, expect_own_log_probs
-from .vllm_stand_in import StandIn, install_transfer
+from .vllm_stand_in import StandIn
 
 
 @pytest.fixture(autouse=True)
@@ -194,82 +192,6 @@ def test_run_with_a_server_resumes_bit_for_bit(server: StandIn, files: Path, fol
     resumed = surefoot.resume(files / "cut")
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
-
-
-# ---- weights over NCCL by vLLM's transfer, without a real NCCL connection --------------------------------------------------
-
-
-@pytest.fixture
-def transfer(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_transfer(server, monkeypatch.setitem)
-    monkeypatch.setattr(nccl, "check_device", lambda model: None)
-
-
-def test_nccl_transfer_gives_the_same_run_as_a_folder(
-    server: StandIn, transfer: None, files: Path, folders: dict[str, Path]
-) -> None:
-    settings = fields(files, folders["llama"], server.url, transfer="nccl")
-    surefoot.train("language", run_dir=files / "nccl", **settings)
-    assert [(each["world_size"], each["master_address"]) for each in server.joined] == [(3, "127.0.0.1")], "it joins once"
-    assert "/collective_rpc" not in server.seen
-    assert server.seen.count("/update_weights") == 3
-    order = [path for path in server.seen if path in ("/pause", "/update_weights", "/reset_prefix_cache", "/resume")]
-    assert order == ["/pause", "/update_weights", "/reset_prefix_cache", "/resume"] * 3
-    surefoot.train("language", run_dir=files / "folder", **fields(files, folders["llama"], server.url))
-    rows, others = (read_metrics(files / name / "metrics.jsonl") for name in ("nccl", "folder"))
-    for row, other in zip(rows, others, strict=True):
-        assert (row["reward"], row["policy_loss"]) == (other["reward"], other["policy_loss"])
-
-
-def test_restarted_server_joins_the_transfer_again(
-    server: StandIn, transfer: None, files: Path, folders: dict[str, Path]
-) -> None:
-    def restart(metrics: dict[str, Any]) -> None:
-        if len(server.joined) == 1:
-            server.load(folders["llama"])
-            server.version = "default"
-
-    settings = fields(files, folders["llama"], server.url, transfer="nccl")
-    surefoot.train("language", run_dir=files / "run", callback=restart, **settings)
-    assert len(server.joined) == 2
-
-
-def test_failed_transfer_raises_a_one_line_error_and_unpauses_the_server(
-    server: StandIn, transfer: None, files: Path, folders: dict[str, Path]
-) -> None:
-    server.fault = lambda number, path, body: (500, {"error": "no peer"}) if path == "/update_weights" else None
-    settings = fields(files, folders["llama"], server.url, transfer="nccl", retries=3)
-    with pytest.raises(SurefootError, match=r"^server\.url='http://127[^\n]*returned 500 [^\n]*$"):
-        surefoot.train("language", run_dir=files / "run", **settings)
-    assert server.seen.count("/update_weights") == 1, "one side can't repeat a broadcast alone"
-    assert not server.paused
-    server.fault = lambda number, path, body: None
-    server.lost = True
-    with pytest.raises(SurefootError, match=r"did not get the weights over NCCL \([^\n]*remote process exited[^\n]*$"):
-        surefoot.train("language", run_dir=files / "other", **settings)
-    assert not server.paused
-
-
-def test_nccl_needs_a_gpu_and_vllm_in_this_environment(
-    server: StandIn, files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = fields(files, folders["llama"], server.url, transfer="nccl")
-    with pytest.raises(SurefootError, match=r"='nccl': needs the policy on an NVIDIA GPU, and it is on cpu; set 'folder'"):
-        surefoot.train("language", run_dir=files / "run", **settings)
-    monkeypatch.setattr(nccl, "check_device", lambda model: None)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(SurefootError, match=r"transfer='nccl': needs vLLM 0\.32 in the trainer's environment too \("):
-        surefoot.train("language", run_dir=files / "other", **settings)
-    assert not server.paused
-
-
-def test_nccl_rejects_adapters_and_a_weights_folder(files: Path, folders: dict[str, Path]) -> None:
-    with pytest.raises(SurefootError, match=r"server\.transfer='nccl': sends all weights, and an adapter must be merged"):
-        make_recipe({**fields(files, folders["llama"], closed_port(), transfer="nccl"), "kind": "language", "adapter": {}})
-    with pytest.raises(SurefootError, match=r"server\.transfer='nccl': needs no folder, and server\.weights='/x'; unset it"):
-        recipe_of(files, folders["llama"], closed_port(), transfer="nccl", weights="/x")
-    recipe = recipe_of(files, folders["llama"], "http://127.0.0.1:9123", transfer="nccl")
-    assert """--weight-transfer-config '{"backend": "nccl"}'""" in serve_command(recipe, "/model", 96)
 
 
 # ---- one iteration ahead ------------------------------------------------------------------------------------------------

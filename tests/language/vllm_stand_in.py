@@ -4,12 +4,10 @@
 """
 
 import json
-import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -36,11 +34,6 @@ class StandIn:
         self.version, self.paused = "default", False
         self.seen: list[str] = []
         self.headers: list[dict[str, str]] = []
-        self.wire: dict[str, torch.Tensor] = {}
-        """the tensors that NCCL would transfer"""
-        self.lost = False
-        """whether the NCCL transfer fails"""
-        self.joined: list[dict[str, Any]] = []
         self.fault: Callable[[int, str, dict[str, Any]], Any] = lambda number, path, body: None
         outer = self
 
@@ -115,31 +108,12 @@ class StandIn:
                     assert body["method"] == "reload_weights"
                     self.load(Path(body["kwargs"]["weights_path"]))
                     return 200, {"results": [None]}
-                case "/get_world_size":
-                    return 200, {"world_size": 2}
-                case "/init_weight_transfer_engine":
-                    self.joined.append(body["init_info"])
-                    return 200, {}
-                case "/start_weight_update" | "/finish_weight_update":
-                    assert self.paused, "weights change only while nothing is sampled"
-                    return 200, {}
-                case "/update_weights":
-                    self.receive(body["update_info"])
-                    return 200, {}
                 case "/reset_prefix_cache":
                     return 200, b""
                 case "/v1/completions":
                     return self.complete(body)
                 case _:
                     return 404, {"detail": "Not Found"}
-
-    @torch.no_grad()
-    def receive(self, info: dict[str, Any]) -> None:
-        own = dict(self.model.named_parameters())
-        assert set(own) == set(info["names"]) == set(self.wire)
-        for name, kind, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-            assert (str(self.wire[name].dtype), list(self.wire[name].shape)) == (f"torch.{kind}", shape)
-            own[name].copy_(self.wire[name])
 
     def complete(self, body: dict[str, Any]) -> Reply:
         if len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
@@ -168,40 +142,3 @@ class StandIn:
             entries = [{str(token): {"logprob": float(log_probs[t, token])}} for t, token in enumerate(body["prompt"][1:])]
             choice["prompt_logprobs"] = [None, *entries]
         return 200, {"choices": [choice]}
-
-
-def install_transfer(server: StandIn, set_module: Callable[[Any, str, ModuleType], None]) -> None:
-    """Install modules in place of vLLM's, with a sender like that of vLLM 0.32; the server's ``wire`` replaces NCCL."""
-
-    class Sender:
-        def __init__(self, client: Any, source: Any) -> None:
-            self.client, self.source = client, source
-
-        def send_weights(self) -> None:
-            tensors = {name: x.detach().clone() for name, x in self.source.named_parameters()}
-            info = {"names": list(tensors), "shapes": [list(x.shape) for x in tensors.values()]}
-            info["dtype_names"] = [str(x.dtype).split(".")[-1] for x in tensors.values()]
-            self.client.start_weight_update()
-            if server.lost:
-                raise RuntimeError("NCCL error: remote process exited")
-            server.wire = tensors
-            self.client.update_weights(info)
-            self.client.finish_weight_update()
-
-    class Factory:
-        @staticmethod
-        def trainer_init(init_info: Any, *, client: Any, source: Any) -> Sender:
-            client.init_weight_transfer_engine({**vars(init_info), "rank_offset": 1})
-            return Sender(client, source)
-
-    def info(master_address: str, master_port: int, world_size: int, *, rank: int) -> SimpleNamespace:
-        assert rank == 0, "the sender"
-        return SimpleNamespace(master_address=master_address, master_port=master_port, world_size=world_size)
-
-    transfer: Any = ModuleType("vllm.distributed.weight_transfer")
-    transfer.ModuleSource, transfer.WeightTransferTrainerFactory = (lambda model: model), Factory
-    engine: Any = ModuleType("vllm.distributed.weight_transfer.nccl_engine")
-    engine.NCCLTrainerInitInfo = info
-    parents = {name: ModuleType(name) for name in ("vllm", "vllm.distributed")}
-    for module in (*parents.values(), transfer, engine):
-        set_module(sys.modules, module.__name__, module)

@@ -353,7 +353,6 @@ class ServerSettingsTable(TypedDict, total=False):
     url: str
     model: str
     weights: str | None
-    transfer: Literal["folder", "nccl"]
     token_from: str | None
     at_once: int
     timeout: float

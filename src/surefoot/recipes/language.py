@@ -70,8 +70,6 @@ class ServerSettings(Section):
     weights: str | None = None
     """folder that trainer and server read, for new weights: the size of the model, twice for a moment; none: a temporary folder
     of this machine"""
-    transfer: Literal["folder", "nccl"] = "folder"
-    """how new weights reach the server. nccl: from GPU to GPU, by vLLM's own transfer, which needs vLLM beside Surefoot"""
     token_from: str | None = None
     """environment variable with the token of the Authorization header; its value is never saved"""
     at_once: Count = 64
@@ -326,8 +324,6 @@ class LanguageRecipe(ModelRecipe):
                 f"sampling.engine='packed': computes in float32, and precision={self.precision!r} has weights in bfloat16; set "
                 "engine = 'auto'"
             )
-        if self.server is not None and self.server.transfer == "nccl":
-            self._check_nccl(self.server)
         token = None if self.server is None else self.server.token_from
         if token is not None and (error := token_error(token)):
             raise SurefootError(f"server{error}")
@@ -341,14 +337,6 @@ class LanguageRecipe(ModelRecipe):
             raise SurefootError(
                 f"sampling.engine='continuous': needs whole models, and sharding={self.sharding!r}; set engine = 'auto'"
             )
-
-    def _check_nccl(self, server: ServerSettings) -> None:
-        """Only whole weights go from GPU to GPU."""
-        name = "server.transfer='nccl'"
-        if self.adapter is not None:
-            raise SurefootError(f"{name}: sends all weights, and an adapter must be merged first; set 'folder'")
-        if server.weights is not None:
-            raise SurefootError(f"{name}: needs no folder, and server.weights={server.weights!r}; unset it")
 
     def _check_ahead(self) -> None:
         """Only a server samples beside the learner; what to sample, and what to correct, must be known before."""

@@ -41,7 +41,7 @@ objective.normalise_advantages objective.kl_estimator objective.reference_estima
 optimizer.schedule rollout.backend rollout.info rollout.symmetry network.activation network.custom network.actor_parts
 network.critic_parts normalise.observations evaluation.demonstrations adapter.targets adapter.quantize data.columns
 data.control_tokens data.answers data.train data.held_out sampling.stop sampling.old_log_probs sampling.engine server.model
-server.transfer turns.environment reward.terms.model reward.terms.label reward.terms.function reward.terms.url
+turns.environment reward.terms.model reward.terms.label reward.terms.function reward.terms.url
 reward.terms.judge.model reward.terms.judge.prompt reward.terms.judge.pattern reward.terms.judge.key
 reward.terms.judge.against reward.terms.per reward.terms.separator reward.missing_eos reward.gold reference.model critic.start
 critic.label mixing.demonstrations preference.loss preference.separator

@@ -1,6 +1,6 @@
 """The engine "vllm": a running vLLM server samples, by its OpenAI-compatible completions with token ids and log-probabilities.
 
-New weights go through a folder that both read, or over NCCL by vLLM's own transfer: the server pauses, loads them, drops its
+New weights go through a folder that both read: the server pauses, loads them, drops its
 cache of prefixes and goes on. A version names the weights on the server; a probe compares its log-probabilities with the
 trainer's.
 The server needs ``VLLM_SERVER_DEV_MODE=1``, which adds the endpoints for weights, so it must not be open to others.
@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -24,12 +23,11 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError
 from surefoot.language.calls import DeadlineExceeded, in_threads
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import HttpClient, is_local
 from surefoot.language.models.loading import save_model
-from surefoot.language.sampling import nccl
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Answer, EngineName, Request, detector_for, samples_of
 from surefoot.language.sampling.sampler import Samples, check_options, check_prompts, eval_mode, log_softmax
@@ -74,11 +72,7 @@ class VllmServer:
         self.weights = None if self.settings.weights is None else Path(self.settings.weights).expanduser()
         self.remove: Any = None
         """removes a temporary folder of weights"""
-        self.sender: Any = None
-        """vLLM's sender over NCCL, once it is connected"""
         settings = self.settings
-        if settings.transfer == "nccl":
-            nccl.check_device(model)
         limit = f"server.timeout={settings.timeout:g} s"
         then = f"or start it: {self.command}"
         self.http = HttpClient(settings.url, token_from=settings.token_from, retries=settings.retries, limit=limit, then=then)
@@ -86,7 +80,7 @@ class VllmServer:
             self.http.ready("sampling.engine = 'vllm'")
         except SurefootError as error:
             raise self._error(str(error)) from None
-        if settings.transfer == "folder" and self.weights is None and not is_local(settings.url):
+        if self.weights is None and not is_local(settings.url):
             raise SurefootError(
                 f"server.weights: server.url={settings.url!r} is another machine; name a folder that both machines read"
             )
@@ -114,12 +108,7 @@ class VllmServer:
             elif (label := self._label_on_server()) != self.label:
                 if not fresh and label != UNNAMED:
                     raise self._other_weights(label)
-                if label == UNNAMED:  # a new server, whose GPUs have not joined
-                    self.sender = None
-                if self.settings.transfer == "nccl":
-                    self._replace_weights(self._send_over_nccl)
-                else:
-                    self._send_by_folder()
+                self._send_by_folder()
                 self._probe()
         self.version = version
 
@@ -131,22 +120,6 @@ class VllmServer:
         self._replace_weights(lambda: self._post("collective_rpc", reload))
         for old in before:
             shutil.rmtree(old, ignore_errors=True)
-
-    def _send_over_nccl(self) -> None:
-        try:
-            if self.sender is None:
-                workers = int(self._get("get_world_size")["world_size"])
-                self.sender = nccl.connect(
-                    self.model, nccl.Routes(partial(self._post, repeat=False)), self.settings.url, workers
-                )
-            self.sender.send_weights()
-        except SurefootError:
-            raise
-        except (RuntimeError, OSError, KeyError, TypeError, ValueError) as error:
-            raise self._error(
-                f"did not get the weights over NCCL ({cause_of(error)}); start it again, or set transfer = 'folder', and "
-                f"resume from the last checkpoint: {self.command}"
-            ) from error
 
     def _replace_weights(self, load: Callable[[], Any]) -> None:
         """Load weights while the server samples nothing, and name them."""
@@ -338,14 +311,14 @@ class VllmServer:
     def _get(self, path: str) -> dict[str, Any]:
         return self._table(path, "GET", None)
 
-    def _post(self, path: str, body: dict[str, Any] | None = None, repeat: bool = True) -> dict[str, Any]:
-        return self._table(path, "POST", json.dumps({} if body is None else body).encode(), repeat)
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._table(path, "POST", json.dumps({} if body is None else body).encode())
 
-    def _table(self, path: str, method: str, body: bytes | None, repeat: bool = True) -> dict[str, Any]:
+    def _table(self, path: str, method: str, body: bytes | None) -> dict[str, Any]:
         assert self.client is not None
         ends = time.monotonic() + self.settings.timeout
         try:
-            response = self.http.request(self.client, ends, body, url=self._url(path), method=method, repeat=repeat)
+            response = self.http.request(self.client, ends, body, url=self._url(path), method=method)
         except DeadlineExceeded:
             raise self._error(f"did not answer /{path} within {self.http.limit}; check the server, or raise it") from None
         except SurefootError as error:
@@ -407,7 +380,6 @@ def serve_command(recipe: LanguageRecipe, folder: str, longest: int) -> str:
         "vllm",
         "--logprobs-mode",
         "processed_logprobs",
-        *(["--weight-transfer-config", '{"backend": "nccl"}'] if settings.transfer == "nccl" else []),
         *(["--trust-remote-code"] if recipe.trust_remote_code else []),
     ]
     key = "" if settings.token_from is None else f' --api-key "${settings.token_from}"'
