@@ -5,7 +5,7 @@ AGAIN ?= # .ci/run sets it to .ci/again
 PYTEST = $(AGAIN) $(BIN)/pytest -n 2 --dist worksteal # neighbours run in one process, which makes what they share once
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles all of Surefoot again
 
-.PHONY: demo test slow release lint types tests docs bounds clean
+.PHONY: demo test slow release lint types tests docs bounds size clean
 
 demo: .venv/demo
 	$(BIN)/surefoot demo
@@ -40,6 +40,9 @@ docs: .venv/dev
 
 bounds: # short trainings with the oldest and the newest versions of the core packages; run before a release
 	bash benchmarks/bounds.sh
+
+size: # lines of source and tests, words of docs, and what docs/size.toml allows
+	@$(PYTHON) .ci/size
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Surefoot needs Python 3.11 or newer; set PYTHON=python3.x"; exit 2; }
