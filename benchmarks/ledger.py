@@ -154,8 +154,6 @@ def entry(experiment: Experiment, claim: Claim, verdict: Verdict) -> Iterator[st
     if verdict.bounds:
         so_far = "Measured" if verdict.done == verdict.planned else "So far, which decides nothing"
         lines.append(f"- {so_far}: {bounds_text(verdict.bounds)}")
-    if not claim.out_of_reach:
-        lines.append(f"- Repeat: `python benchmarks/ledger.py repeat {claim.key} --jobs 2`")
     yield "\n".join(lines)
 
 
@@ -187,14 +185,13 @@ def page() -> str:
             verdict = decided(claim, experiment, results)
             word = verdict.word if verdict.text == verdict.word else "undecided because cells are missing"
             words[word] = words.get(word, 0) + 1
-            shown = bounds_text(verdict.bounds, "<br>") or "–"
-            rows.append(f"| [{claim.key}](#{anchor(claim)}) | {claim.sentence} | {verdict.text} | {shown} |")
+            rows.append(f"| [{claim.key}](#{anchor(claim)}) | {claim.sentence} | {verdict.text} |")
             parts += entry(experiment, claim, verdict)
         if tables := list(score_tables(experiment, results)):
             parts += [f"Scores of {experiment.key}, interquartile means over seeds with their intervals:", *tables]
         parts += experiment.tables(results)
         sections.append("\n\n".join(parts))
-    table = "\n".join(["| | claim | verdict | numbers (95 % interval), and the bounds claimed |", "|---|---|---|---|", *rows])
+    table = "\n".join(["| | claim | verdict |", "|---|---|---|", *rows])
     counts = ", ".join(f"{count} {word}" for word, count in sorted(words.items(), key=lambda item: -item[1]))
     return "\n\n".join([f"Of {len(rows)} claims: {counts}.", table, *sections])
 

@@ -401,7 +401,7 @@ def test_the_readme_has_the_demo_s_means_over_seeds() -> None:
 def test_pipes_in_table_cells_are_escaped(ledger: Any) -> None:
     rows = [line for line in ledger.page().splitlines() if line.startswith("| [E")]
     assert len(rows) == sum(len(experiment.claims) for experiment in ledger.EXPERIMENTS.values())
-    assert all(row.count("|") == 5 for row in rows)
+    assert all(row.count("|") == 4 for row in rows)
 
 
 def test_a_number_with_a_limit_on_each_side_is_shown_once() -> None:

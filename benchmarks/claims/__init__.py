@@ -74,12 +74,12 @@ class Bound:
         return f"{self.what}: {number(self.value)}{spread}"
 
 
-def bounds_text(bounds: Sequence[Bound], between: str = "; ") -> str:
+def bounds_text(bounds: Sequence[Bound]) -> str:
     """Numbers and limits; a number with a limit on each side is one."""
     limits: dict[str, list[str]] = {}
     for bound in bounds:
         limits.setdefault(bound.number, []).append(f"{'>' if bound.above else '<'} {bound.limit:g}")
-    return between.join(f"{shown}, claimed {' and '.join(each)}" for shown, each in limits.items())
+    return "; ".join(f"{shown}, claimed {' and '.join(each)}" for shown, each in limits.items())
 
 
 @dataclass(frozen=True)
