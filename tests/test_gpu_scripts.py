@@ -44,7 +44,7 @@ def test_a_step_that_does_not_exist_is_one_line_and_not_a_pass(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_all_steps_pass_in_one_process(tmp_path: Path) -> None:
     settings = steps.Settings(tmp_path, "cpu", tiny=True)
     wanted = {**steps.steps_of(settings), **features.features_of(settings), **rates.rates_of(settings)}
@@ -54,7 +54,7 @@ def test_all_steps_pass_in_one_process(tmp_path: Path) -> None:
     assert len(report.steps) == 40
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_the_script_for_several_passes_every_step_and_restarts_a_killed_rank(tmp_path: Path) -> None:
     """Ranks are processes of torchrun, as on GPUs: forks of a test process with threads may hang."""

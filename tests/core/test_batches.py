@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from surefoot import PPO_CLIP
 from surefoot.core.credit import assign_credit
-from surefoot.core.minibatches import groups_by_length, micro_batches, rows_of
+from surefoot.core.minibatches import groups_by_length, micro_batches, rows_of, shuffled
 
 from .worlds import TinyPolicy, random_rollout
 
@@ -65,3 +65,14 @@ def test_a_part_holds_whole_rows_of_the_batch(unit: str) -> None:
                 assert torch.equal(getattr(part, name)[row], getattr(batch, name)[here])
             count += 1
     assert count == len(batch.advantages)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (7, 3), (8, 4), (9, 2)])
+def test_each_row_is_in_one_part_of_a_shuffled_batch_and_parts_are_nearly_equal(rows: int, parts: int) -> None:
+    rollout = random_rollout(TinyPolicy(memory=True), 0, rows=rows, unit="row")
+    batch = rows_of(rollout, assign_credit(rollout, PPO_CLIP))
+    batch.advantages[:] = torch.arange(rows).unsqueeze(-1)
+    drawn = [part.advantages[:, 0].tolist() for part in shuffled(batch, parts, torch.Generator().manual_seed(1))]
+    assert sorted(row for part in drawn for row in part) == list(range(rows))
+    assert len(drawn) == parts
+    assert max(map(len, drawn)) - min(map(len, drawn)) <= 1

@@ -223,11 +223,12 @@ def test_a_fixed_beta_is_that_of_the_recipe_also_after_a_resume() -> None:
 
 
 def test_beta_adapts_after_an_early_stop_too() -> None:
-    stopping = replace(ADAPTIVE, reuse=Reuse(4, 1), target_kl=0.001, trust_region=Penalty(1.0, target=1e-4))
+    stopping = replace(ADAPTIVE, reuse=Reuse(4, 1), target_kl=0.001, trust_region=Penalty(3.0, target=1e-4))
     messages, moves, state = run(stopping, 0.05, 3)
     assert all(metrics["stopped_early"] for metrics in messages)
     assert min(moves) > 1.5e-4
-    assert state.coefficients["beta"] == 8.0
+    assert [metrics["beta"] for metrics in messages] == [3.0, 6.0, 12.0], "it starts at the recipe's"
+    assert state.coefficients["beta"] == 24.0
 
 
 def test_micro_batches_do_not_change_the_kl_that_beta_follows() -> None:

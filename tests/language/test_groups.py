@@ -14,6 +14,7 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.diagnostics.metrics import TIMING
 from surefoot.language.data.batches import EpochSampler
+from surefoot.language.online import collect
 from surefoot.language.online.responses import choose_groups, rows_of_batch, with_signal
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.sampler import Samples, concat_samples
@@ -202,6 +203,19 @@ def test_ranks_together_choose_the_groups_of_one_process(ranks: int) -> None:
 
 def collected(made: LanguageWorld, state: LearnerState | None = None) -> Rollout:
     return made.collector.collect(state or LearnerState.seeded(1, 1000))
+
+
+def test_groups_that_a_rank_keeps_beyond_its_share_are_not_trained_on(
+    files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a rank to which four of the six groups belong."""
+
+    def fewer(signal: Any, places: Any, wanted: int, *others: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows_of_batch(signal, places, wanted - 2, *others)
+
+    monkeypatch.setattr(collect, "rows_of_batch", fewer)
+    trained = collected(world(files, folders["llama"], "vowels")).mask.any(-1).view(6, 4)
+    assert trained.sum(-1).sort().values.tolist() == [0, 0, 4, 4, 4, 4]
 
 
 def test_groups_without_signal_are_replaced_by_further_prompts(files: dict[str, str], folders: dict[str, Path]) -> None:

@@ -63,15 +63,18 @@ def log_prob(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
 # ---- the loss -----------------------------------------------------------------------------------------------------------
 
 
-def test_kto_baseline_loss_and_gradient_match_a_direct_computation(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Row by row in float64, unpadded, away from the reference: weighted 1 − σ(±β(h − z₀)), no gradient through z₀."""
+@pytest.mark.parametrize("nats", [3.0, -3.0])
+def test_kto_baseline_loss_and_gradient_match_a_direct_computation(
+    nats: float, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Row by row in float64, unpadded, away from the reference: weighted 1 − σ(±β(h − z₀)), no gradient through z₀ ≥ 0."""
     other = write_folder(tmp_path / "other", "gpt2", seed=2)
     preference = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
     fields = {"preference": preference, "reference": {"model": str(other), "beta": 0.02}, "optimizer": {"max_grad_norm": None}}
     made = recipe(folders["gpt2"], answers(tmp_path / "a.jsonl"), **fields)
     world = SupervisedWorld(made)
     world.policy.double()
-    lower_reference(world, 3.0)
+    lower_reference(world, nats)
     rows = [row.columns for row in read_rows(made.data.train)]
     order = world.collector.sampler._order[:8]
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
@@ -81,9 +84,11 @@ def test_kto_baseline_loss_and_gradient_match_a_direct_computation(folders: dict
         for partner, into in ((row, matched), ((row + 1) % len(rows), mismatched)):
             prompt = torch.tensor(world.tokens.encode_prompt(rows[row]["prompt"]))
             answer = torch.tensor(world.tokens.encode_completion(rows[partner]["completion"]))
-            into.append(log_prob(model, prompt, answer) - log_prob(frozen, prompt, answer).detach() + 3.0)
-    baseline = torch.stack(mismatched).detach().mean().clamp(min=0)
-    assert float(baseline) > 1
+            into.append(log_prob(model, prompt, answer) - log_prob(frozen, prompt, answer).detach() + nats)
+    baseline = torch.stack(mismatched).detach().mean()
+    assert float(baseline) > 1 or nats < 0
+    assert float(baseline) < -1 or nats > 0
+    baseline = baseline.clamp(min=0)
     gains = 0.02 * (torch.stack(matched) - baseline)
     losses = [
         1.5 * (1 - g.sigmoid()) if rows[row]["label"] else 0.5 * (1 - (-g).sigmoid())

@@ -755,7 +755,7 @@ def test_data_make_writes_guess_rows_and_training_requires_their_columns(
     assert "its rows need a column 'secret'" in err
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_pocket_model_improves_on_random_guesses(tmp_path: Path) -> None:
     """It starts from demonstrations that guess at random within the remaining range."""
     write_rows(tmp_path / "teacher.jsonl", tasks.demonstrations("guess", 4_800, 1, sloppy=1.0))

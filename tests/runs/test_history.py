@@ -293,7 +293,7 @@ def test_no_command_shows_a_traceback_for_invalid_metrics(surefoot, name, run, t
     assert surefoot("resume", run, "--steps", 576)[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("seed", range(2))
 def test_every_truncation_and_flipped_bit_of_metrics_is_detected(surefoot, seed, run, tmp_path):
     """100 of each; what every command reads is noticed, and a resumed run tells of it."""

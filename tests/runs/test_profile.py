@@ -79,7 +79,7 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("train", [control, tensors, language, pytest.param(compiled, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("train", [control, tensors, language, pytest.param(compiled, marks=pytest.mark.release)])
 def test_a_profiled_run_has_the_same_weights_to_the_last_bit_and_names_its_sections(
     train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,7 +253,11 @@ def test_a_file_that_a_manifest_does_not_list_has_one_remedy(command, run):
 @pytest.mark.parametrize("name", ["config.toml", "environment.json", "finished.json"])
 @pytest.mark.parametrize(
     "kind",
-    ["pipe", "folder", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("device", "nothing", "deep", "long", "list"))],
+    [
+        "pipe",
+        "folder",
+        *(pytest.param(kind, marks=pytest.mark.release) for kind in ("device", "nothing", "deep", "long", "list")),
+    ],
 )
 def test_no_file_of_a_run_makes_a_command_hang_or_show_a_traceback(command, run, name, kind):
     (run / name).unlink(missing_ok=True)

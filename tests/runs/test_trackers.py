@@ -291,7 +291,7 @@ def test_closing_an_offline_run_of_wandb_waits_for_the_process_that_writes_its_f
     assert list(steps_in_file) == [192]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_killed_and_resumed_run_is_in_every_store_with_each_step_once(offline):
     """Real processes, and imports of four packages: a minute and a half."""
     run = offline / "run"

@@ -54,8 +54,8 @@ EVALUATE = ["evaluate", ".", "--episodes", "1"]
     ("start", "words"),
     [
         (MODULE, EVALUATE),
-        pytest.param(MODULE, ["check", "."], marks=pytest.mark.slow),
-        pytest.param(SCRIPT, EVALUATE, marks=pytest.mark.slow),
+        pytest.param(MODULE, ["check", "."], marks=pytest.mark.release),
+        pytest.param(SCRIPT, EVALUATE, marks=pytest.mark.release),
     ],
 )
 def test_a_command_imports_nothing_from_the_folder_that_it_reads_in(strange, start, words):
@@ -64,7 +64,7 @@ def test_a_command_imports_nothing_from_the_folder_that_it_reads_in(strange, sta
     assert [path.name for path in strange.iterdir() if path.name.startswith("sprung")] == []
 
 
-@pytest.mark.parametrize(("start", "backend"), [pytest.param(MODULE, "loop", marks=pytest.mark.slow), (SCRIPT, "workers")])
+@pytest.mark.parametrize(("start", "backend"), [pytest.param(MODULE, "loop", marks=pytest.mark.release), (SCRIPT, "workers")])
 def test_a_task_in_the_working_folder_is_found_with_the_modules_beside_it(tmp_path, start, backend):
     """In workers too; and what the task starts itself finds the working folder as without us."""
     (tmp_path / "robot.py").write_text(ROBOT)
@@ -76,7 +76,7 @@ def test_a_task_in_the_working_folder_is_found_with_the_modules_beside_it(tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_cells_in_processes_of_their_own_find_a_task_in_the_working_folder(tmp_path):
     (tmp_path / "robot.py").write_text(ROBOT)
     (tmp_path / "tools.py").write_text("def wrapped(env):\n    return env\n")
