@@ -29,16 +29,17 @@ tests: .venv/dev
 slow: .venv/dev
 	$(PYTEST) -m 'slow and not release' --timeout 600
 
-release: .venv/dev # what CI has no time for: many kills, every page of the docs, learning, other versions of packages
-	$(PYTEST) -m release --timeout 3600 -rA --show-capture no
-	$(MAKE) docs bounds
-	git diff --exit-code --stat docs
+release: .venv/dev # before a release: what CI has no time for
+	$(PYTEST) -m release --timeout 3600 -rfEsp
+	$(MAKE) bounds
+	@echo "ran: the tests listed above (kills, damage, pages of the docs, the notebook, learning, compiled programs), and short"
+	@echo "trainings with the lowest and the newest versions of the core packages"
 
 docs: .venv/dev
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/site/build.py
 
-bounds: # short trainings with the oldest and the newest versions of the core packages; run before a release
+bounds: # short trainings with the oldest and the newest versions of the core packages
 	bash benchmarks/bounds.sh
 
 size: # lines of source and tests, words of docs, and what docs/size.toml allows
