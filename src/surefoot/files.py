@@ -164,18 +164,6 @@ def check_whole(least: int, **arguments: object) -> None:
             raise SurefootError(f"{name}={value!r}: must be a whole number of at least {least}")
 
 
-BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-"""texts that are a boolean"""
-
-
-def parse_value(text: str) -> Any:
-    """The value of a flag, read as TOML (0.9, true, [64, 64]); a bare word is a string."""
-    try:
-        return parsed(f"value = {text}", tomllib.loads)["value"]
-    except ValueError:
-        return text
-
-
 def check_name(field: str, name: str) -> None:
     """Raise SurefootError unless a name is that of one folder, in printable characters."""
     check_shown(field, name)
@@ -226,9 +214,16 @@ def is_temporary(path: Path) -> bool:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, also while others write it: the last one remains."""
+    with written_whole(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A temporary file that becomes ``path`` at the end; after an error, nothing has changed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        temporary.write_bytes(content)
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

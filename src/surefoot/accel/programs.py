@@ -26,7 +26,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 
 from surefoot.errors import NotCompiledError, announce, cause_of
-from surefoot.files import package_source
+from surefoot.files import package_source, write_text
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 """takes a list of tensors, which it empties, and returns new tensors"""
@@ -81,9 +81,7 @@ def program_of(
         _compile(traced, arguments, library)
         announce(f"engine: compiled {name} in {time.perf_counter() - start:.0f} s; later runs load it from the cache")
     if known is not None:
-        new = known.with_suffix(f".{os.getpid()}")
-        new.write_text(library.name)
-        os.replace(new, known)
+        write_text(known, library.name)
     return _load(library)
 
 

@@ -32,7 +32,17 @@ from typing import Any
 import filelock
 
 from surefoot.errors import SurefootError
-from surefoot.files import check_shown, copy_file, is_temporary, made_from, read_table, read_toml, write_text, writing
+from surefoot.files import (
+    check_shown,
+    copy_file,
+    is_temporary,
+    made_from,
+    read_table,
+    read_toml,
+    write_text,
+    writing,
+    written_whole,
+)
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.reading import check_trust_region, make_recipe, to_toml
@@ -45,7 +55,7 @@ from surefoot.store.reading import ENVIRONMENT, FINISHED, LOCK, ROWS, acquire, c
 from surefoot.store.source import SHOWN, source_differences
 from surefoot.terminal import visible
 
-FREE = (
+CHANGE_NOTHING = (
     "check_memory",
     "reward.deadline",
     "rollout.deadline",
@@ -148,13 +158,9 @@ class RunFolder:
         kept = self.path / ROWS / file.name
         kept.parent.mkdir(exist_ok=True)
         self._rows.append(kept)
-        temporary = kept.with_name(f".{kept.name}.tmp")
-        try:
+        with written_whole(kept) as temporary:
             copy_file(file, temporary)
             flush(temporary)
-            os.replace(temporary, kept)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def begin(self, recipe: Recipe, preset: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
         """Write the recipe: from now on this is a run.
@@ -445,7 +451,7 @@ def table_differences(before: dict[str, Any], after: dict[str, Any]) -> list[str
 
 def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     """How a recipe differs from the table a checkpoint holds, aside from the budget and from what changes no number."""
-    free = tuple(f"{name}: " for name in ("steps", *FREE))
+    free = tuple(f"{name}: " for name in ("steps", *CHANGE_NOTHING))
     return [line for line in table_differences(before, recipe.table) if not line.startswith(free)]
 
 
