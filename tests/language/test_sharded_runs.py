@@ -26,7 +26,7 @@ from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_world
-from surefoot.runs.session import Session, saving, writer
+from surefoot.runs.session import Session, saving
 from surefoot.sharding import Shard, local_part, read_range, start_of
 from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.store.metrics import read_metrics
@@ -272,14 +272,14 @@ def test_failed_shard_write_stops_all_ranks_and_keeps_the_last_checkpoint(
     number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer threads agree: if the shards of one rank are missing, nothing is committed."""
-    before = writer.write_shards
+    before = saving.write_shards
 
     def full(place: Path, shards: Any, of: int) -> None:
         if of == number and "54" in place.name and place.parent.name == "checkpoints":
             raise SurefootError(f"{place}: rank {of} can't write its shards (no space)")
         before(place, shards, of)
 
-    monkeypatch.setattr(writer, "write_shards", full)
+    monkeypatch.setattr(saving, "write_shards", full)
     results = on_ranks(2, lambda rank: train(folder, "sft", tmp_path / "run", 54), tmp_path / "results")
     assert all(f"rank {number} can't write its shards (no space)" in result for result in results), results
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "36"

@@ -10,7 +10,7 @@ import surefoot
 from surefoot import Callback, Interrupted, SurefootError
 from surefoot.control.world import ControlWorld
 from surefoot.diagnostics.metrics import TIMING
-from surefoot.runs.session.writer import CheckpointWriter
+from surefoot.runs.session.saving import CheckpointWriter
 from surefoot.store.metrics import read_metrics
 
 FIELDS = {

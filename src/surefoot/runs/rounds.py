@@ -39,7 +39,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
-from surefoot.store.folder import FREE, RunFolder, folder_lock, match_settings
+from surefoot.store.folder import CHANGE_NOTHING, RunFolder, folder_lock, match_settings
 from surefoot.store.manifest import check_listed, read_listed_table, write_listed
 from surefoot.store.reading import FINISHED
 
@@ -194,7 +194,7 @@ def _claim(settings: RoundsSettings, folder: Path, lock: ExitStack) -> None:
         _load_judge(settings)  # before the folder is made
     lock.enter_context(folder_lock(folder, file.name, remedy="choose another --name"))
     with writing(folder, "choose another --run-dir"):
-        match_settings(file, settings.to_json(), "choose another --name", [f"recipe.{name}" for name in FREE])
+        match_settings(file, settings.to_json(), "choose another --name", [f"recipe.{name}" for name in CHANGE_NOTHING])
 
 
 @as_found
