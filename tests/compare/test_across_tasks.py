@@ -25,7 +25,7 @@ from surefoot.compare.across_tasks import (
     task_mean,
 )
 from surefoot.compare.report import across_tasks_tables
-from surefoot.compare.runs import Run, read_run
+from surefoot.compare.runs import SavedRun, read_run
 from surefoot.compare.statistics import interquartile_mean, interval
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import make_recipe
@@ -210,9 +210,9 @@ def test_seeds_that_count_twice_and_unfinished_runs_are_shown(runs: dict[str, Pa
 
 
 def test_tasks_with_long_names_are_told_apart_by_their_end() -> None:
-    def run(data: str, rate: float, score: float) -> Run:
+    def run(data: str, rate: float, score: float) -> SavedRun:
         recipe = make_recipe({"kind": "sft", "model": "m", "data": {"train": data}, "optimizer": {"learning_rate": rate}})
-        return Run(Path(f"{rate}"), recipe, SimpleNamespace(rows=[{"steps": 1, "gold": score}]), {})  # type: ignore[arg-type]
+        return SavedRun(Path(f"{rate}"), recipe, SimpleNamespace(rows=[{"steps": 1, "gold": score}]), {})  # type: ignore[arg-type]
 
     root = f"/data/{'project/' * 6}"
     runs = [run(f"{root}{part}/train.jsonl", rate, rate) for part in ("v1", "v2") for rate in (0.001, 0.002)]

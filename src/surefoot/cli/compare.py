@@ -29,7 +29,7 @@ from surefoot.files import check_name, write_bytes
 if TYPE_CHECKING:
     from surefoot.compare.across_tasks import TaskComparison
     from surefoot.compare.report import Report
-    from surefoot.compare.runs import Run
+    from surefoot.compare.runs import SavedRun
 
 
 def across_tasks_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def across_tasks_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tasks_compared(
-    command: str, runs: Sequence["Run"], by: str | None, score: str | None, ranges: tuple[str, ...]
+    command: str, runs: Sequence["SavedRun"], by: str | None, score: str | None, ranges: tuple[str, ...]
 ) -> "TaskComparison | None":
     """The comparison that ``--by`` asks for; None without it.
 

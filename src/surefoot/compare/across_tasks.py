@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.compare.runs import SCORES, Run, differences_between, distinguishing_fields, full_text, short_text
+from surefoot.compare.runs import SCORES, SavedRun, differences_between, distinguishing_fields, full_text, short_text
 from surefoot.compare.statistics import finite, interquartile_mean, interval, t_quantile
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import flatten
@@ -114,7 +114,7 @@ class TaskComparison:
     metric: str
     ranges: Mapping[str, Range]
     """task -> the scores that count as 0 and 1"""
-    runs: Mapping[str, Mapping[str, Sequence[Run]]]
+    runs: Mapping[str, Mapping[str, Sequence[SavedRun]]]
     """value of the field -> task -> runs, each with a score"""
 
     @cached_property
@@ -157,7 +157,7 @@ class TaskComparison:
 
 
 def compare_across_tasks(
-    runs: Sequence[Run], field: str, metric: str | None = None, ranges: Mapping[str, Range] | None = None
+    runs: Sequence[SavedRun], field: str, metric: str | None = None, ranges: Mapping[str, Range] | None = None
 ) -> TaskComparison:
     """Group runs by task and by the value of a recipe's field.
 
@@ -170,8 +170,8 @@ def compare_across_tasks(
     if metric is not None and metric.endswith("loss"):
         raise SurefootError(f"--score {metric}: of a loss lower is better; name a metric of which higher is better")
     metric = metric or _common_metric(runs)
-    groups: dict[str, dict[str, list[Run]]] = {}
-    first: dict[tuple[str, str], Run] = {}
+    groups: dict[str, dict[str, list[SavedRun]]] = {}
+    first: dict[tuple[str, str], SavedRun] = {}
     for run in runs:
         table = dict(flatten(run.recipe.table))
         if field not in table:
@@ -197,14 +197,14 @@ def compare_across_tasks(
     return TaskComparison(field, metric, ends, {value: {t: by_task[t] for t in tasks} for value, by_task in groups.items()})
 
 
-def _scores_of(groups: Mapping[str, Mapping[str, Sequence[Run]]], metric: str) -> dict[str, dict[str, list[float]]]:
+def _scores_of(groups: Mapping[str, Mapping[str, Sequence[SavedRun]]], metric: str) -> dict[str, dict[str, list[float]]]:
     return {
         value: {task: [float(run.last(metric) or 0.0) for run in runs] for task, runs in by_task.items()}
         for value, by_task in groups.items()
     }
 
 
-def _common_metric(runs: Sequence[Run]) -> str:
+def _common_metric(runs: Sequence[SavedRun]) -> str:
     """The first score that all runs have; losses are left out, since lower is better."""
     for metric in SCORES:
         if not metric.endswith("loss") and all(run.last(metric) is not None for run in runs):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from surefoot import __version__
 from surefoot.compare.plots import PANELS
 from surefoot.compare.report import duration, matplotlib_installed, write_figures
-from surefoot.compare.runs import Run, read_run
+from surefoot.compare.runs import SavedRun, read_run
 from surefoot.compare.statistics import markdown_table, number
 from surefoot.control.agent import Agent
 from surefoot.errors import SurefootError, to_install
@@ -109,7 +109,7 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
     return notes
 
 
-def _environment(run: Run) -> dict[str, Any]:
+def _environment(run: SavedRun) -> dict[str, Any]:
     """What results depend on besides the recipe and may be published."""
     return {key: run.environment[key] for key in ENVIRONMENT if key in run.environment}
 
@@ -179,7 +179,7 @@ def check_no_places(folder: Path, run: Path) -> None:
 class Card:
     """The model card of a run."""
 
-    run: Run
+    run: SavedRun
     recipe: Recipe
     """as it is published"""
     name: str

@@ -36,7 +36,7 @@ from surefoot.store.manifest import read_listed_table, write_listed
 from surefoot.store.metrics import FILE, read_history
 
 RESULT, REQUEST = "result.json", "request.json"
-POINTS = 400
+KEPT_POINTS = 400
 """maximum number of points kept of a run's curves"""
 
 
@@ -297,7 +297,7 @@ def summary(rows: Results) -> dict[str, Any]:
         raise SurefootError(f"metrics.jsonl: {what}; remove the run's folder to train it again")
     last, late = rows[-1], rows[-max(1, len(rows) // 4) :]
     outside, explained = present(rows, "ratio_outside"), sorted(present(late, "explained_variance"))
-    count = min(POINTS, len(rows))
+    count = min(KEPT_POINTS, len(rows))
     ends = [round((i + 1) * len(rows) / count) for i in range(count)]
     parts = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     return {

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surefoot.compare.across_tasks import TaskComparison
-from surefoot.compare.runs import Run, short_text
+from surefoot.compare.runs import SavedRun, short_text
 from surefoot.compare.statistics import Results, band, mean_interval, number
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -23,7 +23,7 @@ RUNGS = ("#999999", "#000000", "#56B4E9", "#0072B2", "#E69F00", "#D55E00")
 STYLES = ("-", "--", ":", "-.")
 GREY = "#808080"
 """of the text in plots of runs: readable on white and on dark pages"""
-POINTS = 1_500
+DRAWN_POINTS = 1_500
 """maximum number of points in a line"""
 SMOOTHING = 0.04
 """window of the running mean, as a share of the line's length"""
@@ -320,12 +320,12 @@ def run_colour(index: int) -> str:
     return COLOURS[index % (len(COLOURS) - 1)]
 
 
-def panels_of(runs: Sequence[Run]) -> list[Panel]:
+def panels_of(runs: Sequence[SavedRun]) -> list[Panel]:
     """The panels for which any run has at least two values."""
     return [panel for panel in PANELS if any(len(run.curve(metric)[0]) > 1 for run in runs for metric in panel.metrics)]
 
 
-def draw_panel(panel: Panel, runs: Sequence[Run], kind: Literal["svg", "png"] = "svg") -> bytes:
+def draw_panel(panel: Panel, runs: Sequence[SavedRun], kind: Literal["svg", "png"] = "svg") -> bytes:
     """The plot as the bytes of a file. The same runs give the same bytes; the caller names the lines."""
     from matplotlib.figure import Figure
 
@@ -367,7 +367,7 @@ def _line(axes: Any, steps: Numbers, values: Numbers, colour: str, style: str) -
     axes.plot(steps, smoothed(values), color=colour, ls=style, lw=1.8)
 
 
-def binned(steps: Numbers, values: Numbers, points: int = POINTS) -> tuple[Numbers, Numbers]:
+def binned(steps: Numbers, values: Numbers, points: int = DRAWN_POINTS) -> tuple[Numbers, Numbers]:
     """Means over neighbours, so that at most ``points`` remain.   [n], [n] -> [≤ points], [≤ points]"""
     if len(values) <= points:
         return steps, values

@@ -24,7 +24,7 @@ from surefoot.compare.runs import (
     SCORES,
     Comparison,
     Group,
-    Run,
+    SavedRun,
     differences_between,
     distinguishing_fields,
     short_text,
@@ -201,7 +201,7 @@ def comparison_text(comparison: Comparison) -> str:
     return "\n\n".join([*lines, *(line for group in groups for line in _notices(group.runs))])
 
 
-def _notices(runs: Sequence[Run]) -> list[str]:
+def _notices(runs: Sequence[SavedRun]) -> list[str]:
     """What a reader must know about runs: edited recipes, and findings."""
     lines = []
     for run in runs:
@@ -216,7 +216,7 @@ def _group_row(group: Group) -> list[str]:
     return [group.name, str(len(group.runs)), *_seeds_and_states(group.runs)]
 
 
-def _seeds_and_states(runs: Sequence[Run]) -> tuple[str, str]:
+def _seeds_and_states(runs: Sequence[SavedRun]) -> tuple[str, str]:
     seeds = [run.recipe.seed for run in runs]
     twice = " (one seed twice)" if len(set(seeds)) < len(seeds) else ""
     return ", ".join(map(str, sorted(seeds))) + twice, "; ".join(dict.fromkeys(run.state for run in runs))
@@ -280,7 +280,7 @@ def across_tasks_tables(comparison: TaskComparison) -> list[TextTable]:
 # ---- the page of runs ------------------------------------------------------------------------------------------------
 
 
-def write_page(runs: Sequence[Run], out: Path, tasks: TaskComparison | None = None) -> None:
+def write_page(runs: Sequence[SavedRun], out: Path, tasks: TaskComparison | None = None) -> None:
     """Write the HTML page atomically, with a comparison over tasks if there is one.
 
     Raises SurefootError if matplotlib is not installed.
@@ -290,7 +290,7 @@ def write_page(runs: Sequence[Run], out: Path, tasks: TaskComparison | None = No
     write_text(out, page(runs, tasks))
 
 
-def write_figures(runs: Sequence[Run], folder: Path, kind: Any, tasks: TaskComparison | None = None) -> list[Path]:
+def write_figures(runs: Sequence[SavedRun], folder: Path, kind: Any, tasks: TaskComparison | None = None) -> list[Path]:
     """Write each plot as a file, and return their paths. Raises SurefootError if matplotlib is not installed."""
     require_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
@@ -310,7 +310,7 @@ def require_matplotlib(purpose: str = "surefoot report") -> None:
         raise missing_extra("matplotlib", "plots", purpose)
 
 
-def page(runs: Sequence[Run], tasks: TaskComparison | None = None) -> str:
+def page(runs: Sequence[SavedRun], tasks: TaskComparison | None = None) -> str:
     """The HTML page of some runs, with a comparison over tasks if there is one."""
     title = runs[0].recipe.title if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
@@ -345,7 +345,7 @@ def _text(value: Any) -> str:
     return escape(visible(str(value)))
 
 
-def _overview(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[SavedRun]) -> str:
     scores = [metric for metric in SCORES if any(run.last(metric) is not None for run in runs)][:4]
     header = ["run", "seed", "state", "time", *scores]
     rows = []
@@ -387,7 +387,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _findings(run: Run, alone: bool) -> str:
+def _findings(run: SavedRun, alone: bool) -> str:
     name = "" if alone else f"<h3>{_text(run.name)}</h3>"
     if not run.findings:
         return f'{name}<p class="well">No findings in {len(run.rows):,} iterations.</p>'
@@ -404,7 +404,7 @@ def _finding(finding: Finding) -> str:
     )
 
 
-def _curves(runs: Sequence[Run]) -> str:
+def _curves(runs: Sequence[SavedRun]) -> str:
     images = []
     for panel in panels_of(runs):
         last = ", ".join(f"{run.name}: {number(run.last(panel.metrics[0]))}" for run in runs)
@@ -416,7 +416,7 @@ def _curves(runs: Sequence[Run]) -> str:
     return f'{caption}<div class="curves">{"".join(images)}</div>'
 
 
-def _samples(runs: Sequence[Run]) -> Iterable[str]:
+def _samples(runs: Sequence[SavedRun]) -> Iterable[str]:
     for run in runs:
         if (latest := run.samples()) is None or not latest[1]:
             continue
@@ -443,7 +443,7 @@ def _score(value: Any) -> str:
     return f"{value:+.2f}" if isinstance(value, (int, float)) else "–"
 
 
-def _recipes(runs: Sequence[Run]) -> Iterable[str]:
+def _recipes(runs: Sequence[SavedRun]) -> Iterable[str]:
     if len(runs) > 1:
         differing = differences_between([{**distinguishing_fields(run.recipe), "seed": run.recipe.seed} for run in runs])
         if differing:
@@ -468,7 +468,7 @@ def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list, bool)) else str(value)
 
 
-def _environment(runs: Sequence[Run]) -> str:
+def _environment(runs: Sequence[SavedRun]) -> str:
     """A table of environment.json, without the folder in which the run was started: a page may be published."""
     shown = {"git", "preset", *ENVIRONMENT} - {"seed"}
     tables = [dict(flatten({key: value for key, value in run.environment.items() if key in shown})) for run in runs]
@@ -477,7 +477,7 @@ def _environment(runs: Sequence[Run]) -> str:
     return _html_table(["", ""], rows) if rows else '<p class="soft">environment.json can’t be read.</p>'
 
 
-def _reproduction(run: Run) -> str:
+def _reproduction(run: SavedRun) -> str:
     command = run.environment.get("command")
     started = ""
     if isinstance(command, list) and command:

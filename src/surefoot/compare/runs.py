@@ -16,8 +16,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe
 from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.finding import Finding
-from surefoot.store.folder import FREE as CHANGE_NOTHING
-from surefoot.store.folder import changed_since, sources_in
+from surefoot.store.folder import CHANGE_NOTHING, changed_since, sources_in
 from surefoot.store.manifest import read_listed_table
 from surefoot.store.metrics import FILE, read_history
 from surefoot.store.reading import History, check_is_run, read_samples, samples_in
@@ -35,7 +34,7 @@ SCORES = (
     "held_out_loss",
 )
 """metrics by which runs are compared, if they have them"""
-FREE = ("seed", "device", "threads", *CHANGE_NOTHING, "checkpoint", "traces", "evaluation.seed", "evaluation.every")
+MAY_DIFFER = ("seed", "device", "threads", *CHANGE_NOTHING, "checkpoint", "traces", "evaluation.seed", "evaluation.every")
 """fields in which runs of one group may differ: none of them changes what a run learns from a given stream of randomness"""
 ENVIRONMENT = ("python", "platform", "versions", "git")
 """keys of environment.json that may affect the numbers"""
@@ -44,7 +43,7 @@ ABSENT = "–"
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """One run, read from its folder."""
 
     path: Path
@@ -107,7 +106,7 @@ class Run:
         return int(files[-1].stem), [row for row in read_samples(files[-1]) if isinstance(row.get("response"), str)]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> SavedRun:
     """The run in a folder, finished or not.
 
     Raises SurefootError if it is not a run or has no metrics yet.
@@ -126,7 +125,7 @@ def read_run(path: Path) -> Run:
     environment = read_listed_table(facts) if facts.exists() else {}
     checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
     changed = changed_since(checkpoint, recipe, environment.get("working_folder"))
-    return Run(path, recipe, history, environment, changed, sources_in(checkpoint))
+    return SavedRun(path, recipe, history, environment, changed, sources_in(checkpoint))
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def read_run(path: Path) -> Run:
 
 def distinguishing_fields(recipe: Recipe) -> dict[str, Any]:
     """The fields that separate groups of runs. With ``evaluation.patience`` they include when and how runs are evaluated."""
-    free = tuple(name for name in FREE if recipe.evaluation.patience is None or not name.startswith("evaluation."))
+    free = tuple(name for name in MAY_DIFFER if recipe.evaluation.patience is None or not name.startswith("evaluation."))
     return {
         name: value
         for name, value in flatten(recipe.table)
@@ -142,14 +141,14 @@ def distinguishing_fields(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def distinguishing(run: Run) -> dict[str, Any]:
+def distinguishing(run: SavedRun) -> dict[str, Any]:
     """The fields that separate a run's group from others, and the code that it rests on."""
     return distinguishing_fields(run.recipe) | {f"source of {name}": value for name, value in run.sources.items()}
 
 
-def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
+def group_runs(runs: Sequence[SavedRun]) -> list[list[SavedRun]]:
     """Groups of runs whose recipes differ only in the seed, in the order of their first run."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[SavedRun]] = {}
     for run in runs:
         groups.setdefault(json.dumps(distinguishing(run), sort_keys=True, default=str), []).append(run)
     return list(groups.values())
@@ -167,7 +166,7 @@ class Group:
     """Runs that differ only in the seed."""
 
     name: str
-    runs: Sequence[Run]
+    runs: Sequence[SavedRun]
 
     def of_seeds(self, metric: str) -> list[float | None]:
         """The last known value of each run; None for a run that has none."""
@@ -227,7 +226,7 @@ class Comparison:
         }
 
 
-def compare_runs(runs: Sequence[Run]) -> Comparison:
+def compare_runs(runs: Sequence[SavedRun]) -> Comparison:
     """Group the runs and list the differences between their recipes and environments."""
     groups = group_runs(runs)
     fields = differences_between([distinguishing(group[0]) for group in groups])

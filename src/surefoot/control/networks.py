@@ -16,7 +16,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot.accel.programs import is_traced
-from surefoot.control.memory import in_steps
+from surefoot.control.recurrent import in_steps
 from surefoot.control.spaces import ObservationPart, channels_last, choices, image_shape, is_image, observation_parts
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.callables import NETWORK, Functions, load_function

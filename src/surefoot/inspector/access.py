@@ -27,9 +27,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from surefoot.errors import SurefootError
 
-PATIENCE = 10.0
+REQUEST_SECONDS = 10.0
 """seconds from the start of a connection or a later request until that request is complete"""
-IDLE = 5
+KEPT_OPEN = 5
 """seconds that an idle connection stays open"""
 INVITATION = 600
 """seconds for which the address for another browser works"""
@@ -159,7 +159,7 @@ def equal_secrets(actual: str, expected: str) -> bool:
 class Connection(H11Protocol):
     """HTTP/1.1 that closes a connection if a request doesn't become complete in time; uvicorn limits only idle time."""
 
-    patience = PATIENCE
+    patience = REQUEST_SECONDS
     deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:

@@ -27,7 +27,7 @@ DEEPEST = 3
 """folders between a folder of runs and a run: a comparison or rounds have their own"""
 MOST_FOLDERS = 20_000
 """how many folders are searched"""
-PATIENCE = 1.0
+READING_SECONDS = 1.0
 """maximum seconds that one request reads metrics; the rest follows with later requests"""
 
 
@@ -84,7 +84,7 @@ class Catalog:
 
     def table(self) -> dict[str, Any]:
         """A row for each run, and the runs in the trash."""
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + READING_SECONDS
         with self.lock:
             rows = [self._row(place, until) for place in self.places()]
         return {"folders": [str(path) for path in self.paths], "runs": rows, "trash": self.trash()}

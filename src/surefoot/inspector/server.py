@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, parsed, read_bytes
-from surefoot.inspector.access import IDLE, INVITATION, Connection, Guard, LoginTokens
+from surefoot.inspector.access import INVITATION, KEPT_OPEN, Connection, Guard, LoginTokens
 from surefoot.inspector.catalog import Catalog, is_run
 from surefoot.inspector.folders import RunFolders, metric_descriptions
 
@@ -255,7 +255,7 @@ def serve(paths: list[Path], port: int, ready: Callable[[str], None], entered: C
         lifespan="off",
         http=Connection,
         ws="none",
-        timeout_keep_alive=IDLE,
+        timeout_keep_alive=KEPT_OPEN,
         server_header=False,
     )
     threading.Thread(target=_prepare, args=(folders, catalog, traces), daemon=True).start()

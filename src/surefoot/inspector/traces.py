@@ -25,7 +25,7 @@ from surefoot.store.traces import clipped_samples, read_trace
 
 SHOWN_SAMPLES, SHOWN_STEPS = 20_000, 4_096
 KEPT_TRACES = 6
-MOST_COUNTED, PATIENCE = 40, 0.5
+MOST_COUNTED, COUNTING_SECONDS = 40, 0.5
 """traces, and seconds, in which the one with the most clipped samples is looked for"""
 ON_A_PAGE = 200_000
 """maximum number of samples in a self-contained page, about 2 MB; more are thinned evenly over all passes"""
@@ -79,14 +79,14 @@ class Traces:
         """The step of a run's traces to look at first: of the trace with the most clipped samples, the row with the most, there
         the step whose clipped ratio is furthest from 1.
 
-        Traces are counted in the order of their iterations' ``clip_active``, until ``MOST_COUNTED`` of them or ``PATIENCE``
-        seconds. ``steps`` is None if no counted trace has a clipped sample.
+        Traces are counted in the order of their iterations' ``clip_active``, until ``MOST_COUNTED`` of them or
+        ``COUNTING_SECONDS`` seconds. ``steps`` is None if no counted trace has a clipped sample.
         """
         files = traces_in(self.folders.path(run) / "traces")
         share = self._clip_active(run)
         files.sort(key=lambda file: (-share.get(int(file.stem), 1.0), -int(file.stem)))
         best: tuple[int, int, int] = (0, 0, 0)
-        counted, until = 0, time.monotonic() + PATIENCE
+        counted, until = 0, time.monotonic() + COUNTING_SECONDS
         for file in files[:MOST_COUNTED]:
             if counted and time.monotonic() > until:
                 break

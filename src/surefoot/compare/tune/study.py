@@ -21,7 +21,7 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe
 from surefoot.recipes.search_space import Choices, Range, Space, parsed_space, with_values
-from surefoot.store.folder import FREE, MEASURES, folder_lock
+from surefoot.store.folder import CHANGE_NOTHING, MEASURES, folder_lock
 
 if TYPE_CHECKING:
     import optuna
@@ -31,7 +31,7 @@ CHANGES_NOTHING = "changes no score"
 FIXED = {
     **dict.fromkeys(MEASURES, SCORED),
     "evaluation": SCORED,
-    **dict.fromkeys((*FREE, "device", "threads", "checkpoint", "traces"), CHANGES_NOTHING),
+    **dict.fromkeys((*CHANGE_NOTHING, "device", "threads", "checkpoint", "traces"), CHANGES_NOTHING),
     "kind": "determines what is trained",
     "model": "determines what is trained",
     "steps": "is the budget that all trials share",

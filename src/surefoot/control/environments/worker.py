@@ -32,7 +32,7 @@ from surefoot.errors import SurefootError, cause_of, place_of
 from surefoot.recipes.callables import unset_python_safe_path
 from surefoot.signals import STOPPING, let_in
 
-IDLE = -1
+NOT_CALLING = -1
 """in place of an environment's index: no environment is being called"""
 AWAKE = 3e-3
 """seconds that a worker waits for the next call before it sleeps: longer than most policies take to act"""
@@ -87,7 +87,7 @@ def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: no exception of an environment ends the process
             line = environment_failure(config.name, position, f"raised {cause_of(error)}", line=place_of(error))
             answer = False, line, "".join(traceback.format_exception(error))
-        position[0] = IDLE
+        position[0] = NOT_CALLING
         try:
             connection.send(answer)
             _await_call(connection)
@@ -118,13 +118,13 @@ def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironm
             f"task={config.name!r}: can't be imported by a worker process ({cause_of(error)}); define it at the top of its "
             "own module, or set rollout.backend = 'loop'"
         ) from None
-    position[:] = IDLE, -1, -1
+    position[:] = NOT_CALLING, -1, -1
     make_one = maker(task, arguments)
     if spec is not None and task not in gymnasium.registry:  # registered by the program, not by a package
         make_one = partial(gymnasium.make, spec, disable_env_checker=True, **arguments)
 
     def make() -> Any:
-        position[0] = config.first if position[0] == IDLE else position[0] + 1
+        position[0] = config.first if position[0] == NOT_CALLING else position[0] + 1
         return make_one()
 
     make.__name__ = config.name

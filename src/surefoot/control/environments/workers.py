@@ -41,7 +41,7 @@ from surefoot.control.environments.slices import (
     slice_state,
     step_of,
 )
-from surefoot.control.environments.worker import IDLE, WorkerConfig, serve
+from surefoot.control.environments.worker import NOT_CALLING, WorkerConfig, serve
 from surefoot.control.spaces import Array, Observations
 from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.callables import python_safe_path
@@ -239,7 +239,7 @@ class WorkerEnvironments:
                 f"task={self.name!r}: a worker process imports the script that defines it, which started to train again; put "
                 "the call under if __name__ == '__main__':, or move the task to its own module"
             )
-        if position[0] == IDLE:
+        if position[0] == NOT_CALLING:
             number = self.first + worker.first
             rows = f"environments {number} to {number + worker.count - 1}"
             what = what.replace("its", "their") + " between two calls"
@@ -249,7 +249,7 @@ class WorkerEnvironments:
 
 def _start(pickled: bytes, config: WorkerConfig, needs_main: bool, first_row: int) -> Worker:
     context = multiprocessing.get_context("spawn")
-    position = RawArray(ctypes.c_longlong, [IDLE, -1, -1])
+    position = RawArray(ctypes.c_longlong, [NOT_CALLING, -1, -1])
     connection, child_connection = context.Pipe()
     # For PR_SET_PDEATHSIG, the parent ends when the thread that started the process ends.
     kill_with_parent = threading.current_thread() is threading.main_thread()
