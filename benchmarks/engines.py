@@ -36,7 +36,7 @@ def command(task: str, steps: int, seed: int, settings: list[str], engine: str, 
 def measured(words: list[str], cache: str) -> float:
     """CPU seconds of a command and of all that it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "SUREFOOT_CACHE": cache, "OMP_NUM_THREADS": "1"}
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -123,7 +123,7 @@ def in_its_own_process(cell: dict[str, Any], args: argparse.Namespace) -> dict[s
         cache = CACHES / slug(cell["name"])
         if not cell["seed"]:
             shutil.rmtree(cache, ignore_errors=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SUREFOOT_CACHE": str(cache)}
         environment["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
         cell = {**cell, "started": time.time(), "cleanrl": args.cleanrl}
         subprocess.run(

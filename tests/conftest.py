@@ -152,7 +152,7 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
         return run
 
     own = tmp_path_factory.getbasetemp() / "interpreted"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(COMPILED if request.param == "compiled" else own))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(COMPILED if request.param == "compiled" else own))
     if request.param == "interpreted":
         monkeypatch.setattr(engine, "_compile", trace)
         monkeypatch.setattr(engine, "_load", load)

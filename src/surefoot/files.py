@@ -240,3 +240,10 @@ def available_cores(limit: Path = CPU_LIMIT) -> int:
     except (OSError, ValueError):  # no limit
         return cores
     return max(1, min(cores, -(-time // period)))
+
+
+def cache_folder(kind: str) -> Path:
+    """Where what can be made again is kept: below $SUREFOOT_CACHE, or below ``surefoot`` in the user's cache folder."""
+    if own := os.environ.get("SUREFOOT_CACHE"):
+        return Path(own).expanduser() / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot" / kind

@@ -59,7 +59,7 @@ COMPILING = 900.0
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Libraries are compiled anew, whatever the user's cache holds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("SUREFOOT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
@@ -171,7 +171,7 @@ def test_a_compiled_step_of_two_ranks_is_that_of_one_eager_process(
 
     def body(rank: int) -> Any:
         if programs == "interpreted":  # they are known to their process alone
-            os.environ["XDG_CACHE_HOME"] = str(tmp_path / f"cache {rank}")
+            os.environ["SUREFOOT_CACHE"] = str(tmp_path / f"cache {rank}")
         join_ranks()
         own = [row for row in range(len(rollout.actions)) if row % 4 // 2 == rank]  # images follow the steps
         metrics, parameters, learner = updated(compiled, own)
@@ -447,13 +447,13 @@ def test_networks_that_cannot_be_compiled_are_rejected_at_the_start(changes: dic
 def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path))
     with pytest.raises(SurefootError, match=r"engine='compiled': needs a C\+\+ compiler \(g\+\+ or clang\+\+\); install one"):
         trained("compiled", 1)
 
 
 def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path))
     monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: None)
     with pytest.raises(SurefootError, match=r"needs a C\+\+ compiler"):
         surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", engine="compiled", **TINY)
@@ -461,7 +461,7 @@ def test_without_a_compiler_nothing_is_left_behind(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path))
     monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: "/bin/false")
     with pytest.raises(SurefootError, match=r"^engine='compiled': /bin/false could not compile the program \(.*set engine"):
         trained("compiled", 1)
@@ -539,7 +539,7 @@ def test_auto_compiles_if_the_run_is_long_enough_to_pay_for_it(changes: dict[str
 def test_the_rule_of_auto_reads_neither_the_cache_nor_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recipe = make_recipe({**LONG, "rollout": {"environments": 1, "steps": 2048}})
     before = recipe.engine_choice()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path))
     monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: None)
     assert recipe.engine_choice() == before
 
@@ -565,7 +565,7 @@ def test_a_run_with_auto_is_that_of_its_choice_to_the_last_bit_records_it_and_ke
 def long_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every recipe that can be is compiled by "auto", with an empty cache."""
     monkeypatch.setattr("surefoot.recipes.control.COMPILING", 0.0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(
@@ -623,7 +623,7 @@ def test_a_run_that_was_asked_to_be_compiled_and_a_resumed_one_never_change_the_
     surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", callback=lambda row: row["steps"] >= 128, **settings)
     assert 'engine = "compiled"' in (tmp_path / "run" / "config.toml").read_text()
     monkeypatch.setattr("surefoot.accel.programs.compiler", lambda: None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "none"))
     with pytest.raises(SurefootError, match=r"engine='compiled': needs a C\+\+ compiler"):
         surefoot.resume(tmp_path / "run")
 
@@ -636,7 +636,7 @@ def test_other_kinds_have_one_engine() -> None:
 def test_compiling_is_announced_before_and_after_and_loading_is_not(
     programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path))
     lines: list[str] = []
     for _ in range(2):
         with announced(lines.append):
@@ -650,7 +650,7 @@ def test_compiling_is_announced_before_and_after_and_loading_is_not(
 def test_processes_that_need_the_same_program_compile_it_once(
     programs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path))
     compiled: list[str] = []
 
     def slowly(exported: Any, package_path: str) -> None:

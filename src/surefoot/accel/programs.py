@@ -26,7 +26,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 
 from surefoot.errors import NotCompiledError, announce, cause_of
-from surefoot.files import package_source, write_text
+from surefoot.files import cache_folder, package_source, write_text
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 """takes a list of tensors, which it empties, and returns new tensors"""
@@ -59,9 +59,9 @@ def program_of(
     known = None
     if decided_by is not None:
         parts = (package_source(TRACED_CODE), function.__qualname__, operations, decided_by, _shapes(arguments))
-        known = cache_folder() / f"{_hash(*parts)}.key"
+        known = cache_folder("engine") / f"{_hash(*parts)}.key"
     if known is not None and known.is_file():
-        library = cache_folder() / known.read_text()
+        library = cache_folder("engine") / known.read_text()
         if library.is_file():
             return _load(library)
     try:
@@ -74,7 +74,7 @@ def program_of(
         ) from error
     traced.graph.eliminate_dead_code()
     traced.recompile()
-    library = cache_folder() / f"{_fingerprint(traced, arguments)}.pt2"
+    library = cache_folder("engine") / f"{_fingerprint(traced, arguments)}.pt2"
     if not library.exists():
         start = time.perf_counter()
         announce(f"engine: compiling {name}, once for this shape; this may take a minute …")
@@ -208,7 +208,7 @@ def _compile(traced: torch.fx.GraphModule, arguments: Sequence[Tensor], library:
     except OSError as error:
         raise NotCompiledError(
             f"engine='compiled': {library.parent} can't be written ({cause_of(error)}); set engine = 'eager', or "
-            "another folder by $XDG_CACHE_HOME"
+            "another folder by $SUREFOOT_CACHE"
         ) from error
     except Exception as error:
         raise NotCompiledError(
@@ -255,11 +255,6 @@ def _hash(*parts: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-def cache_folder() -> Path:
-    """The folder of compiled programs: $XDG_CACHE_HOME/surefoot/engine, by default below ~/.cache. Safe to delete."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot" / "engine"
-
-
 def compiler() -> str | None:
     """The path of the C++ compiler; None if there is none."""
     names = (os.environ.get("CXX"), "g++", "clang++", "c++")
@@ -292,7 +287,7 @@ def _is_old() -> bool:
 
 def require_programs() -> None:
     """Raise NotCompiledError if there is neither a compiler nor a compiled program in the cache."""
-    if _is_old() or not any(cache_folder().glob("*.pt2")):
+    if _is_old() or not any(cache_folder("engine").glob("*.pt2")):
         require_compiler()
 
 

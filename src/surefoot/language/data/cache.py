@@ -20,7 +20,7 @@ import filelock
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.files import check_plain, read_table
+from surefoot.files import cache_folder, check_plain, read_table
 from surefoot.store.manifest import MANIFEST, fingerprint, listed_files, read_listed_table, write_listed, write_manifest
 
 T = TypeVar("T")
@@ -123,13 +123,6 @@ def _same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def cache_folder() -> Path:
-    """Where caches are: SUREFOOT_CACHE, or ``surefoot`` in the user's cache folder."""
-    if own := os.environ.get("SUREFOOT_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot"
-
-
 @dataclass(frozen=True)
 class Facts:
     """Values that were computed from all rows of a cache, kept in its folder; those of rows in memory are computed again."""
@@ -163,7 +156,7 @@ def cached(
 
     Raises SurefootError if the cache can't be written, and what ``build`` raises.
     """
-    root = cache_folder() / "data"
+    root = cache_folder("data")
     try:
         if parts is None:
             with tempfile.TemporaryDirectory(prefix="surefoot-data-") as folder:  # maps outlive the names of their files

@@ -15,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from surefoot.files import package_source, read_json
-from surefoot.language.data.cache import cache_folder, remove_unused
+from surefoot.files import cache_folder, package_source, read_json
+from surefoot.language.data.cache import remove_unused
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def _environment() -> str:
 
 
 def _folder() -> Path:
-    return cache_folder() / "memory" / _environment()
+    return cache_folder("memory") / _environment()
 
 
 def _as_json(count: Any) -> Any:

@@ -9,9 +9,8 @@ from typing import Any
 from urllib.parse import quote
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
-from surefoot.files import read_text, write_text
+from surefoot.files import cache_folder, read_text, write_text
 from surefoot.language import require_package
-from surefoot.language.data.cache import cache_folder
 from surefoot.language.data.rows import Row
 from surefoot.language.data.sources.formats import BATCH, without_schema_nulls
 from surefoot.store.hub import COMMIT, HubName, parse_name, why_unreachable
@@ -124,7 +123,7 @@ def _commit(name: HubName) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     revision = name.revision or "main"
-    own = cache_folder() / "hub" / quote(f"{name.name}@{revision}", safe="")
+    own = cache_folder("hub") / quote(f"{name.name}@{revision}", safe="")
     try:
         commit = str(HfApi().dataset_info(name.name, revision=name.revision, timeout=30).sha)
         with suppress(OSError):
