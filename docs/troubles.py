@@ -142,9 +142,9 @@ TROUBLES: dict[str, Symptoms] = {
     },
     "A tracker lacks rows": {
         "tracker_failed": (
-            "W&B, MLflow or another tracker stopped",
+            "W&B or another tracker stopped",
             "how-to/log-to-trackers.md#when-a-tracker-fails",
-            [{"mlflow": "MlflowException: API request failed: connection refused"}],
+            [{"wandb": "CommError: API request failed: connection refused"}],
         ),
     },
     "It does not resume": {

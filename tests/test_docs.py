@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUN = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKED = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "docs" / "notebooks" / "ladder.ipynb"]
 PARSE_ONLY = "<!-- parse only -->"
-KNOWN = {".", "cd", "git", "kill", "ls", "make", "mlflow", "pip", "python", "sleep", "surefoot", "tensorboard", "torchrun"}
+KNOWN = {".", "cd", "git", "kill", "ls", "make", "pip", "python", "sleep", "surefoot", "tensorboard", "torchrun"}
 KNOWN |= {"trackio", "wandb"}
 TRAINING = ("train", "ladder", "compare-algorithms", "tune")
 

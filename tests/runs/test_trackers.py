@@ -48,10 +48,10 @@ def test_a_run_has_no_tracker_unless_its_recipe_names_one():
     assert find_recipe("CartPole-v1").trackers == ()
 
 
-@pytest.mark.parametrize("value", ["wandb,mlflow", ["wandb", "mlflow", "wandb"], "wandb, mlflow"])
+@pytest.mark.parametrize("value", ["wandb,trackio", ["wandb", "trackio", "wandb"], "wandb, trackio"])
 def test_trackers_are_a_list_or_comma_separated_names(value):
     recipe = find_recipe("CartPole-v1", {"trackers": value})
-    assert recipe.trackers == ("wandb", "mlflow")
+    assert recipe.trackers == ("wandb", "trackio")
     assert make_recipe(to_table(recipe)) == recipe
 
 
@@ -65,13 +65,20 @@ def test_every_list_of_trackers_has_the_same_names():
         assert "def check(" in source
 
 
-def test_an_unknown_tracker_is_one_line(command):
-    code, _, err = command("train", "CartPole-v1", "--trackers", "neptune")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("neptune", "trackers.0='neptune': input should be 'tensorboard', 'wandb' or 'trackio'"),
+        ("wandb,mlflow", "trackers='mlflow': is a callback; train from Python, see docs/how-to/log-to-trackers.md"),
+    ],
+)
+def test_an_unknown_tracker_is_one_line(name, expected, command):
+    code, _, err = command("train", "CartPole-v1", "--trackers", name)
     assert (code, err.count("\n")) == (2, 1)
-    assert "trackers.0='neptune': input should be 'tensorboard', 'wandb', 'trackio' or 'mlflow'" in err
+    assert expected in err
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_missing_extra_is_one_line_before_work_starts(name, command, monkeypatch, tmp_path):
     monkeypatch.setattr(interface.importlib.util, "find_spec", lambda module: None)
     code, _, err = command("train", "CartPole-v1", "--trackers", name, "--run-dir", "run")
@@ -178,20 +185,7 @@ def rows_of_trackio(run: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if name not in ("step", "timestamp")} for row in rows]
 
 
-def rows_of_mlflow(run: Path) -> list[dict]:
-    from mlflow import MlflowClient
-
-    saved = identity(run, "mlflow")
-    client = MlflowClient(saved["uri"])
-    rows: dict[int, dict] = {}
-    for name in client.get_run(saved["run"]).data.metrics:
-        for metric in client.get_metric_history(saved["run"], name):
-            assert name not in rows.setdefault(metric.step, {}), (name, metric.step)
-            rows[metric.step][name] = metric.value
-    return [rows[step] for step in sorted(rows)]
-
-
-READERS = {"tensorboard": rows_of_tensorboard, "wandb": rows_of_wandb, "trackio": rows_of_trackio, "mlflow": rows_of_mlflow}
+READERS = {"tensorboard": rows_of_tensorboard, "wandb": rows_of_wandb, "trackio": rows_of_trackio}
 
 
 @pytest.fixture
@@ -201,7 +195,6 @@ def offline(tmp_path, monkeypatch):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_DIR", raising=False)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return tmp_path
 
 
@@ -257,11 +250,9 @@ def test_a_run_that_an_error_ended_and_that_was_resumed_is_in_a_store_with_each_
 
 def test_runs_that_the_program_has_open_stay_its_own(offline, monkeypatch):
     """Also the trial of a sweep, whose id W&B would give every run of the process."""
-    import mlflow
     import trackio
     import wandb
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{offline / 'mlflow.db'}")
     monkeypatch.setattr(wandb.setup().settings, "sweep_id", "asweep")
     mine = wandb.init(
         project="p", dir=str(offline), id="mine", mode="offline", settings=wandb.Settings(silent=True, console="off")
@@ -269,10 +260,8 @@ def test_runs_that_the_program_has_open_stay_its_own(offline, monkeypatch):
     trial = trackio.init(project="mine", name="mine", embed=False)
     mine.log({"before": 1.0}, step=1000)
     before = dict(os.environ)
-    with mlflow.start_run() as parent:
-        surefoot.train("CartPole-v1", **FIELDS | {"steps": 256}, run_dir=offline / "run", trackers=list(READERS), display=False)
-        assert mlflow.active_run().info.run_id == parent.info.run_id
-        assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {}
+    surefoot.train("CartPole-v1", **FIELDS | {"steps": 256}, run_dir=offline / "run", trackers=list(READERS), display=False)
+    assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {}
     assert wandb.run is mine
     mine.log({"score": 2.0})
     mine.finish()
@@ -293,7 +282,7 @@ def test_closing_an_offline_run_of_wandb_waits_for_the_process_that_writes_its_f
 
 @pytest.mark.release
 def test_a_killed_and_resumed_run_is_in_every_store_with_each_step_once(offline):
-    """Real processes, and imports of four packages: a minute and a half."""
+    """Real processes, and imports of three packages: a minute and a half."""
     run = offline / "run"
     flags = ["--steps", "3072", "--rollout.environments", "4", "--rollout.steps", "64", "--checkpoint-every", "768"]
     flags += ["--objective.reuse.minibatches", "4", "--evaluation.episodes", "1", "--trackers", ",".join(READERS)]
@@ -331,31 +320,12 @@ def test_what_a_run_publishes_is_in_every_store(offline):
         rows = read(run)
         assert [row["loss"] for row in rows] == pytest.approx([1 / 100, 1 / 200]), name
         assert all("none" not in row for row in rows), name
-    look_at_mlflow(run, recipe)
     look_at_trackio(run)
     look_at_wandb(run)
 
 
 def report_of(samples):
     return EvaluationReport(None, {}, samples)
-
-
-def look_at_mlflow(run, recipe):
-    from mlflow import MlflowClient
-
-    saved = identity(run, "mlflow")
-    client = MlflowClient(saved["uri"])
-    found = client.get_run(saved["run"])
-    assert found.info.status == "FINISHED"
-    assert found.data.params["optimizer.learning_rate"] == str(recipe.optimizer.learning_rate)
-    assert found.data.tags["group"] == "CartPole-v1-ppo_clip"
-    assert found.data.tags["finding.entropy_collapsed"].startswith("step 200, warning: it fell")
-    assert [file.path for file in client.list_artifacts(saved["run"], "videos")] == ["videos/one.mp4"]
-    table = json.loads(next((run.parent / "mlartifacts").rglob("200.json")).read_text())
-    assert table == {
-        "columns": ["prompt", "response", "reward", "gold"],
-        "data": [["2+2", "4 | 5", 1.0, None], ["x", *[None] * 3]],
-    }
 
 
 def look_at_trackio(run):
@@ -520,23 +490,6 @@ def test_trackio_does_not_continue_another_run_of_the_same_name(offline):
     assert (third.identity["name"], third.last_step) == ("same-2", NOTHING), "gets all rows"
 
 
-def test_mlflow_keeps_group_and_kind_and_rejects_tags_of_these_names(offline):
-    from mlflow import MlflowClient
-
-    from surefoot.runs.trackers.mlflow import MLflow
-
-    def opened(*tags):
-        recipe = find_recipe("CartPole-v1", {"tracking": {"tags": list(tags)}})
-        return MLflow(TrackedRun(recipe, {}, offline, 0, "run", "mine", {})).identity
-
-    made = opened("baseline")
-    tags = MlflowClient(made["uri"]).get_run(made["run"]).data.tags
-    assert (tags["group"], tags["kind"], tags["baseline"]) == ("mine", "control", "true")
-    recipe = find_recipe("CartPole-v1", {"trackers": ["mlflow"], "tracking": {"tags": ["baseline", "group"]}})
-    with pytest.raises(SurefootError, match=r"^tracking\.tags: 'group' is a tag that every run of MLflow has; choose another"):
-        delivery.check_trackers(recipe, offline)
-
-
 def test_samples_that_a_tracker_lacks_are_logged_with_their_row(tmp_path):
     (tmp_path / "samples").mkdir()
     write_listed(tmp_path / "samples" / "20.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
@@ -597,19 +550,21 @@ def test_a_tracker_that_does_not_keep_up_is_stopped(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "trackers.json").read_text())["wandb"]["failed"] == "it is 3 events behind"
 
 
-def test_a_server_that_is_down_does_not_end_a_run_and_resuming_fills_the_gap(offline, monkeypatch):
+def test_a_tracker_that_fails_does_not_end_a_run_and_resuming_fills_the_gap(offline, monkeypatch):
+    def fail(*row):
+        raise ConnectionError("no server")
+
     run, lines = offline / "run", []
-    recipe = find_recipe("CartPole-v1", {**FIELDS, "trackers": ["mlflow"]})
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    api.start(recipe, run, display=lambda event: lines.append(event.text) if hasattr(event, "text") else None)
-    told = [line for line in lines if "the tracker mlflow stopped, and training went on without it" in line]
+    recipe = find_recipe("CartPole-v1", {**FIELDS, "trackers": ["tensorboard"]})
+    with monkeypatch.context() as patch:
+        patch.setattr("surefoot.runs.trackers.tensorboard.TensorBoard.log", fail)
+        api.start(recipe, run, display=lambda event: lines.append(event.text) if hasattr(event, "text") else None)
+    told = [line for line in lines if "the tracker tensorboard stopped, and training went on without it" in line]
     assert len(told) == 1
     assert len(steps_of(run)) == 16
     assert [finding.name for finding in of_run(run)].count("tracker_failed") == 1
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
     surefoot.resume(run, steps=1280)
-    assert [int(row["steps"]) for row in rows_of_mlflow(run)] == steps_of(run) == list(range(64, 1281, 64))
+    assert [int(row["steps"]) for row in rows_of_tensorboard(run)] == steps_of(run) == list(range(64, 1281, 64))
     assert "tracker_failed" not in [finding.name for finding in of_run(run)]
 
 
@@ -643,23 +598,3 @@ def test_a_truncated_record_is_skipped(offline):
     assert list(_records(data)) == [b"ab", long]
     assert list(_records(data[:-1])) == [b"ab"]
     assert list(_records(data + part(1, b"cd")[:-1])) == [b"ab", long]
-
-
-def test_an_mlflow_database_is_created_whole_or_not_at_all(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    from surefoot.runs.trackers.mlflow import create_database
-
-    def stopped(self, **_):
-        raise KeyboardInterrupt
-
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow.MlflowClient, "search_experiments", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            create_database(uri)
-    assert list(tmp_path.iterdir()) == []
-    create_database(uri)
-    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
-    (tmp_path / "other").touch()
-    assert (tmp_path / "mlflow.db").stat().st_mode == (tmp_path / "other").stat().st_mode
-    assert mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name("Default") is not None

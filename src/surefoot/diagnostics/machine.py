@@ -31,7 +31,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "inspector": ("starlette", "uvicorn"),
     "tune": ("optuna",),
 }

@@ -453,7 +453,7 @@ class ControlArguments(TypedDict, total=False):
     evaluation: ControlEvaluationTable | ControlEvaluation
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: TraceSettingsTable | TraceSettings
-    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    trackers: Sequence[Literal["tensorboard", "wandb", "trackio"]]
     tracking: TrackingSettingsTable | TrackingSettings
     environment: Mapping[str, Any]
     start: Any
@@ -484,7 +484,7 @@ class Arguments(TypedDict, total=False):
     )
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: TraceSettingsTable | TraceSettings | SupervisedTracesTable | SupervisedTraces
-    trackers: Sequence[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    trackers: Sequence[Literal["tensorboard", "wandb", "trackio"]]
     tracking: TrackingSettingsTable | TrackingSettings
     environment: Mapping[str, Any]
     start: Any

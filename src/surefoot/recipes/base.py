@@ -40,7 +40,7 @@ class Section(pydantic.BaseModel):
 
 
 def names_in(value: Any) -> Any:
-    """Text such as ``"wandb,mlflow"``, or a list, as a list with each name once; anything else unchanged."""
+    """Text such as ``"wandb,trackio"``, or a list, as a list with each name once; anything else unchanged."""
     names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
     return list(dict.fromkeys(names)) if isinstance(names, (list, tuple)) else names
 
@@ -122,14 +122,14 @@ class TraceSettings(Section):
     """disk space for all traces of a run, in 10⁶ bytes; the oldest are deleted first"""
 
 
-TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class TrackingSettings(Section):
     """How trackers name a run; its group holds the seeds of one recipe."""
 
     project: str = Field("surefoot", min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")
-    """project at W&B and Trackio, experiment at MLflow"""
+    """project at W&B and Trackio"""
     group: str | None = Field(None, min_length=1, max_length=128)
     """group of the run; none: task and algorithm, so that seeds are one group"""
     name: str | None = Field(None, min_length=1, max_length=128)
@@ -178,13 +178,16 @@ class Recipe(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     traces: TraceSettings = TraceSettings()
     trackers: tuple[TrackerName, ...] = ()
-    """also log to these: tensorboard, wandb, trackio, mlflow; each needs the extra of its name"""
+    """also log to these: tensorboard, wandb, trackio; each needs the extra of its name"""
     tracking: TrackingSettings = TrackingSettings()
 
     @pydantic.field_validator("trackers", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        return () if value is None else names_in(value)
+        names = () if value is None else names_in(value)
+        if isinstance(names, list) and "mlflow" in names:
+            raise SurefootError("trackers='mlflow': is a callback; train from Python, see docs/how-to/log-to-trackers.md")
+        return names
 
     @classmethod
     def objective_overrides(cls, algorithm: Objective) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from surefoot.recipes.reading import flatten
 from surefoot.store.events import Sample
 from surefoot.store.finding import Finding
 
-TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio", "mlflow": "MLflow"}
+TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio"}
 """name in a recipe, which is its module's -> the class"""
 
 NOTHING = -1
