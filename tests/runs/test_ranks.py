@@ -183,7 +183,12 @@ def test_an_observation_that_is_not_finite_on_one_rank_skips_the_update_of_all(t
 
 @pytest.mark.parametrize(
     ("what", "number"),
-    [("dies", 0), ("dies", 1), *(pytest.param("hangs", number, marks=pytest.mark.slow) for number in (0, 1))],
+    [
+        ("dies", 0),
+        ("dies", 1),
+        pytest.param("hangs", 0, marks=pytest.mark.slow),
+        pytest.param("hangs", 1, marks=pytest.mark.release),
+    ],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_other_with_one_message(tmp_path, what, number):
     results = failing(tmp_path, what, number)
@@ -201,8 +206,18 @@ PHASES = {
 """a function that ranks call in each phase; only the first writes"""
 
 
-@pytest.mark.parametrize("what", ["raises", "dies", pytest.param("hangs", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("phase", "number"), [(phase, 0) for phase in PHASES] + [(phase, 1) for phase in PHASES][:-1])
+FAILING = [*((phase, 0, "raises") for phase in PHASES), ("learning", 1, "raises")]
+FAILING += [("evaluation", 1, "dies"), ("checkpoint", 0, "dies"), ("writing", 0, "dies")]
+FAILING += [
+    pytest.param(phase, number, what, marks=pytest.mark.release)
+    for phase in PHASES
+    for number in (0, 1)
+    for what in ("raises", "dies", "hangs")
+    if (phase, number) != ("writing", 1) and (phase, number, what) not in FAILING
+]
+
+
+@pytest.mark.parametrize(("phase", "number", "what"), FAILING)
 def test_a_rank_that_fails_in_any_phase_ends_the_other(tmp_path, monkeypatch, phase, number, what):
     place, name = PHASES[phase]
     before, calls = getattr(place, name), []
