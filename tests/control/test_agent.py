@@ -164,11 +164,6 @@ def test_a_critic_with_its_own_learning_rate_moves_at_that_rate() -> None:
     assert critic > 1e-3 > 1e-5 > policy
 
 
-def test_a_critic_on_a_shared_trunk_is_rejected_an_optimizer_of_its_own() -> None:
-    with pytest.raises(SurefootError, match=r"optimizer\.critic_learning_rate=0\.01: a critic on a shared trunk"):
-        cartpole(network={"shared_trunk": True}, optimizer={"critic_learning_rate": 1e-2})
-
-
 def test_a_shared_trunk_is_used_by_both_heads_and_separate_ones_share_no_parameter() -> None:
     shared, apart = (cartpole(steps=1, network={"shared_trunk": shared}).policy for shared in (True, False))
     assert shared.critic_trunk is None

@@ -11,7 +11,6 @@ from gymnasium import spaces
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.recipes.reading import make_recipe
 from surefoot.store.checkpoint import load_checkpoint
 from surefoot.store.events import Message
 from surefoot.store.folder import checkpoint_to_load
@@ -163,8 +162,3 @@ def test_other_bounds_of_observations_are_a_note_wherever_an_agent_meets_them_an
         for attempt in tries:
             with pytest.raises(SurefootError, match=r"has (actions|observations) .*, the agent was trained on [^;]*(; \w+|$)"):
                 attempt(differs)
-
-
-def test_a_language_recipe_with_start_gets_a_hint_at_model() -> None:
-    with pytest.raises(SurefootError, match=r"^start='runs/x': a language model starts from model; set model to that folder"):
-        make_recipe({"kind": "sft", "model": "pocket", "data": {"train": "x"}, "start": "runs/x"})

@@ -172,13 +172,6 @@ def test_a_function_may_write_into_what_it_gets() -> None:
         each.close()
 
 
-def test_symmetry_is_rejected_for_lstms() -> None:
-    with pytest.raises(SurefootError, match=r"rollout\.symmetry='a:b': the state of an LSTM has no mirror image; unset it"):
-        make_recipe(
-            {"task": "Pendulum-v1", "rollout": {"symmetry": "a:b"}, "network": {"lstm": 8}, "objective": SMALL["objective"]}
-        )
-
-
 def test_the_arithmetic_counts_images() -> None:
     world, *_ = collected("Pendulum-v1", pendulum)
     lines = "\n".join(world.arithmetic())

@@ -860,21 +860,10 @@ def test_a_privileged_critic_reads_parts_that_the_policy_does_not() -> None:
     assert torch.equal(before.values, after.values)
 
 
-@pytest.mark.parametrize(
-    ("network", "message"),
-    [
-        (
-            {"actor_parts": ["polcy"]},
-            r"the observation has no part 'polcy'; did you mean 'policy'\? \(parts: 'critic', 'policy'\)",
-        ),
-        ({"critic_parts": ["critic"], "shared_trunk": True}, r"shared_trunk=true: actor and critic read the same parts then"),
-    ],
-)
-def test_wrong_parts_are_one_line(network: dict[str, Any], message: str) -> None:
+def test_an_unknown_part_is_one_line() -> None:
+    message = r"the observation has no part 'polcy'; did you mean 'policy'\? \(parts: 'critic', 'policy'\)"
     with pytest.raises(SurefootError, match=message):
-        world_of(Grouped, rollout={"environments": 4}, network=network)
-    with pytest.raises(SurefootError, match=r"critic_parts=\['critic'\]: REINFORCE has no critic"):
-        surefoot.train(Grouped, algorithm="REINFORCE", network={"critic_parts": ["critic"]}, run_dir=None)
+        world_of(Grouped, rollout={"environments": 4}, network={"actor_parts": ["polcy"]})
 
 
 def test_an_adaptive_learning_rate_follows_the_kl_of_each_minibatch_and_resumes(tmp_path: Path) -> None:

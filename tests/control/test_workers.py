@@ -27,7 +27,6 @@ from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE
 from surefoot.core.seeding import fingerprint
 from surefoot.diagnostics.metrics import TIMING
-from surefoot.recipes.presets import find_recipe
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
 from .misbehaving import Misbehaving, Odd, Parts, vector
@@ -306,21 +305,6 @@ def test_a_signal_while_workers_start_leaves_no_process_behind(number: int, monk
 def test_a_run_that_is_rejected_leaves_no_process_behind() -> None:
     with pytest.raises(SurefootError, match=r"observation space Text.* not supported"):
         surefoot.train(Odd, steps=64, rollout={"backend": "workers", "workers": 1, "environments": 1})
-
-
-@pytest.mark.parametrize(
-    ("rollout", "message"),
-    [
-        ({"workers": 2}, "rollout.workers=2: is for backend 'workers', not 'loop'; set rollout.backend = 'workers'"),
-        ({"backend": "workers", "workers": 9}, "rollout.workers=9: more processes than rollout.environments=8"),
-        ({"backend": "threads"}, "rollout.backend='threads'"),
-        ({"backend": "workers", "deadline": 0}, "rollout.deadline=0"),
-    ],
-)
-def test_invalid_settings_of_workers_are_rejected(rollout: dict[str, Any], message: str) -> None:
-    with pytest.raises(SurefootError) as caught:
-        find_recipe("CartPole-v1", {"rollout": rollout})
-    assert str(caught.value).startswith(message)
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------------

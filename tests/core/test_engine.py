@@ -194,11 +194,6 @@ def test_a_compiled_step_of_two_ranks_is_that_of_one_eager_process(
     assert torch.equal(outcomes[0][1], outcomes[1][1])
 
 
-def test_micro_batches_of_a_program_must_have_one_size() -> None:
-    with pytest.raises(SurefootError, match=r"optimizer.micro_batch=3:.*does not divide the minibatch of 16 steps.*: 2"):
-        make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, "optimizer": {"micro_batch": 3}})
-
-
 @pytest.mark.parametrize("optimizer", [pytest.param({}, id="whole"), pytest.param({"micro_batch": 8}, id="micro-batches")])
 def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trace(
     optimizer: dict[str, Any], programs: None
@@ -426,22 +421,6 @@ def test_batches_of_another_size_take_the_eager_path(programs: None) -> None:
     learner.update(rollout, assign_credit(rollout, recipe.objective), state)
     assert learner.compiled.program is None
     world.close()
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"algorithm": "REINFORCE", "objective": {}}, "REINFORCE collects whole episodes, whose lengths differ"),
-        ({"device": "cuda"}, "device = 'cuda' is not the CPU"),
-        (
-            {"algorithm": "TRPO", "network": {"lstm": 8}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}},
-            r"network.lstm has no compiled natural step \(TRPO\)",
-        ),
-    ],
-)
-def test_networks_that_cannot_be_compiled_are_rejected_at_the_start(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(SurefootError, match=f"engine='compiled': {reason}; set engine = 'eager'"):
-        make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY, **changes})
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

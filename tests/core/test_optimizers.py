@@ -10,7 +10,6 @@ from torch import nn
 import surefoot
 from surefoot.core.optimizer import ALPHA, AdamSettings, FlatOptimizer, RMSpropSettings
 from surefoot.errors import SurefootError
-from surefoot.recipes.presets import find_recipe
 from surefoot.store.metrics import read_metrics
 
 SMALL: dict[str, Any] = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 0}, "algorithm": "A2C"}
@@ -115,14 +114,3 @@ def test_the_moments_of_the_other_optimizer_are_rejected(tmp_path: Path) -> None
         surefoot.resume(tmp_path / "run", steps=128)
     with pytest.raises(SurefootError, match=r"^optimizer\.kind: has changed since the checkpoint"):
         surefoot.resume(tmp_path / "run", steps=128, allow_changes=True)
-
-
-def test_unknown_optimizers_are_rejected_in_one_line() -> None:
-    with pytest.raises(SurefootError, match=r"^optimizer\.kind='sgd': "):
-        find_recipe("CartPole-v1", {"optimizer": {"kind": "sgd"}})
-    with pytest.raises(SurefootError, match=r"^engine='compiled': optimizer\.kind = 'rmsprop' has no compiled step"):
-        find_recipe("CartPole-v1", {"optimizer": {"kind": "rmsprop"}, "engine": "compiled"})
-    with pytest.raises(SurefootError, match=r"^engine='compiled': optimizer\.weight_decay = 0\.1 has no compiled step"):
-        find_recipe("CartPole-v1", {"optimizer": {"weight_decay": 0.1}, "engine": "compiled"})
-    with pytest.raises(SurefootError, match=r"^optimizer\.weight_decay=-0\.1: "):
-        find_recipe("CartPole-v1", {"optimizer": {"weight_decay": -0.1}})

@@ -434,33 +434,6 @@ def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
 # ---- bad input ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"adapter": {"rank": 0}}, r"^adapter.rank=0: "),
-        ({"adapter": {"targets": []}}, r"^adapter.targets"),
-        ({"adapter": {"rang": 4}}, r"^adapter.rang=4: unknown key; did you mean 'rank'"),
-        ({"adapter": {"dropout": 1.0}}, r"^adapter.dropout=1.0: "),
-        (
-            {"adapter": {"dropout": 0.1}, "gradient_checkpointing": True},
-            r"^adapter.dropout=0.1: gradient_checkpointing would",
-        ),
-        ({"model": "pocket"}, r"^adapter: model='pocket' has random weights"),
-    ],
-)
-def test_invalid_adapters_are_rejected_in_one_line(
-    changes: dict[str, Any], message: str, files: dict[str, str], folders: dict[str, Path]
-) -> None:
-    with pytest.raises(SurefootError, match=message) as error:
-        make_recipe(table("sft", files, folders["llama"], **changes))
-    assert "\n" not in str(error.value)
-
-
-def test_dropout_is_rejected_where_it_would_change_the_policy(files: dict[str, str], folders: dict[str, Path]) -> None:
-    with pytest.raises(SurefootError, match=r"^adapter.dropout=0.1: the trained policy would differ"):
-        make_recipe(table("language", files, folders["llama"], adapter={"dropout": 0.1}))
-
-
 def test_unknown_target_layers_are_rejected_with_those_of_the_model(files: dict[str, str], folders: dict[str, Path]) -> None:
     wrong = {"adapter": {**SMALL, "targets": ["q_prj"]}}
     with pytest.raises(SurefootError, match=r"^adapter.targets='q_prj': .*did you mean 'q_proj'"):

@@ -23,7 +23,6 @@ from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # n
 from surefoot.language.models.policy.critic import Critic, ValueHead  # noqa: E402
 from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
 from surefoot.recipes.models import AdapterSettings  # noqa: E402
-from surefoot.recipes.reading import make_recipe  # noqa: E402
 from surefoot.store.metrics import read_metrics  # noqa: E402
 
 from . import tiny  # noqa: E402
@@ -116,22 +115,6 @@ def test_blocks_that_compute_something_else_when_compiled_are_one_line(calls: Ca
             surefoot.SurefootError, match=f"^engine='compiled': LlamaForCausalLM {message}.*; set engine = 'eager'$"
         ):
             policy(*text())
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "what"),
-    [
-        ("sft", {"adapter": {"rank": 4, "dropout": 0.1}}, "adapters with dropout"),
-        ("reward", {"adapter": {"rank": 4, "quantize": "nf4"}}, "adapters on a base in 4 or 8 bits"),
-        ("sft", {"sharding": "full"}, "sharded models"),
-        ("dpo", {"gradient_checkpointing": True}, "gradient_checkpointing = true"),
-        ("sft", {"objective": {"router_coefficient": 0.1}}, "the load-balancing loss of experts"),
-    ],
-)
-def test_unsupported_settings_of_the_compiled_engine_are_one_line(kind: str, fields: dict[str, Any], what: str) -> None:
-    table = {"kind": kind, "model": "m", "data": {"train": "d.jsonl"}, "steps": 64, "engine": "compiled", **fields}
-    with pytest.raises(surefoot.SurefootError, match=f"^engine='compiled': is not for {what}.*; set engine = 'eager'$"):
-        make_recipe(table)
 
 
 def test_a_missing_compiler_is_one_line_before_the_run(

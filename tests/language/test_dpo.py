@@ -309,30 +309,6 @@ def test_simpo_has_a_beta_of_its_own_unless_the_recipe_sets_one() -> None:
 # ---- what is rejected ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"algorithm": "PPO_CLIP"}, "kind = 'dpo' gives every row a reward of 1"),
-        ({"objective": {"aggregation": "token-mean"}}, "objective.aggregation='token-mean'"),
-        ({"reference": {"beta": 0.0}}, "reference.beta"),
-        ({"preference": {"label_smoothing": 0.5}}, "preference.label_smoothing"),
-        ({"preference": {"loss": "hinge"}}, "preference.loss"),
-        (
-            {"preference": {"loss": "simpo"}, "reference": {"model": "x"}},
-            "reference.model='x': preference.loss = 'simpo' has no",
-        ),
-        ({"preference": {"loss": "orpo", "label_smoothing": 0.1}}, "preference.label_smoothing=0.1: is for preference.loss"),
-        ({"preference": {"margin": 2.0}}, "preference.margin=2: is for preference.loss = 'simpo'"),
-        ({"optimizer": {"critic_learning_rate": 0.1}}, "has no critic"),
-    ],
-)
-def test_contradictory_settings_are_rejected_in_one_line(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(SurefootError) as caught:
-        recipe(tmp_path, "rows.jsonl", **fields)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_reference_with_another_vocabulary_is_rejected(folders: dict[str, Path], tmp_path: Path) -> None:
     other = write_folder(tmp_path / "other", "llama")
     path = other / "tokenizer.json"

@@ -131,49 +131,6 @@ def test_custom_objective_is_kept_and_gets_an_aggregation_length(files: dict[str
     assert recipe.objective == replace(own, aggregation_length=8)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sampling": {"samples": 1}}, "sampling.samples=1: objective.baseline='group' compares the responses to a prompt"),
-        ({"algorithm": "RLOO", "sampling": {"samples": 1}}, "needs at least 2; set sampling.samples = 8"),
-        (
-            {"algorithm": "PPO_CLIP", "sampling": {"rounds": 2}},
-            "sampling.rounds=2: replaces groups whose",
-        ),
-        ({"sampling": {"rounds": 0}}, "sampling.rounds=0"),
-        ({"reward": {"terms": [{"function": "x:y"}], "overlong": 1.5}}, "reward.overlong=1.5"),
-        ({"objective": {"baseline": "critic", "scale_by_group": True}}, "objective.scale_by_group=True: needs"),
-        ({"optimizer": {"critic_learning_rate": 1e-3}}, "GRPO has no critic; unset it"),
-        ({"sampling": {"prompts": 3, "samples": 3}}, "minibatches=4: does not divide the 9 responses"),
-        ({"sampling": 3}, "sampling=3"),
-        ({"algorithm": "DR_GRPO", "sampling": {"max_tokens": "many"}}, "sampling.max_tokens='many'"),
-    ],
-)
-def test_invalid_settings_are_rejected_in_one_line(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SurefootError) as rejection:
-        recipe(**changes)
-    assert message in str(rejection.value)
-    assert "\n" not in str(rejection.value)
-
-
-@pytest.mark.parametrize("algorithm", ["GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV", "RLOO", "ONLINE_DPO"])
-def test_control_rejects_baselines_that_compare_responses(algorithm: str) -> None:
-    with pytest.raises(SurefootError, match=r"objective\.baseline='.*': compares responses to the same prompt"):
-        find_recipe("CartPole-v1", {"algorithm": algorithm})
-
-
-def test_control_rejects_sequence_ratios() -> None:
-    with pytest.raises(SurefootError, match=r"objective\.ratio='sequence': is for sequences"):
-        find_recipe("CartPole-v1", {"objective": {"ratio": "sequence"}})
-
-
-def test_sft_with_constant_aggregation_needs_a_length() -> None:
-    table = {"kind": "sft", "model": "pocket", "data": {"train": "x"}, "objective": {"aggregation": "constant"}}
-    with pytest.raises(SurefootError, match="aggregation_length=None"):
-        make_recipe(table)
-    assert make_recipe({**table, "objective": {**table["objective"], "aggregation_length": 9}})  # type: ignore[dict-item]
-
-
 # ---- dynamic sampling ---------------------------------------------------------------------------------------------------
 
 

@@ -263,50 +263,6 @@ def test_idle_roles_may_change_on_resume(
     assert all(torch.equal(x, changes[name]) for name, x in stays.items())
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"offload": True}, r"offload=true: is for sharded models; set sharding = 'full', or name models, such as"),
-        ({"offload": ["policy"]}, r"offload=\['policy'\]: 'policy' is always in use; name 'reference', 'reward' or 'critic'"),
-        (
-            {"offload": ["critic"], "critic": {"own_model": False}},
-            r"offload: names the critic, which is a head on the policy's model, and that is always in use; set",
-        ),
-        ({"offload": ["critic"], "adapter": {"rank": 2}}, r"offload: names the critic, which is on the base of the adapters"),
-        (
-            {"offload": ["critic"], "algorithm": "GRPO", "critic": {"own_model": False}, "objective": {}},
-            r"offload: names the critic, and GRPO has none; leave it out",
-        ),
-        (
-            {"offload": ["critic"], "sharding": "full"},
-            r"offload: names the critic, which is sharded with the policy by sharding='full'; set offload = true",
-        ),
-        (
-            {"offload": "critic,value"},
-            r"offload=\['critic', 'value'\]: 'value' is always in use; name 'reference', 'reward' or",
-        ),
-        ({"reference": {"beta": 0.0}}, r"offload: names the reference, and nothing reads one; leave it out"),
-        ({"adapter": {"rank": 2}}, r"offload: names the reference, which is the base of the adapters, and that is always in"),
-        ({"reward": {"terms": ["file.py:function"]}}, r"offload: names the reward, and no term of reward.terms is a model"),
-    ],
-)
-def test_unsupported_idle_settings_are_rejected_in_one_line(
-    changes: dict[str, Any],
-    line: str,
-    files: Path,  # noqa: F811
-    folders: dict[str, Path],
-) -> None:
-    with pytest.raises(SurefootError, match=f"^{line}") as error:
-        idle_recipe(files, folders["llama"], **changes)
-    assert "\n" not in str(error.value)
-
-
-def test_sft_rejects_idle_models(files: Path, folders: dict[str, Path]) -> None:  # noqa: F811
-    fields = table("sft", files, folders["llama"], "float32", offload=["reference"])
-    with pytest.raises(SurefootError, match=r"^offload=\['reference'\]: names models of online runs, and kind = 'sft'"):
-        make_recipe({"kind": "sft", **fields})
-
-
 # ---- memory -------------------------------------------------------------------------------------------------------------
 
 

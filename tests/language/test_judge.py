@@ -167,24 +167,6 @@ def test_a_slow_judge_raises_an_error_at_the_deadline(server: Server) -> None:
     release.set()
 
 
-@pytest.mark.parametrize(
-    ("fields", "line"),
-    [
-        ({"judge": {"prompt": "Rate {prompt}"}}, ".judge.prompt: has no {response}; the judge would not see the answer"),
-        ({"judge": {"against": "answer"}}, ".judge.prompt: has no {first}; the judge would not see the answer"),
-        ({"judge": {"pattern": "("}}, ".judge.pattern='(': is no regular expression"),
-        ({"judge": {"pattern": "1", "key": "score"}}, ".judge.key='score': replaces judge.pattern; unset one of them"),
-        ({"batch": 8}, ".batch: a judge scores whole responses, one per request, judge.in_flight at a time; unset it"),
-        ({"per": "step"}, ".per: a judge scores whole responses, one per request, judge.in_flight at a time; unset it"),
-    ],
-)
-def test_invalid_settings_are_rejected_before_any_request(server: Server, fields: dict[str, Any], line: str) -> None:
-    with pytest.raises(SurefootError) as raised:
-        judge(server, **fields)
-    assert str(raised.value).startswith(f"reward.terms[0]{line}")
-    assert server.bodies == []
-
-
 def test_columns_named_in_the_judge_prompt_must_exist(server: Server) -> None:
     made = judge(server, judge={"prompt": "{prompt} {response} {rubric}"})
     with pytest.raises(SurefootError, match="requires 'rubric'; available: answer, prompts, responses"):

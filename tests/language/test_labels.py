@@ -307,24 +307,6 @@ def test_labelled_answers_need_less_memory_than_pairs(kind: str, folders: dict[s
 # ---- rejections ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "preference", "message"),
-    [
-        ("dpo", {"label_smoothing": 0.1}, "preference.label_smoothing=0.1: is for preference.loss"),
-        ("dpo", {"loss": "ipo", "desirable_weight": 2.0}, "preference.desirable_weight=2: is for preference.loss = 'kto'"),
-        ("dpo", {"undesirable_weight": 0.0}, "preference.undesirable_weight"),
-        ("reward", {"loss": "kto"}, "preference.loss"),
-    ],
-)
-def test_unsuitable_preference_settings_are_rejected_in_one_line(
-    kind: str, preference: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(SurefootError) as caught:
-        recipe(tmp_path, "rows.jsonl", kind, preference=preference)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("kind", "learner"), [("reward", "a reward model"), ("dpo", "KTO")])
 def test_reward_models_and_kto_need_both_labels(kind: str, learner: str, folders: dict[str, Path], tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}", "completion": "b", "label": 1.0} for i in range(3)]

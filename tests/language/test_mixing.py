@@ -165,19 +165,6 @@ def test_a_non_finite_sft_loss_raises_before_any_step(files: Path, folders: dict
     assert all(torch.equal(weights, before[name]) for name, weights in made.policy.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("mixing", "message"),
-    [
-        ({"sft_coefficient": 0.1}, r"mixing\.sft_coefficient=0\.1: .*mixing\.demonstrations"),
-        ({"sft_coefficient": -1.0}, r"mixing\.sft_coefficient=-1"),
-        ({"coefficient": 1.0}, r"mixing\.coefficient=1\.0: unknown key"),
-    ],
-)
-def test_invalid_mixing_settings_are_rejected_before_loading_a_model(mixing: dict[str, Any], message: str, files: Path) -> None:
-    with pytest.raises(SurefootError, match=message):
-        surefoot.train("language", **fields(files, Path("/nonexistent"), 0.0, mixing=mixing))
-
-
 def test_default_mixing_batch_equals_the_responses_per_minibatch(files: Path, folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], 0.1, mixing={"sft_coefficient": 0.1, "demonstrations": str(files / "rows.jsonl")})
     assert made.recipe.mixed_batch == 16 // 4

@@ -153,12 +153,6 @@ def test_importance_weights_are_reported_and_change_the_loss(files: Path, folder
     assert rows[None][0]["policy_loss"] != rows[3.0][0]["policy_loss"]
 
 
-def test_importance_cap_with_sampler_log_probs_is_rejected(files: Path, folders: dict[str, Path]) -> None:
-    settings = fields(files, folders["llama"], "sampler", objective={"importance_cap": 3.0})
-    with pytest.raises(SurefootError, match=r"objective\.importance_cap=3: corrects from .*; set 'trainer'"):
-        make_recipe({"kind": "language", **settings})
-
-
 # ---- one update per batch -----------------------------------------------------------------------------------------------
 
 ONCE = {"reuse": {"epochs": 1, "minibatches": 1}}
@@ -233,20 +227,6 @@ def test_auto_is_resolved_from_the_recipe_and_recorded(table: dict[str, Any], re
     recipe = make_recipe({**MINIMAL, "sampling": {"max_tokens": 8}, **table})
     assert to_table(recipe)["sampling"]["old_log_probs"] == resolved
     assert make_recipe(to_table(recipe)) == recipe
-
-
-@pytest.mark.parametrize(
-    ("table", "why"),
-    [
-        ({"algorithm": "GRPO"}, "objective.reuse makes several updates per batch"),
-        ({"algorithm": "A2C", "reference": {"beta": 0.0}}, "the critic's values come from the same pass"),
-        ({"algorithm": "RLOO"}, "reference.beta=0.05 puts a KL into the reward"),
-        ({"objective": {**ONCE, "baseline": None, "gae_lambda": 1.0, "trust_region": {"beta": 1.0}}}, "is a KL penalty"),
-    ],
-)
-def test_update_is_rejected_if_the_recipe_needs_old_log_probs(table: dict[str, Any], why: str) -> None:
-    with pytest.raises(SurefootError, match=rf"^sampling\.old_log_probs='update': .*{why}.*; set 'auto'$"):
-        make_recipe({**MINIMAL, "sampling": {"old_log_probs": "update"}, **table})
 
 
 def test_resuming_without_old_log_probs_is_bit_exact(files: Path, folders: dict[str, Path]) -> None:

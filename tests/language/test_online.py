@@ -16,7 +16,6 @@ from surefoot.errors import SurefootError
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
-from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.factory import make_learner
 from surefoot.store.folder import recipe_differences
@@ -379,25 +378,6 @@ def test_separate_critic_shares_no_parameter_and_has_its_own_learning_rate(
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------------
-
-
-def test_invalid_settings_are_rejected_before_a_model_is_loaded(files: dict[str, str]) -> None:
-    nowhere = Path("/nonexistent")
-    for changes, message in (
-        ({"sampling": {"prompts": 6}}, "objective.reuse.minibatches=4: does not divide the 6 responses"),
-        ({"reward": {"terms": [{"weight": 1.0}]}}, "reward.terms"),
-        ({"algorithm": "TRPO"}, "natural steps are for control"),
-        ({"critic": {"start": "x"}}, "critic.start='x'"),
-        ({"algorithm": "REINFORCE", "optimizer": {"critic_learning_rate": 1e-3}}, "optimizer.critic_learning_rate=0.001"),
-        ({"objective": {"kl_estimator": "exact", "target_kl": 0.1}}, "objective.kl_estimator='exact': is for control"),
-        ({"reward": {"terms": [{"fun": "x:y"}]}}, r"reward\.terms\.0\.fun='x:y': unknown key$"),
-        ({"reward": {"terms": [{"transfer": "x"}]}}, r"reward\.terms\.0\.transfer='x': unknown key$"),
-        ({"sampling": {"prompts": 8, "stop": [""]}}, r"sampling\.stop\.0=''"),
-        ({"reference": {"beta": 0.0, "target": 1.0}}, "reference.target=1.0: .* reference.beta=0 stays 0"),
-        ({"reference": {"target": 1.0, "horizon": 10}}, "reference.horizon=10: .* at least the 16 responses"),
-    ):
-        with pytest.raises(SurefootError, match=message):
-            find_recipe("language", fields(files, nowhere) | changes)
 
 
 def test_unavailable_device_is_rejected(files: dict[str, str], folders: dict[str, Path]) -> None:

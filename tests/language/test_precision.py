@@ -11,7 +11,6 @@ from ranked import on_ranks
 import surefoot
 from surefoot.core.rollout import LearnerState
 from surefoot.diagnostics.metrics import TIMING
-from surefoot.errors import SurefootError
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld
@@ -310,20 +309,6 @@ def test_tf32_is_enabled_only_during_a_run_that_sets_it(before: bool, files: Pat
 
 def fail(_: Any) -> bool:
     raise ValueError("enough")
-
-
-def test_invalid_settings_raise_a_one_line_error(files: Path, folders: dict[str, Path]) -> None:
-    for changes, line in (
-        ({"precision": "half"}, r"precision='half': "),
-        (
-            {"sampling": {"prompts": 8, "max_tokens": 6, "engine": "packed"}},
-            r"sampling.engine='packed': computes in float32, and precision='bfloat16-weights' has weights in bfloat16; set",
-        ),
-    ):
-        fields = {**table("language", files, folders["llama"], "bfloat16-weights"), **changes}
-        with pytest.raises(SurefootError, match=line) as error:
-            make_recipe({"kind": "language", **fields})
-        assert "\n" not in str(error.value)
 
 
 def test_packed_engine_can_be_selected_under_bfloat16_autocast(files: Path, folders: dict[str, Path]) -> None:

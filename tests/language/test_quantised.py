@@ -303,28 +303,6 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
             yield from (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"precision": "nf4"}, r"^precision='nf4': weights in 4 or 8 bits can't be trained.*set adapter.quantize = 'nf4'$"),
-        ({"precision": "int8"}, r"^precision='int8': .*set adapter.quantize = 'int8'$"),
-        ({"adapter": {"quantize": "fp4"}}, r"^adapter.quantize='fp4': "),
-        (
-            {"adapter": {"quantize": "nf4"}, "sharding": "full"},
-            r"^adapter.quantize='nf4': weights in 4 or 8 bits are whole on every rank, and sharding='full'; unset one of them$",
-        ),
-    ],
-)
-def test_invalid_quantisation_settings_are_rejected(
-    changes: dict[str, Any],
-    message: str,
-    files: dict[str, str],  # noqa: F811
-    model: Path,
-) -> None:
-    with pytest.raises(SurefootError, match=message):
-        make_recipe(table("sft", files, model, **changes))
-
-
 def test_unsupported_layers_and_a_missing_package_are_rejected(
     files: dict[str, str],  # noqa: F811
     model: Path,

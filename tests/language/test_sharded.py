@@ -390,22 +390,6 @@ def test_bfloat16_keeps_float32_weights_and_stays_close_to_float32(kind: str, fo
             assert first["ratio_at_start"] == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sharding": "some"}, r"sharding='some': input should be 'full' or 'hybrid'"),
-        (
-            {"sharding": "none", "offload": True},
-            r"offload=true: is for sharded models; set sharding = 'full', or name models, such as \['reference'\]",
-        ),
-        ({"engine": "compiled"}, r"engine='compiled': is not for sharded models"),
-    ],
-)
-def test_unsupported_sharding_settings_are_rejected(changes: dict[str, Any], message: str, folder: Path) -> None:
-    with pytest.raises(SurefootError, match=f"^{message}"):
-        recipe(folder, "language", **{"sharding": "full", **changes})
-
-
 @pytest.mark.parametrize("kind", ["sft", "language"])
 def test_sharding_with_an_older_pytorch_is_rejected_before_models_are_read(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -188,16 +188,10 @@ def test_invalid_step_rows_raise_a_one_line_error_with_the_line_number(
     assert "\n" not in str(error.value)
 
 
-def test_single_label_data_and_settings_of_other_losses_are_rejected(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_single_label_data_is_rejected(folders: dict[str, Path], tmp_path: Path) -> None:
     rows = write(tmp_path / "a.jsonl", [{"prompt": "p", "completions": ["a", "b"], "labels": [True, True]}])
     with pytest.raises(SurefootError, match="all 2 steps are good; a reward model needs good and bad ones"):
         SupervisedWorld(recipe(folders["llama"], rows))
-    for changes, message in (
-        ({"preference": {"loss": "binary", "separator": "; "}}, r"preference.separator='; ': is for preference.loss = 'steps'"),
-        ({"demonstrations": "x.jsonl"}, r"demonstrations='x.jsonl': is not for preference.loss = 'steps'"),
-    ):
-        with pytest.raises(SurefootError, match=message):
-            recipe(folders["llama"], rows, **changes)
 
 
 def test_public_process_reward_model_loads_only_with_two_labels(folders: dict[str, Path], tmp_path: Path) -> None:

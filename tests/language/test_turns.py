@@ -642,13 +642,11 @@ def test_rollout_is_fully_masked_if_no_conversation_starts(files: dict[str, str]
     assert not r.mask.any()
 
 
-def test_messages_need_a_template_and_a_run_needs_a_reward(files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_messages_need_a_template(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"])
     made.tokens.tokenizer.chat_template = None
     with pytest.raises(SurefootError, match=r"turns\.environment=.*need a chat template.*plain text"):
         collected(made)
-    with pytest.raises(SurefootError, match=r"reward: is missing.*turns\.environment"):
-        world(files, folders["llama"], turns={})
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------------

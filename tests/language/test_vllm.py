@@ -517,29 +517,6 @@ def test_remote_server_requires_a_shared_weights_folder(files: Path, folders: di
     assert text == "server.weights: server.url='http://gpu-7:8000' is another machine; name a folder that both machines read"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sampling": {"engine": "packed"}}, "server: is for sampling.engine = 'vllm', and it is 'packed'; unset it"),
-        ({"model": "pocket"}, "sampling.engine='vllm': model='pocket' has no folder that vLLM can serve"),
-        ({"sharding": "full"}, "sampling.engine='vllm': needs whole models, and sharding='full'"),
-        ({"sampling": {"rows": 8}}, "sampling.rows=8: the server bounds its own rows"),
-        ({"sampling": {"ahead": 1}, "server": None}, "sampling.ahead=1: needs a vLLM server, which samples beside the learner"),
-        ({"sampling": {"ahead": 1}, "turns": {"environment": "a:b"}}, "sampling.ahead=1: conversations are not sampled ahead"),
-        ({"sampling": {"ahead": 1, "samples": 2, "rounds": 2}, "algorithm": "GRPO"}, "sampling.ahead=1: sampling.rounds=2"),
-        ({"sampling": {"ahead": 1, "old_log_probs": "update"}}, "sampling.ahead=1: sampling.old_log_probs='update' would"),
-        ({"server": {"token_from": "secret-token"}}, "server.token_from: must be the name of an environment variable"),
-    ],
-)
-def test_conflicting_settings_are_rejected(
-    files: Path, folders: dict[str, Path], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(SurefootError) as raised:
-        make_recipe({"kind": "language", **fields(files, folders["llama"], "http://127.0.0.1:1"), **changes})
-    assert message in str(raised.value)
-    assert "secret-token" not in str(raised.value)
-
-
 # ---- a real vLLM --------------------------------------------------------------------------------------------------------
 
 VLLM = os.environ.get("SUREFOOT_VLLM", "")

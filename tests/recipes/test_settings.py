@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from surefoot.errors import SurefootError
 from surefoot.recipes.presets import presets, resolve_recipe, settings_of
 from surefoot.recipes.reading import flatten, make_recipe, to_table
 
@@ -66,9 +65,5 @@ def test_truncated_answers_are_scored_like_others_unless_a_recipe_sets_a_penalty
     terms = {"terms": [{"function": "a.py:f"}]}
     for algorithm in ("PPO_CLIP", "GRPO", "DAPO", "RLOO"):
         assert make_recipe({**table, "algorithm": algorithm, "reward": terms}).reward.missing_eos is None
-    with pytest.raises(
-        SurefootError, match=r"^reward\.missing_eos_value=0: has no effect, .*set reward\.missing_eos = 'penalty'"
-    ):
-        make_recipe({**table, "reward": {**terms, "missing_eos_value": 0.0}})
     reward = presets()["reviews"]["reward"]
     assert (reward["missing_eos"], reward["missing_eos_value"]) == ("penalty", -1.0), "a learned reward"

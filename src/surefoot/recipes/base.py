@@ -230,6 +230,20 @@ class Recipe(Section):
         return f"{self.algorithm} on {self.trained}"
 
     @property
+    def minibatches(self) -> int:
+        """Minibatches of a batch."""
+        return self.objective.reuse.minibatches if self.objective.reuse else 1
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether V(s) is learned."""
+        return self.objective.baseline == "critic"
+
+    def compiled_obstacle(self) -> str | None:
+        """The error of a recipe that has no compiled engine, None if it has one."""
+        return None
+
+    @property
     def compiled_rows(self) -> int | None:
         """Rows per update of the compiled engine; None for the eager engine."""
         return None
@@ -276,13 +290,6 @@ def none_to_text(value: Any) -> Any:
     return "none" if value is None else value
 
 
-def value_of(recipe: Any, name: str) -> Any:
-    """The value of a field by its dotted name; None if the recipe has no such field."""
-    for part in name.split("."):
-        recipe = getattr(recipe, part, None)
-    return recipe
-
-
 def nearest_divisor(total: int, wanted: int) -> int:
     """The divisor of ``total`` that is nearest to ``wanted``, the smaller of two; for suggestions in errors."""
     below = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
@@ -298,14 +305,4 @@ def check_shares(field: str, count: int, ranks: int, rows: int = 1, minibatches:
         raise SurefootError(
             f"objective.reuse.minibatches={minibatches}: a rank has only {smallest} of the rows of {field}={count} on {ranks} "
             f"ranks; set at most {smallest}, or a larger {field}"
-        )
-
-
-def check_iteration_size(total: int, unit: str, first: tuple[str, int], second: tuple[str, int]) -> None:
-    """Raise SurefootError if an iteration, the product of two fields, is larger than a batch may be."""
-    (name, value), (other, times) = first, second
-    if total > MAX_LENGTH:
-        raise SurefootError(
-            f"{name}={value}: an iteration of {total:,} {unit} (x {other}={times}) is more than {MAX_LENGTH:,}; lower one of "
-            "them"
         )

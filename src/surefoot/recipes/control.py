@@ -23,7 +23,6 @@ from surefoot.recipes.base import (
     Section,
     Size,
     Width,
-    check_iteration_size,
     check_shares,
     names_in,
     nearest_divisor,
@@ -211,143 +210,17 @@ class ControlRecipe(Recipe):
         """What is shuffled in an iteration: single steps, or with an LSTM one sequence per environment."""
         return self.learned_steps if self.network.lstm is None else self.rollout.environments
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "ControlRecipe":
-        self._check_batch()
-        self._check_backend()
-        self._check_objective()
-        self._check_network()
-        if self.engine == "compiled":
-            self._check_compiled()
-        return self
-
-    def _check_batch(self) -> None:
-        """Minibatches must divide the batch."""
-        environments, steps, reuse = self.rollout.environments, self.rollout.steps, self.objective.reuse
-        check_iteration_size(self.batch_size, "steps", ("rollout.environments", environments), ("rollout.steps", steps))
-        if reuse and self.network.lstm and environments % reuse.minibatches:
-            raise SurefootError(
-                f"objective.reuse.minibatches={reuse.minibatches}: an LSTM learns from whole sequences, one per environment, "
-                f"and this does not divide rollout.environments={environments}; choose a divisor, such as "
-                f"{nearest_divisor(environments, reuse.minibatches)}"
-            )
-        if reuse and not self.objective.needs_whole_episodes and self.batch_size % reuse.minibatches:
-            raise SurefootError(
-                f"objective.reuse.minibatches={reuse.minibatches}: does not divide the batch of {self.batch_size} steps "
-                f"(rollout.environments={environments} x rollout.steps={steps}); "
-                f"choose a divisor, such as {nearest_divisor(self.batch_size, reuse.minibatches)}"
-            )
-        self._check_normalised()
-        if self.optimizer.micro_batch_tokens is not None:
-            raise SurefootError(
-                f"optimizer.micro_batch_tokens={self.optimizer.micro_batch_tokens}: counts tokens of text, and control has "
-                "none; set optimizer.micro_batch"
-            )
-
-    def _check_normalised(self) -> None:
-        """A single advantage is 0 once it is normalised, so that the policy would never change."""
-        objective, reuse = self.objective, self.objective.reuse
-        over = objective.normalise_advantages
-        in_parts = over == "minibatch" and reuse and objective.constraint is None  # under a constraint, parts are the critic's
-        steps = self.learned_steps // (reuse.minibatches if reuse and in_parts else 1)
-        if over is not None and steps == 1 and not objective.needs_whole_episodes:
-            fewer = "set fewer objective.reuse.minibatches, or " if self.learned_steps > 1 else "collect more steps, or "
-            raise SurefootError(
-                f"objective.normalise_advantages={over!r}: normalises {'minibatches' if in_parts else 'batches'} of one step, "
-                f"whose advantage is then always 0; {fewer}set it to 'none'"
-            )
-
     def check_ranks(self, ranks: int) -> None:
         """Every rank has an environment, and rows for all minibatches."""
-        rollout, reuse = self.rollout, self.objective.reuse
-        rows = 1 if self.network.lstm else rollout.steps
-        minibatches = reuse.minibatches if reuse and not self.objective.needs_whole_episodes else 1
+        rollout, rows = self.rollout, 1 if self.network.lstm else self.rollout.steps
+        minibatches = 1 if self.objective.needs_whole_episodes else self.minibatches
         check_shares("rollout.environments", rollout.environments, ranks, rows, minibatches)
-
-    def _check_backend(self) -> None:
-        """Workers need their backend; vector environments can't collect whole episodes."""
-        rollout = self.rollout
-        if rollout.workers is not None and rollout.backend != "workers":
-            raise SurefootError(
-                f"rollout.workers={rollout.workers}: is for backend 'workers', not {rollout.backend!r}; set rollout.backend = "
-                "'workers', or unset it"
-            )
-        if rollout.workers is not None and rollout.workers > rollout.environments:
-            raise SurefootError(
-                f"rollout.workers={rollout.workers}: more processes than rollout.environments={rollout.environments}; set at "
-                "most that many"
-            )
-        if rollout.backend in ("native", "envpool") and self.objective.needs_whole_episodes:
-            raise SurefootError(
-                f"rollout.backend={rollout.backend!r}: can't collect whole episodes, and {self.algorithm} needs them; set "
-                "'workers' or 'loop', or use an objective with a critic"
-            )
-
-    def _check_objective(self) -> None:
-        """Switches for text are an error."""
-        objective = self.objective
-        if objective.compares_in_groups:
-            raise SurefootError(
-                f"objective.baseline={objective.baseline!r}: compares responses to the same prompt, which only kind = "
-                "'language' has; set 'critic' or 'mean'"
-            )
-        if objective.ratio != "token":
-            raise SurefootError(
-                f"objective.ratio={objective.ratio!r}: is for sequences; control learns from single steps, set token"
-            )
-        if objective.aggregation != "token-mean":
-            raise SurefootError(
-                f"objective.aggregation={objective.aggregation!r}: is for sequences; control learns from single steps, "
-                "set token-mean"
-            )
-        if objective.reference_coefficient:
-            raise SurefootError(
-                f"objective.reference_coefficient={objective.reference_coefficient}: control has no reference policy; set 0"
-            )
-        if objective.importance_cap is not None:
-            raise SurefootError(
-                f"objective.importance_cap={objective.importance_cap:g}: control samples from the policy itself; unset it"
-            )
-        if objective.router_coefficient:
-            raise SurefootError(
-                f"objective.router_coefficient={objective.router_coefficient}: is for mixtures of experts in language; set 0"
-            )
-
-    def _check_network(self) -> None:
-        """A critic with its own optimizer, or under a KL constraint, needs its own network; a memory has no mirror image."""
-        if self.rollout.symmetry is not None and self.network.lstm is not None:
-            raise SurefootError(
-                f"rollout.symmetry={self.rollout.symmetry!r}: the state of an LSTM has no mirror image; unset it, "
-                "or network.lstm"
-            )
-        has_critic, rate = self.objective.baseline == "critic", self.optimizer.critic_learning_rate
-        if rate is not None and not has_critic:
-            raise SurefootError(f"optimizer.critic_learning_rate={rate}: {self.algorithm} has no critic; unset it")
-        if self.network.shared_trunk and self.objective.constraint is not None and has_critic:
-            raise SurefootError(
-                f"network.shared_trunk=true: under a KL constraint ({self.algorithm}) the critic is fitted separately from "
-                "the policy and can't share its trunk; set network.shared_trunk = false"
-            )
-        if self.network.shared_trunk and self.network.actor_parts != self.network.critic_parts:
-            raise SurefootError(
-                f"network.shared_trunk=true: actor and critic read the same parts then; set actor_parts = critic_parts = "
-                f"{list(self.network.actor_parts or self.network.critic_parts or ())}, or network.shared_trunk = false"
-            )
-        if self.network.critic_parts is not None and not has_critic:
-            raise SurefootError(
-                f"network.critic_parts={list(self.network.critic_parts)}: {self.algorithm} has no critic; unset it"
-            )
-        if self.network.shared_trunk and rate is not None:
-            raise SurefootError(
-                f"optimizer.critic_learning_rate={rate}: a critic on a shared trunk can't have its own optimizer; unset it, "
-                "or set network.shared_trunk = false"
-            )
 
     def engine_choice(self) -> tuple[str, str]:
         """The engine that "auto" stands for where there is a compiler, and why. It depends on the recipe alone, not on cache
         or speed of the machine: the engines' numbers differ by rounding, and a recipe must give the same numbers again.
         """
-        if (obstacle := self._compiled_obstacle()) is not None:
+        if (obstacle := self.compiled_obstacle()) is not None:
             return "eager", obstacle.removeprefix(COMPILED).partition(";")[0]
         if self.network.custom is not None:
             return "eager", "network.custom may have code that can't be compiled"
@@ -367,11 +240,7 @@ class ControlRecipe(Recipe):
         work += f"{compiling:.0f} s"
         return ("compiled" if saved >= compiling else "eager"), work
 
-    def _check_compiled(self) -> None:
-        if (obstacle := self._compiled_obstacle()) is not None:
-            raise SurefootError(obstacle)
-
-    def _compiled_obstacle(self) -> str | None:
+    def compiled_obstacle(self) -> str | None:
         """The error of a recipe that has no compiled engine, None if it has one: a compiled update has a static shape."""
         reasons = {
             f"{self.algorithm} collects whole episodes, whose lengths differ": self.objective.needs_whole_episodes,
@@ -389,8 +258,8 @@ class ControlRecipe(Recipe):
                 "optimizer.schedule='adaptive': a compiled step has its learning rate before its KL is known; set "
                 "optimizer.micro_batch, which compiles gradients alone, or engine = 'eager'"
             )
-        micro_batch, minibatches = self.optimizer.micro_batch, self.objective.reuse.minibatches if self.objective.reuse else 1
-        minibatch, unit = self.learned_rows // minibatches, "steps" if self.network.lstm is None else "sequences"
+        micro_batch, minibatch = self.optimizer.micro_batch, self.learned_rows // self.minibatches
+        unit = "steps" if self.network.lstm is None else "sequences"
         if micro_batch is not None and minibatch % micro_batch:
             return (
                 f"optimizer.micro_batch={micro_batch}: compiled programs need micro-batches of one size, and this does not "

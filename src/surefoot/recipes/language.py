@@ -7,11 +7,10 @@ import pydantic
 from pydantic import Field
 
 from surefoot.core.algorithms import MAX_LENGTH, Objective
-from surefoot.errors import SurefootError
-from surefoot.recipes.base import Count, Recipe, Seconds, Section, Size, check_iteration_size, check_shares, nearest_divisor
+from surefoot.recipes.base import Count, Recipe, Seconds, Section, Size, check_shares
 from surefoot.recipes.callables import GOLD, term_field
 from surefoot.recipes.models import LanguageEvaluation, ModelRecipe
-from surefoot.recipes.rewards import RewardSettings, term_error, token_error
+from surefoot.recipes.rewards import RewardSettings
 from surefoot.recipes.rows import PromptSettings
 
 
@@ -252,14 +251,11 @@ class LanguageRecipe(ModelRecipe):
     @property
     def mixed_batch(self) -> int:
         """Demonstrations per update, if any are mixed in."""
-        reuse = self.objective.reuse
-        return self.mixing.batch or self.responses // (reuse.minibatches if reuse else 1)
+        return self.mixing.batch or self.responses // self.minibatches
 
     def check_ranks(self, ranks: int) -> None:
         """Every rank has a prompt, responses for all minibatches, and a demonstration if some are mixed in."""
-        reuse = self.objective.reuse
-        minibatches = reuse.minibatches if reuse else 1
-        check_shares("sampling.prompts", self.sampling.prompts, ranks, self.sampling.samples, minibatches)
+        check_shares("sampling.prompts", self.sampling.prompts, ranks, self.sampling.samples, self.minibatches)
         if self.mixing.sft_coefficient:
             check_shares("mixing.batch", self.mixed_batch, ranks)
 
@@ -267,214 +263,3 @@ class LanguageRecipe(ModelRecipe):
     def max_response_tokens(self) -> int:
         """Most tokens of a response, over all its turns, without the environment's answers."""
         return self.sampling.max_tokens * (1 if self.turns.environment is None else self.turns.max_turns)
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> "LanguageRecipe":
-        self._check_batch()
-        self._check_sampling()
-        self._check_groups()
-        self._check_rows()
-        self._check_reward()
-        self._check_reference()
-        self._check_idle_roles()
-        self._check_old_log_probs()
-        self._check_critic()
-        self._check_missing_eos()
-        return self
-
-    def _check_batch(self) -> None:
-        """Minibatches must divide the responses; the policy must be the one that samples."""
-        prompts, samples, reuse = self.sampling.prompts, self.sampling.samples, self.objective.reuse
-        check_iteration_size(self.responses, "responses", ("sampling.prompts", prompts), ("sampling.samples", samples))
-        if self.adapter is not None and self.adapter.dropout:
-            raise SurefootError(
-                f"adapter.dropout={self.adapter.dropout}: the trained policy would differ from the one that samples; set 0 in "
-                "online runs"
-            )
-        if reuse and self.responses % reuse.minibatches:
-            raise SurefootError(
-                f"objective.reuse.minibatches={reuse.minibatches}: does not divide the {self.responses} responses of an "
-                f"iteration (sampling.prompts={prompts} x sampling.samples={samples}); choose a "
-                f"divisor, such as {nearest_divisor(self.responses, reuse.minibatches)}"
-            )
-
-    def _check_sampling(self) -> None:
-        """Settings of an engine need that engine; a correction needs log-probabilities of both sampler and trainer."""
-        sampling, cap = self.sampling, self.objective.importance_cap
-        if cap is not None and sampling.old_log_probs == "sampler":
-            raise SurefootError(
-                f"objective.importance_cap={cap:g}: corrects from the sampler's log-probabilities to the trainer's, and "
-                "sampling.old_log_probs='sampler' takes the sampler's for both; set 'trainer'"
-            )
-        if self.server is not None and not self.samples_on_server:
-            raise SurefootError(
-                f"server: is for sampling.engine = 'vllm', and it is {sampling.engine!r}; unset it, or set engine = 'vllm'"
-            )
-        if self.samples_on_server and self.model == "pocket":
-            raise SurefootError(
-                "sampling.engine='vllm': model='pocket' has no folder that vLLM can serve; first train it with kind = 'sft', "
-                "then name that run"
-            )
-        if self.samples_on_server and self.sharding is not None:
-            raise SurefootError(
-                f"sampling.engine='vllm': needs whole models, and sharding={self.sharding!r}; unset [server] and the engine"
-            )
-        if sampling.engine == "packed" and self.low_weights:
-            raise SurefootError(
-                f"sampling.engine='packed': computes in float32, and precision={self.precision!r} has weights in bfloat16; set "
-                "engine = 'auto'"
-            )
-        token = None if self.server is None else self.server.token_from
-        if token is not None and (error := token_error(token)):
-            raise SurefootError(f"server{error}")
-        if sampling.rows is not None and self.samples_on_server:
-            raise SurefootError(
-                f"sampling.rows={sampling.rows}: the server bounds its own rows; unset it, and set --max-num-seqs of vllm serve"
-            )
-        if sampling.ahead:
-            self._check_ahead()
-        if sampling.engine == "continuous" and self.sharding is not None:
-            raise SurefootError(
-                f"sampling.engine='continuous': needs whole models, and sharding={self.sharding!r}; set engine = 'auto'"
-            )
-
-    def _check_ahead(self) -> None:
-        """Only a server samples beside the learner; what to sample, and what to correct, must be known before."""
-        sampling, name = self.sampling, f"sampling.ahead={self.sampling.ahead}"
-        if not self.samples_on_server:
-            raise SurefootError(f"{name}: needs a vLLM server, which samples beside the learner; add [server], or set 0")
-        if self.turns.environment is not None:
-            raise SurefootError(f"{name}: conversations are not sampled ahead; set 0, or unset turns.environment")
-        if sampling.rounds > 1:
-            raise SurefootError(f"{name}: sampling.rounds={sampling.rounds} depends on rewards of the same iteration; set 0")
-        if sampling.old_log_probs != "trainer":
-            raise SurefootError(
-                f"{name}: sampling.old_log_probs={sampling.old_log_probs!r} would take old weights for the present ones; set "
-                "'trainer'"
-            )
-
-    def _check_groups(self) -> None:
-        """Groups need at least two responses and no discount; only groups can be replaced."""
-        objective, samples, rounds = self.objective, self.sampling.samples, self.sampling.rounds
-        if objective.compares_in_groups and objective.gamma != 1:
-            raise SurefootError(
-                f"objective.gamma={objective.gamma:g}: baseline {objective.baseline!r} compares the undiscounted rewards of "
-                "whole responses; set 1"
-            )
-        if objective.compares_in_groups and samples < 2:
-            raise SurefootError(
-                f"sampling.samples={samples}: objective.baseline={objective.baseline!r} compares the responses to a "
-                "prompt and needs at least 2; set sampling.samples = 8, or objective.baseline = 'critic'"
-            )
-        if rounds > 1 and not objective.compares_in_groups:
-            raise SurefootError(
-                f"sampling.rounds={rounds}: replaces groups whose responses all earn the same, and {self.algorithm} has no "
-                "groups; set sampling.rounds = 1, or objective.baseline = 'group'"
-            )
-
-    def _check_rows(self) -> None:
-        """Demonstrations are evaluated only with evaluation on, and mixed in only from a file."""
-        if self.evaluation.demonstrations is not None and not self.evaluation.rows:
-            raise SurefootError(
-                f"evaluation.demonstrations={self.evaluation.demonstrations!r}: evaluation.rows=0 switches evaluation off; set "
-                "evaluation.rows, for example to 256, or unset evaluation.demonstrations"
-            )
-        if self.mixing.sft_coefficient and self.mixing.demonstrations is None:
-            raise SurefootError(
-                f"mixing.sft_coefficient={self.mixing.sft_coefficient:g}: weighs demonstrations, and there are none; name "
-                "their file with mixing.demonstrations, or set 0"
-            )
-
-    def _check_reward(self) -> None:
-        """Something must give a reward, and every term must be valid."""
-        if not self.reward.terms and self.turns.environment is None:
-            raise SurefootError(
-                "reward: is missing; set it, for example reward.terms = [{ function = 'file.py:function' }], or "
-                "turns.environment, which rewards turns"
-            )
-        for index, term in enumerate(self.reward.terms):
-            if error := term_error(term):
-                raise SurefootError(f"reward.terms[{index}]{error}")
-
-    def _check_reference(self) -> None:
-        """An adapted β starts above 0 and moves slowly."""
-        reference = self.reference
-        if reference.target is not None and not reference.beta:
-            raise SurefootError(
-                f"reference.target={reference.target}: adapting multiplies β, and reference.beta=0 stays 0; set reference.beta "
-                "above 0"
-            )
-        if reference.target is not None and reference.horizon < self.responses:
-            raise SurefootError(
-                f"reference.horizon={reference.horizon}: β would change too much at once and could become negative; set at "
-                f"least the {self.responses} responses of an iteration"
-            )
-
-    def _check_idle_roles(self) -> None:
-        """What is to rest on the CPU must be a model of its own."""
-        if "reference" in self.idle_roles and not self.has_reference:
-            raise SurefootError("offload: names the reference, and nothing reads one; leave it out")
-        if "reference" in self.idle_roles and self.adapter is not None and self.reference.model is None:
-            raise SurefootError(
-                "offload: names the reference, which is the base of the adapters, and that is always in use; leave it out"
-            )
-        if "reward" in self.idle_roles and all(term.model is None for term in self.reward.terms):
-            raise SurefootError("offload: names the reward, and no term of reward.terms is a model; leave it out")
-        if "critic" not in self.idle_roles:
-            return
-        if self.objective.baseline != "critic":
-            raise SurefootError(f"offload: names the critic, and {self.algorithm} has none; leave it out")
-        if self.adapter is not None:
-            raise SurefootError(
-                "offload: names the critic, which is on the base of the adapters, and that is always in use; leave it out"
-            )
-        if not self.critic.own_model:
-            raise SurefootError(
-                "offload: names the critic, which is a head on the policy's model, and that is always in use; set "
-                "critic.own_model = true, or leave it out"
-            )
-        if self.sharding is not None:
-            raise SurefootError(
-                f"offload: names the critic, which is sharded with the policy by sharding={self.sharding!r}; set offload = "
-                "true, which keeps the parts of all models on the CPU, or unset sharding"
-            )
-
-    def _check_old_log_probs(self) -> None:
-        """Without a pass for log π_old, nothing may read it before the update."""
-        if self.sampling.old_log_probs != "update":
-            return
-        objective, beta = self.objective, self.reference.beta
-        readers = {
-            "objective.trust_region is a KL penalty": objective.penalty is not None,
-            "objective.baseline='pair' compares it with the reference's": objective.baseline == "pair",
-            "objective.importance_cap is set": objective.importance_cap is not None,
-            "objective.reuse makes several updates per batch": objective.reads_old_log_probs,
-            "the critic's values come from the same pass": objective.baseline == "critic",
-            f"reference.beta={beta:g} puts a KL into the reward": beta > 0,
-        }
-        for reader, reads in readers.items():
-            if reads:
-                raise SurefootError(f"sampling.old_log_probs='update': computes no log π_old, and {reader}; set 'auto'")
-
-    def _check_missing_eos(self) -> None:
-        """A penalty needs ``reward.missing_eos``."""
-        value = self.reward.missing_eos_value
-        if self.reward.missing_eos is None and value != RewardSettings.model_fields["missing_eos_value"].default:
-            raise SurefootError(
-                f"reward.missing_eos_value={value:g}: has no effect, because truncated responses are scored like others; set "
-                "reward.missing_eos = 'penalty'"
-            )
-
-    def _check_critic(self) -> None:
-        """Settings of a critic need a critic."""
-        has_critic, rate = self.objective.baseline == "critic", self.optimizer.critic_learning_rate
-        if self.reward.missing_eos == "bootstrap" and not has_critic:
-            raise SurefootError("reward.missing_eos='bootstrap': needs a critic; set objective.baseline = 'critic', or penalty")
-        if rate is not None and not has_critic:
-            raise SurefootError(f"optimizer.critic_learning_rate={rate}: {self.algorithm} has no critic; unset it")
-        if self.critic.start is not None and not self.critic.own_model:
-            raise SurefootError(f"critic.start={self.critic.start!r}: is for a separate model; set critic.own_model = true")
-        if self.critic.label is not None and self.critic.start is None:
-            raise SurefootError(f"critic.label={self.critic.label!r}: is a label of critic.start; set it, or unset the label")
-        if self.critic.own_model and not has_critic:
-            raise SurefootError(f"critic.own_model=true: {self.algorithm} has no critic; unset it")

@@ -137,8 +137,8 @@ class ModelRecipe(Recipe):
         """The roles that are in the memory of the CPU while they are not used."""
         return () if isinstance(self.offload, bool) else self.offload
 
-    def _check_compiled(self) -> None:
-        """Raise SurefootError if the blocks of these models can't be compiled."""
+    def compiled_obstacle(self) -> str | None:
+        """The error of a recipe whose blocks can't be compiled, None if they can."""
         obstacles = {
             "adapters with dropout": self.adapter is not None and self.adapter.dropout > 0,
             "adapters on a base in 4 or 8 bits": self.adapter is not None and self.adapter.quantize is not None,
@@ -146,53 +146,8 @@ class ModelRecipe(Recipe):
             "gradient_checkpointing = true, which computes layers again": self.gradient_checkpointing,
             "the load-balancing loss of experts": self.objective.router_coefficient > 0,
         }
-        for what, holds in obstacles.items():
-            if holds:
-                raise SurefootError(f"engine='compiled': is not for {what}; set engine = 'eager'")
-
-    @pydantic.model_validator(mode="after")
-    def _check_model(self) -> "ModelRecipe":
-        if self.engine == "compiled":
-            self._check_compiled()
-        if self.sharding is None:
-            if self.offload is True:
-                raise SurefootError(
-                    "offload=true: is for sharded models; set sharding = 'full', or name models, such as ['reference']"
-                )
-            if not self.reshard_after_forward:
-                raise SurefootError("reshard_after_forward: is for sharded models; set sharding = 'full', or leave it out")
-        if self.idle_roles and self.kind != "language":
-            raise SurefootError(
-                f"offload={list(self.idle_roles)}: names models of online runs, and kind = {self.kind!r} has none of them "
-                "while it trains; leave it out"
-            )
-        if self.objective.kl_estimator == "exact":
-            raise SurefootError("objective.kl_estimator='exact': is for control; text has only samples of the KL, set k3")
-        if self.objective.constraint is not None:
-            raise SurefootError(f"algorithm={self.algorithm!r}: natural steps are for control; use PPO_CLIP or PPO_PENALTY")
-        if self.optimizer.kind == "adam-8bit" and self.sharding is not None:
-            raise SurefootError(
-                f"optimizer.kind='adam-8bit': blocks of moments are whole on every rank, and sharding={self.sharding!r}; set "
-                "kind = 'adam', or unset sharding"
-            )
-        if self.adapter is None:
-            return self
-        if self.model == "pocket":
-            raise SurefootError(
-                "adapter: model='pocket' has random weights, which adapters would keep frozen; first train it with kind = "
-                "'sft' and no adapter, then name that run"
-            )
-        if self.adapter.quantize is not None and self.sharding is not None:
-            raise SurefootError(
-                f"adapter.quantize={self.adapter.quantize!r}: weights in 4 or 8 bits are whole on every rank, and "
-                f"sharding={self.sharding!r}; unset one of them"
-            )
-        if self.adapter.dropout and self.gradient_checkpointing:
-            raise SurefootError(
-                f"adapter.dropout={self.adapter.dropout}: gradient_checkpointing would draw another dropout when it recomputes "
-                "layers; set one of them to 0 or false"
-            )
-        return self
+        what = next((what for what, holds in obstacles.items() if holds), None)
+        return None if what is None else f"engine='compiled': is not for {what}; set engine = 'eager'"
 
     @property
     def notes(self) -> list[str]:

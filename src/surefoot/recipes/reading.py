@@ -24,6 +24,7 @@ from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE, SYMMETR
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.fields import KINDS, recipe_fields
 from surefoot.recipes.language import reward_functions
+from surefoot.recipes.rules import check_rules
 
 MISSING = {
     "task": "task = 'CartPole-v1'",
@@ -115,6 +116,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     except pydantic.ValidationError as error:
         raise SurefootError(validation_message(error, region, kind)) from None
     recipe.objective.require_complete()
+    check_rules(recipe)
     _check_toml_values(recipe)
     return recipe
 
@@ -192,7 +194,7 @@ def validation_message(error: pydantic.ValidationError, region: str = "", kind: 
     regions = {trust_region.__name__ for trust_region in TRUST_REGIONS}
     errors = error.errors(include_url=False)  # with one for every kind of trust region that a table is not
     first = next((e for e in errors if not (regions - {region}) & set(e["loc"])), errors[0])
-    path = [str(part) for part in first["loc"] if part not in ("Reuse", *regions)]
+    path = [part for part in map(str, first["loc"]) if part not in ("Reuse", *regions) and "[" not in part]
     field, value = ".".join(path), _shortened(repr(first["input"]))
     if isinstance(cause := first.get("ctx", {}).get("error"), SurefootError):
         return str(cause)

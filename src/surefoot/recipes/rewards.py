@@ -9,6 +9,7 @@ import pydantic
 from pydantic import Field
 
 from surefoot.recipes.base import Count, Seconds, Section
+from surefoot.recipes.faults import SET, FieldsFor, misplaced, named_value
 
 JUDGE_FIELDS = ("prompt", "response", "first", "second")
 """names in a judge's prompt that are not columns"""
@@ -98,6 +99,16 @@ def token_error(name: str) -> str:
     return ".token_from: must be the name of an environment variable, in capitals, such as REWARD_TOKEN, not the token"
 
 
+FIELDS_FOR: FieldsFor = (
+    ("arguments", "model", (None,)),
+    ("label", "model", (SET,)),
+    *((name, "judge", (None,)) for name in ("per", "separator", "batch", "at_once")),  # a judge scores whole responses
+    *((name, "url", (SET,)) for name in ("batch", "at_once", "token_from", "retries", "judge")),
+    ("separator", "per", ("step", None)),
+)
+"""what each field of a term is for, as in ``rules.FIELDS_FOR``"""
+
+
 def term_error(term: Any) -> str:
     """The error in a reward term, to append to the name of its place: ``.weight=nan: …`` or ``: …``; "" if it is valid."""
     kinds = [name for name in ("model", "function", "url") if getattr(term, name) is not None]
@@ -106,27 +117,13 @@ def term_error(term: Any) -> str:
         return f": has {has}; give one of model, function and url, and a term for each"
     if not math.isfinite(term.weight):
         return f".weight={term.weight}: must be a finite number"
-    if term.model is not None and term.arguments:
-        return f".arguments={dict(term.arguments)}: arguments are for functions, not for models; unset them"
-    if term.model is None and term.label is not None:
-        return f".label={term.label!r}: is for a model; unset it"
-    if term.judge is not None:
-        for name in ("per", "separator", "batch", "at_once"):
-            if getattr(term, name) != RewardTerm.model_fields[name].default:
-                return f".{name}: a judge scores whole responses, one per request, judge.in_flight at a time; unset it"
-        if error := judge_error(term.judge):
-            return error
-    if term.url is None:
-        for name in ("batch", "at_once", "token_from", "retries", "judge"):
-            if getattr(term, name) != RewardTerm.model_fields[name].default:
-                return f".{name}: is for a url; unset it"
+    for field, why in misplaced(term, FIELDS_FOR):
+        return f".{named_value(term, field)}: {why}"
+    if term.judge is not None and (error := judge_error(term.judge)):
+        return error
     if term.token_from is not None and (error := token_error(term.token_from)):
         return error
-    if term.separator is not None and term.per not in ("step", None):
-        return f".separator={term.separator!r}: is for steps; set per = 'step'"
-    if term.model is not None and term.per == "token":
-        return ".per='token': the reward model may have other tokens than the policy; set per = 'step' and a separator"
-    if term.model is not None and (term.per == "step") != (term.separator is not None):
+    if term.model is not None and (term.per in ("step", "token")) != (term.separator is not None):
         return f".per={term.per!r}: a model's steps need both per = 'step' and a separator, such as '\\n'"
     return ""
 

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import pydantic
 from pydantic import Field
 
 from surefoot.core.algorithms import MAX_LENGTH
-from surefoot.errors import SurefootError
 from surefoot.recipes.base import Count, Section, Size
 
 
@@ -23,15 +21,6 @@ class RowSettings(Section):
     answers: Literal["template", "row"] = "template"
     """the assistant's messages that are trained. template: as the chat template renders them, which may omit a part, such as
     thoughts; row: as they are written, after the prompt with which answers are sampled"""
-
-    @pydantic.model_validator(mode="after")
-    def _check_columns(self) -> "RowSettings":
-        for own, name in self.columns.items():
-            if list(self.columns.values()).count(name) > 1:
-                raise SurefootError(f"data.columns={self.columns}: reads several columns as {name!r}; choose one")
-            if not own or not name:
-                raise SurefootError(f"data.columns={self.columns}: has an empty name; name both columns")
-        return self
 
 
 class DataSettings(RowSettings):

@@ -2,11 +2,9 @@
 
 from typing import Any, ClassVar, Literal
 
-import pydantic
 from pydantic import Field
 
 from surefoot.core.algorithms import MAX_COUNT, Objective
-from surefoot.errors import SurefootError
 from surefoot.recipes.base import Section, TraceSettings, check_shares
 from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.rows import DataSettings
@@ -45,25 +43,6 @@ class PreferenceSettings(Section):
     undesirable_weight: float = Field(1.0, gt=0)
     """kto: weight of bad answers"""
 
-    @pydantic.model_validator(mode="after")
-    def _check_loss(self) -> "PreferenceSettings":
-        if self.loss not in ("dpo", "ipo") and self.label_smoothing:
-            raise SurefootError(
-                f"preference.label_smoothing={self.label_smoothing}: is for preference.loss = 'dpo' and 'ipo', and it is "
-                f"{self.loss!r}; set 0"
-            )
-        if self.loss != "simpo" and self.margin != 1:
-            raise SurefootError(
-                f"preference.margin={self.margin:g}: is for preference.loss = 'simpo', and it is {self.loss!r}; unset it"
-            )
-        for name in ("desirable_weight", "undesirable_weight"):
-            if self.loss != "kto" and getattr(self, name) != 1:
-                raise SurefootError(
-                    f"preference.{name}={getattr(self, name):g}: is for preference.loss = 'kto', and it is {self.loss!r}; "
-                    "unset it"
-                )
-        return self
-
 
 class RewardPreferenceSettings(Section):
     """The loss of a reward model."""
@@ -74,14 +53,6 @@ class RewardPreferenceSettings(Section):
     models)"""
     separator: str = "\n"
     """steps: text between two steps; empty: every character is a step"""
-
-    @pydantic.model_validator(mode="after")
-    def _check_separator(self) -> "RewardPreferenceSettings":
-        if self.loss != "steps" and self.separator != "\n":
-            raise SurefootError(
-                f"preference.separator={self.separator!r}: is for preference.loss = 'steps', and it is {self.loss!r}; unset it"
-            )
-        return self
 
 
 class SupervisedRecipe(ModelRecipe):
@@ -100,23 +71,6 @@ class SupervisedRecipe(ModelRecipe):
     def check_ranks(self, ranks: int) -> None:
         """Every rank has a row of each batch."""
         check_shares("data.batch", self.data.batch, ranks)
-
-    @pydantic.model_validator(mode="after")
-    def _check_objective(self) -> "SupervisedRecipe":
-        rate = self.optimizer.critic_learning_rate
-        if rate is not None:
-            raise SurefootError(f"optimizer.critic_learning_rate={rate}: kind = {self.kind!r} has no critic; unset it")
-        free = {name: getattr(self.objective, name) for name in ("aggregation", "aggregation_length", "router_coefficient")}
-        if self.objective != Objective(gamma=0.0, **free):
-            raise SurefootError(
-                f"objective: kind = {self.kind!r} gives every row a reward of 1 (REINFORCE with gamma = 0); set only its "
-                "aggregation, and router_coefficient in SFT"
-            )
-        if self.objective.router_coefficient and self.kind != "sft":
-            raise SurefootError(
-                f"objective.router_coefficient={self.objective.router_coefficient}: is for kind = 'sft' and 'language'; set 0"
-            )
-        return self
 
     @property
     def iteration_steps(self) -> int:
@@ -151,13 +105,6 @@ class RewardRecipe(SupervisedRecipe):
     """rows on which the scores are normalised to mean 0 and standard deviation 1; none: the chosen or good answers of
     data.train"""
     preference: RewardPreferenceSettings = RewardPreferenceSettings()
-
-    @pydantic.model_validator(mode="after")
-    def _check_steps(self) -> "RewardRecipe":
-        """Scores of steps are standardised on steps."""
-        if self.preference.loss == "steps" and self.demonstrations is not None:
-            raise SurefootError(f"demonstrations={self.demonstrations!r}: is not for preference.loss = 'steps'; unset it")
-        return self
 
     @property
     def title(self) -> str:
@@ -197,23 +144,6 @@ class DpoRecipe(SupervisedRecipe):
     def has_reference(self) -> bool:
         """Whether the loss compares with a reference."""
         return self.preference.loss not in ("simpo", "orpo")
-
-    @pydantic.model_validator(mode="after")
-    def _check_reference(self) -> "DpoRecipe":
-        if self.reference.model is not None and not self.has_reference:
-            raise SurefootError(
-                f"reference.model={self.reference.model!r}: preference.loss = {self.preference.loss!r} has no reference; "
-                "unset it"
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _check_aggregation(self) -> "DpoRecipe":
-        if self.objective.aggregation != "sequence-sum":
-            raise SurefootError(
-                f"objective.aggregation={self.objective.aggregation!r}: a pair's loss is the sum over its two labels; unset it"
-            )
-        return self
 
     @property
     def title(self) -> str:

@@ -18,8 +18,9 @@ from surefoot.errors import SurefootError
 from surefoot.files import steps_named
 from surefoot.ranks.collectives import exchange, from_first, on_first, rank, together, world_size
 from surefoot.ranks.launching import choose_gpu, join_ranks, note, restarts
-from surefoot.recipes.base import Recipe, value_of
+from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
+from surefoot.recipes.faults import value_of
 from surefoot.recipes.presets import Origin
 from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.rows import ROW_FIELDS
