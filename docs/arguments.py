@@ -1,4 +1,4 @@
-"""Write src/surefoot/recipes/arguments.py: the types of the keyword arguments of ``surefoot.train``, from the recipes' fields.
+"""Write src/surefoot/recipes/arguments.pyi: the types of the keyword arguments of ``surefoot.train``, from the recipes' fields.
 
 docs/generate.py calls ``arguments_module`` and keeps the file current.
 """
@@ -103,21 +103,12 @@ def quoted(value: Any) -> str:
 
 
 def typed_dict(name: str, docstring: str, fields: Mapping[str, str]) -> str:
-    lines = [wrapped(f"{field}: ", kind) for field, kind in fields.items()]
-    return f'class {name}(TypedDict, total=False):\n    """{docstring}"""\n\n' + "\n".join(lines)
-
-
-def wrapped(start: str, kind: str) -> str:
-    """A line of a class, as ruff formats it."""
-    line = f"    {start}{kind}"
-    if len(line) <= 128:
-        return line
-    parts = f" {kind}" if len(kind) <= 120 else "\n        | ".join(["", *kind.split(" | ")])[len("\n        |") :]
-    return f"    {start}(\n       {parts}\n    )"
+    lines = "\n".join(f"    {field}: {kind}" for field, kind in fields.items())
+    return f'class {name}(TypedDict, total=False):\n    """{docstring}"""\n{lines}'
 
 
 def arguments_module() -> str:
-    """The text of src/surefoot/recipes/arguments.py."""
+    """The text of src/surefoot/recipes/arguments.pyi."""
     writer = Writer()
     kinds = {name: writer.fields(recipe) for name, recipe in KINDS.items()}
     kinds = {
@@ -132,18 +123,7 @@ def arguments_module() -> str:
     parts.append(typed_dict("ControlArguments", 'The fields of a recipe of kind "control".', kinds["control"]))
     parts.append(typed_dict("Arguments", "The fields of recipes of all kinds.", any_kind))
     lines = (f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(writer.imports.items()))
-    return "\n\n\n".join([f"{HEADER}\n{formatted(lines)}\n\n{names_of_presets()}", *parts]) + "\n"
-
-
-def formatted(imports: Any) -> str:
-    """Import lines in ruff's order and width."""
-    standard, ours = [], []
-    for line in imports:
-        if len(line) > 128:
-            start, _, names = line.partition("import ")
-            line = f"{start}import (\n" + "".join(f"    {name},\n" for name in names.split(", ")) + ")"
-        (ours if line.startswith("from surefoot") else standard).append(line)
-    return "\n".join(standard) + "\n\n" + "\n".join(ours)
+    return "\n\n".join([f"{HEADER}\n" + "\n".join(lines), names_of_presets(), *parts]) + "\n"
 
 
 def names_of_presets() -> str:
@@ -159,6 +139,5 @@ def names_of_presets() -> str:
         "RewardModelTask": (rewards, "presets that train a reward model"),
     }
     return "\n".join(
-        f"{name} = Literal[\n" + "".join(f"    {quoted(value)},\n" for value in sorted(values)) + f']\n"""{text}"""'
-        for name, (values, text) in about.items()
+        f'{name} = Literal[{", ".join(map(quoted, sorted(values)))}]\n"""{text}"""' for name, (values, text) in about.items()
     )

@@ -1,6 +1,6 @@
 """Write docs/reference/ and docs/troubleshooting.md from the code: docstrings, fields, metrics, options, findings.
 
-Also write src/surefoot/recipes/arguments.py, the types of the keyword arguments of ``surefoot.train``.
+Also write src/surefoot/recipes/arguments.pyi, the types of the keyword arguments of ``surefoot.train``.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    write nothing; exit 1 and list the stale pages
@@ -588,7 +588,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "how-ppo-works.html": runpy.run_path(str(ROOT / "docs" / "how_ppo_works.py"))["how_ppo_works_page"](),
         ROOT / "docs" / "math.md": math_page(),
         ROOT / "docs" / "troubleshooting.md": troubleshooting_page(),
-        ROOT / "src" / "surefoot" / "recipes" / "arguments.py": runpy.run_path(str(ROOT / "docs" / "arguments.py"))[
+        ROOT / "src" / "surefoot" / "recipes" / "arguments.pyi": runpy.run_path(str(ROOT / "docs" / "arguments.py"))[
             "arguments_module"
         ](),
     }

@@ -205,7 +205,7 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
         ({"--reward": "{ function = 'mine.py:letters', weight = nan }"}, ("weight: Input should be a finite number",)),
         ({"--reward": "{ function = 3 }"}, ("function: ",)),
         ({"--reward": "{ weight = 1.0 }"}, ("give one of model, function and url",)),
-        ({"--reward": "{ model = 'judge', arguments = { a = 1 } }"}, ("arguments are for functions",)),
+        ({"--reward": "{ model = 'judge', arguments = { a = 1 } }"}, ("arguments={",)),
         ({"--reward": "surefoot.verifiers:exact"}, ("requires 'answer'",)),
         ({"--max-tokens": "100000"}, ("line 1", "--max-tokens 100000", "context")),
         ({"--temperature": "inf"}, ("not a finite number",)),

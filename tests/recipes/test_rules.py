@@ -7,7 +7,7 @@ import pytest
 from surefoot.errors import SurefootError
 from surefoot.recipes import rewards, rules
 from surefoot.recipes.reading import make_recipe, merge_tables
-from surefoot.recipes.search_space import nested
+from surefoot.recipes.spaces import nested
 
 REWARD = {"terms": [{"function": "a.py:f"}]}
 TEXT = {"model": "m", "data": {"train": "rows.jsonl"}}

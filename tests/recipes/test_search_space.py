@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from surefoot import SurefootError
 from surefoot.recipes.presets import find_recipe, presets
 from surefoot.recipes.reading import flatten, to_table
-from surefoot.recipes.search_space import (
+from surefoot.recipes.spaces import (
     Choices,
     Range,
     Space,

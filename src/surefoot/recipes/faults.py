@@ -58,7 +58,7 @@ def misplaced(thing: Any, fields_for: FieldsFor) -> Faults:
             why = f"is for {other}, which is not set"
         elif values in ((None,), (False,)):
             why = f"can't be combined with {named_value(thing, other)}"
-        yield field, f"{why}; {'unset it' if default is None else f'set {shown(default)}'}"
+        yield field, f"{why}; {f'set {shown(default)}' if default or default == 0 else 'unset it'}"
 
 
 def _default_of(thing: Any, name: str) -> Any:

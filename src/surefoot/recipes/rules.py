@@ -3,6 +3,9 @@
 Bounds of a single field are with the field. The rules of a kind yield fields, each with what is wrong and the remedy.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from surefoot.core.algorithms import MAX_LENGTH, Objective
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe, nearest_divisor
@@ -59,7 +62,7 @@ FIELDS_FOR: FieldsFor = (
 
 def check_rules(recipe: Recipe) -> None:
     """Raise SurefootError, one line, for the first rule that a recipe breaks."""
-    rules = (
+    rules: tuple[tuple[type[Recipe], Callable[[Any], Faults]], ...] = (
         (ControlRecipe, _control),
         (Recipe, lambda recipe: misplaced(recipe, FIELDS_FOR)),
         (ModelRecipe, _text),
@@ -67,7 +70,7 @@ def check_rules(recipe: Recipe) -> None:
         (LanguageRecipe, _online),
     )
     for kind, faults in rules:
-        for field, why in faults(recipe) if isinstance(recipe, kind) else ():  # type: ignore[operator]
+        for field, why in faults(recipe) if isinstance(recipe, kind) else ():
             raise SurefootError(f"{named_value(recipe, field)}: {why}")
     if recipe.engine == "compiled" and (obstacle := recipe.compiled_obstacle()):
         raise SurefootError(obstacle)

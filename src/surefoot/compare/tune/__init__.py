@@ -28,7 +28,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.presets import resolve_recipe
 from surefoot.recipes.reading import flatten
-from surefoot.recipes.search_space import parsed_space, space_for
+from surefoot.recipes.spaces import parsed_space, space_for
 from surefoot.runs.factory import make_world
 from surefoot.runs.session import Session
 from surefoot.store.folder import folder_lock, match_settings

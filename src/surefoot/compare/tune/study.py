@@ -20,7 +20,7 @@ from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe
-from surefoot.recipes.search_space import Choices, Range, Space, parsed_space, with_values
+from surefoot.recipes.spaces import Choices, Range, Space, parsed_space, with_values
 from surefoot.store.folder import CHANGE_NOTHING, MEASURES, folder_lock
 
 if TYPE_CHECKING:

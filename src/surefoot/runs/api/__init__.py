@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 
@@ -17,8 +17,8 @@ from surefoot.core.seeding import as_found
 from surefoot.errors import SurefootError, in_python_words
 from surefoot.files import as_path, check_flags
 from surefoot.ranks.launching import join_ranks
-from surefoot.recipes.arguments import AgentTask, Arguments, ControlArguments, ModelTask, RewardModelTask
 from surefoot.recipes.callables import take_objects
+from surefoot.recipes.fields import KINDS
 from surefoot.recipes.presets import resolve_recipe
 from surefoot.runs.api.launch import continue_run, start
 from surefoot.runs.api.loading import load, load_result
@@ -44,6 +44,24 @@ from surefoot.terminal import visible
 if TYPE_CHECKING:
     from surefoot.language.language_model import LanguageModel
     from surefoot.language.models.reward_model import RewardModel
+    from surefoot.recipes.arguments import AgentTask, Arguments, ControlArguments, ModelTask, RewardModelTask
+
+    class RunArguments(TypedDict, total=False):
+        """The arguments of ``train`` besides a recipe's fields."""
+
+        preset: str | None
+        run_dir: str | Path | None
+        callback: MetricsCallback | None
+        callbacks: Callback | Sequence[Callback] | None
+        display: Listener | bool | None
+        profile: bool
+
+    class AgentTraining(RunArguments, ControlArguments):
+        """The keyword arguments of ``train`` for an agent."""
+
+    class Training(RunArguments, Arguments):
+        """The keyword arguments of ``train`` for any kind of recipe."""
+
 
 __all__ = ["evaluate", "load", "load_result", "resume", "start", "train"]
 
@@ -53,36 +71,17 @@ Display = Listener | bool | None
 """shows a run: a listener, True, False, or None, which is True in a terminal or notebook"""
 
 
-class RunArguments(TypedDict, total=False):
-    """The arguments of ``train`` besides a recipe's fields."""
-
-    preset: str | None
-    run_dir: str | Path | None
-    callback: MetricsCallback | None
-    callbacks: Callback | Sequence[Callback] | None
-    display: Display
-    profile: bool
-
-
-class AgentTraining(RunArguments, ControlArguments):
-    """The keyword arguments of ``train`` for an agent."""
-
-
-class Training(RunArguments, Arguments):
-    """The keyword arguments of ``train`` for any kind of recipe."""
-
-
 Algorithm = Objective | str | None
 
 
 @overload
-def train(task: AgentTask | MakeEnvironment, algorithm: Algorithm = None, **arguments: Unpack[AgentTraining]) -> Agent: ...
+def train(task: "AgentTask | MakeEnvironment", algorithm: Algorithm = None, **given: "Unpack[AgentTraining]") -> Agent: ...
 @overload
-def train(task: ModelTask, algorithm: Algorithm = None, **arguments: Unpack[Training]) -> "LanguageModel": ...
+def train(task: "ModelTask", algorithm: Algorithm = None, **given: "Unpack[Training]") -> "LanguageModel": ...
 @overload
-def train(task: RewardModelTask, algorithm: Algorithm = None, **arguments: Unpack[Training]) -> "RewardModel": ...
+def train(task: "RewardModelTask", algorithm: Algorithm = None, **given: "Unpack[Training]") -> "RewardModel": ...
 @overload
-def train(task: str | Path, algorithm: Algorithm = None, **arguments: Unpack[Training]) -> Any: ...
+def train(task: str | Path, algorithm: Algorithm = None, **given: "Unpack[Training]") -> Any: ...
 @in_python_words
 def train(
     task: Task,
@@ -138,9 +137,9 @@ def _with_fields(signature: inspect.Signature) -> inspect.Signature:
     """The signature with a keyword for each field of a recipe instead of ``**fields``, for notebooks and ``help``."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    fields = [
-        inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in get_type_hints(Arguments).items()
-    ]
+    known = {name: field.annotation for kind in KINDS.values() for name, field in kind.model_fields.items()}
+    others = (name for name in known if name not in ("kind", *signature.parameters))
+    fields = [inspect.Parameter(name, keyword, default=None, annotation=known[name]) for name in others]
     return signature.replace(parameters=[*own, *fields])
 
 

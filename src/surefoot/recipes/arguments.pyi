@@ -4,127 +4,61 @@ Written by docs/generate.py from the recipes; change the fields of the recipes i
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
-
 from surefoot.core.algorithms import Clip, ClippedWeight, Constraint, Objective, Penalty, Reuse
 from surefoot.recipes.base import CheckpointSettings, OptimizerSettings, TraceSettings, TrackingSettings
 from surefoot.recipes.control import ControlEvaluation, Network, NormaliseSettings, RolloutSettings
-from surefoot.recipes.language import (
-    CriticSettings,
-    MixingSettings,
-    OnlineEvaluation,
-    ReferenceSettings,
-    SamplingSettings,
-    ServerSettings,
-    TurnSettings,
-)
+from surefoot.recipes.language import CriticSettings, MixingSettings, OnlineEvaluation, ReferenceSettings, SamplingSettings, ServerSettings, TurnSettings
 from surefoot.recipes.models import AdapterSettings, LanguageEvaluation, LanguageOptimizer
 from surefoot.recipes.rewards import JudgeSettings, RewardSettings, RewardTerm
 from surefoot.recipes.rows import DataSettings, PromptSettings
 from surefoot.recipes.supervised import DpoReferenceSettings, PreferenceSettings, RewardPreferenceSettings, SupervisedTraces
+from typing import Any, Literal, TypedDict
 
-AgentTask = Literal[
-    "Acrobot-v1",
-    "CartPole-v1",
-    "HalfCheetah-v5",
-    "Hopper-v5",
-    "InvertedDoublePendulum-v5",
-    "InvertedPendulum-v5",
-    "LunarLander-v3",
-    "MountainCarContinuous-v0",
-    "Pendulum-v1",
-    "Reacher-v5",
-    "Swimmer-v5",
-    "Walker2d-v5",
-    "acrobot",
-    "atari",
-    "cartpole",
-    "lunar_lander",
-    "mountain_car_continuous",
-    "mujoco",
-    "pendulum",
-    "swimmer",
-    "tensor/Acrobot-v1",
-    "tensor/CartPole-v1",
-    "tensor/MountainCar-v0",
-    "tensor/Pendulum-v1",
-    "tensor_acrobot",
-    "tensor_cartpole",
-    "tensor_mountain_car",
-    "tensor_pendulum",
-]
+AgentTask = Literal["Acrobot-v1", "CartPole-v1", "HalfCheetah-v5", "Hopper-v5", "InvertedDoublePendulum-v5", "InvertedPendulum-v5", "LunarLander-v3", "MountainCarContinuous-v0", "Pendulum-v1", "Reacher-v5", "Swimmer-v5", "Walker2d-v5", "acrobot", "atari", "cartpole", "lunar_lander", "mountain_car_continuous", "mujoco", "pendulum", "swimmer", "tensor/Acrobot-v1", "tensor/CartPole-v1", "tensor/MountainCar-v0", "tensor/Pendulum-v1", "tensor_acrobot", "tensor_cartpole", "tensor_mountain_car", "tensor_pendulum"]
 """environment ids that a preset is tuned for"""
-ModelTask = Literal[
-    "addition",
-    "dpo",
-    "guess",
-    "guess_sft",
-    "language",
-    "reviews",
-    "reviews_sft",
-    "sft",
-    "sorting",
-    "task_sft",
-]
+ModelTask = Literal["addition", "dpo", "guess", "guess_sft", "language", "reviews", "reviews_sft", "sft", "sorting", "task_sft"]
 """presets that train a language model"""
-RewardModelTask = Literal[
-    "reviews_reward",
-    "reward",
-]
+RewardModelTask = Literal["reviews_reward", "reward"]
 """presets that train a reward model"""
-
 
 class ReuseTable(TypedDict, total=False):
     """The fields of ``Reuse``."""
-
     epochs: int
     minibatches: int
 
-
 class ClipTable(TypedDict, total=False):
     """The fields of ``Clip``."""
-
     clip: float
     clip_high: float | None
     dual_clip: float | None
     schedule: Callable[..., Any] | Literal["constant", "linear"] | str
 
-
 class PenaltyTable(TypedDict, total=False):
     """The fields of ``Penalty``."""
-
     beta: float
     target: float | None
     fraction: float
 
-
 class ConstraintTable(TypedDict, total=False):
     """The fields of ``Constraint``."""
-
     delta: float
     damping: float
     cg_iterations: int
     shrink: float
     tries: int
 
-
 class ClippedWeightTable(TypedDict, total=False):
     """The fields of ``ClippedWeight``."""
-
     max_weight: float
-
 
 class ObjectiveTable(TypedDict, total=False):
     """The fields of ``Objective``."""
-
     baseline: Literal["mean", "group", "leave_one_out", "pair", "critic"] | None
     pair_beta: float
     scale_by_group: bool
     gae_lambda: float
     reuse: ReuseTable | Reuse | None
-    trust_region: (
-        ClipTable | Clip | PenaltyTable | Penalty | ConstraintTable | Constraint | ClippedWeightTable | ClippedWeight | None
-    )
+    trust_region: ClipTable | Clip | PenaltyTable | Penalty | ConstraintTable | Constraint | ClippedWeightTable | ClippedWeight | None
     ratio: Literal["token", "sequence"]
     drop_above_kl: float | None
     importance_cap: float | None
@@ -143,10 +77,8 @@ class ObjectiveTable(TypedDict, total=False):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"]
     aggregation_length: int | None
 
-
 class OptimizerSettingsTable(TypedDict, total=False):
     """The fields of ``OptimizerSettings``."""
-
     kind: Literal["adam", "rmsprop"]
     learning_rate: float
     schedule: Callable[..., Any] | Literal["constant", "linear", "cosine", "adaptive"] | str
@@ -160,43 +92,33 @@ class OptimizerSettingsTable(TypedDict, total=False):
     micro_batch: int | None
     micro_batch_tokens: int | None
 
-
 class ControlEvaluationTable(TypedDict, total=False):
     """The fields of ``ControlEvaluation``."""
-
     every: int | None
     seed: int
     patience: int | None
     episodes: int
 
-
 class CheckpointSettingsTable(TypedDict, total=False):
     """The fields of ``CheckpointSettings``."""
-
     every: int | None
     keep: int
 
-
 class TraceSettingsTable(TypedDict, total=False):
     """The fields of ``TraceSettings``."""
-
     every: int | None
     rows: int
     max_megabytes: float
 
-
 class TrackingSettingsTable(TypedDict, total=False):
     """The fields of ``TrackingSettings``."""
-
     project: str
     group: str | None
     name: str | None
     tags: Sequence[str]
 
-
 class RolloutSettingsTable(TypedDict, total=False):
     """The fields of ``RolloutSettings``."""
-
     environments: int
     steps: int
     episodes: int
@@ -207,10 +129,8 @@ class RolloutSettingsTable(TypedDict, total=False):
     info: Sequence[str] | None
     symmetry: str | None
 
-
 class NetworkTable(TypedDict, total=False):
     """The fields of ``Network``."""
-
     hidden: Sequence[int]
     activation: Literal["tanh", "relu"]
     shared_trunk: bool
@@ -220,19 +140,15 @@ class NetworkTable(TypedDict, total=False):
     actor_parts: Sequence[str] | None
     critic_parts: Sequence[str] | None
 
-
 class NormaliseSettingsTable(TypedDict, total=False):
     """The fields of ``NormaliseSettings``."""
-
     observations: bool | Sequence[str]
     rewards: bool
     actions: bool
     clip: float
 
-
 class LanguageOptimizerTable(TypedDict, total=False):
     """The fields of ``LanguageOptimizer``."""
-
     kind: Literal["adam", "adam-8bit", "rmsprop"]
     learning_rate: float
     schedule: Callable[..., Any] | Literal["constant", "linear", "cosine", "adaptive"] | str
@@ -246,27 +162,21 @@ class LanguageOptimizerTable(TypedDict, total=False):
     micro_batch: int | None
     micro_batch_tokens: int | None
 
-
 class LanguageEvaluationTable(TypedDict, total=False):
     """The fields of ``LanguageEvaluation``."""
-
     every: int | None
     seed: int
     patience: int | None
     rows: int
 
-
 class SupervisedTracesTable(TypedDict, total=False):
     """The fields of ``SupervisedTraces``."""
-
     every: int | None
     rows: int
     max_megabytes: float
 
-
 class AdapterSettingsTable(TypedDict, total=False):
     """The fields of ``AdapterSettings``."""
-
     rank: int
     alpha: float
     dropout: float
@@ -274,10 +184,8 @@ class AdapterSettingsTable(TypedDict, total=False):
     quantize: Literal["int8", "nf4"] | None
     merge: bool
 
-
 class DataSettingsTable(TypedDict, total=False):
     """The fields of ``DataSettings``."""
-
     columns: Mapping[str, str]
     control_tokens: Literal["split", "keep", "reject"]
     answers: Literal["template", "row"]
@@ -286,44 +194,34 @@ class DataSettingsTable(TypedDict, total=False):
     max_length: int
     batch: int
 
-
 class RewardPreferenceSettingsTable(TypedDict, total=False):
     """The fields of ``RewardPreferenceSettings``."""
-
     loss: Literal["bradley_terry", "binary", "steps"]
     separator: str
 
-
 class DpoReferenceSettingsTable(TypedDict, total=False):
     """The fields of ``DpoReferenceSettings``."""
-
     model: str | None
     beta: float
 
-
 class PreferenceSettingsTable(TypedDict, total=False):
     """The fields of ``PreferenceSettings``."""
-
     loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"]
     label_smoothing: float
     margin: float
     desirable_weight: float
     undesirable_weight: float
 
-
 class OnlineEvaluationTable(TypedDict, total=False):
     """The fields of ``OnlineEvaluation``."""
-
     every: int | None
     seed: int
     patience: int | None
     rows: int
     demonstrations: Iterable[Mapping[str, Any]] | str | None
 
-
 class PromptSettingsTable(TypedDict, total=False):
     """The fields of ``PromptSettings``."""
-
     columns: Mapping[str, str]
     control_tokens: Literal["split", "keep", "reject"]
     answers: Literal["template", "row"]
@@ -331,10 +229,8 @@ class PromptSettingsTable(TypedDict, total=False):
     held_out: Iterable[Mapping[str, Any]] | str | None
     max_length: int
 
-
 class SamplingSettingsTable(TypedDict, total=False):
     """The fields of ``SamplingSettings``."""
-
     prompts: int
     samples: int
     rounds: int
@@ -346,10 +242,8 @@ class SamplingSettingsTable(TypedDict, total=False):
     rows: int | None
     ahead: int
 
-
 class ServerSettingsTable(TypedDict, total=False):
     """The fields of ``ServerSettings``."""
-
     url: str
     model: str
     weights: str | None
@@ -359,20 +253,16 @@ class ServerSettingsTable(TypedDict, total=False):
     retries: int
     tolerance: float
 
-
 class TurnSettingsTable(TypedDict, total=False):
     """The fields of ``TurnSettings``."""
-
     environment: str | None
     arguments: Mapping[str, Any]
     at_once: int
     max_turns: int
     max_length: int | None
 
-
 class JudgeSettingsTable(TypedDict, total=False):
     """The fields of ``JudgeSettings``."""
-
     model: str
     prompt: str
     pattern: str | None
@@ -380,10 +270,8 @@ class JudgeSettingsTable(TypedDict, total=False):
     against: str | None
     in_flight: int
 
-
 class RewardTermTable(TypedDict, total=False):
     """The fields of ``RewardTerm``."""
-
     model: str | None
     label: str | None
     function: Callable[..., Any] | str | None
@@ -398,10 +286,8 @@ class RewardTermTable(TypedDict, total=False):
     token_from: str | None
     retries: int
 
-
 class RewardSettingsTable(TypedDict, total=False):
     """The fields of ``RewardSettings``."""
-
     terms: Sequence[RewardTermTable | RewardTerm]
     missing_eos: Literal["penalty", "subtract", "bootstrap"] | None
     missing_eos_value: float
@@ -411,36 +297,28 @@ class RewardSettingsTable(TypedDict, total=False):
     special_tokens: bool
     gold: Callable[..., Any] | str | None
 
-
 class ReferenceSettingsTable(TypedDict, total=False):
     """The fields of ``ReferenceSettings``."""
-
     model: str | None
     beta: float
     measure: bool
     target: float | None
     horizon: int
 
-
 class CriticSettingsTable(TypedDict, total=False):
     """The fields of ``CriticSettings``."""
-
     own_model: bool
     start: str | None
     label: str | None
 
-
 class MixingSettingsTable(TypedDict, total=False):
     """The fields of ``MixingSettings``."""
-
     sft_coefficient: float
     demonstrations: Iterable[Mapping[str, Any]] | str | None
     batch: int | None
 
-
 class ControlArguments(TypedDict, total=False):
     """The fields of a recipe of kind "control"."""
-
     steps: int
     seed: int
     device: str
@@ -461,10 +339,8 @@ class ControlArguments(TypedDict, total=False):
     network: NetworkTable | Network
     normalise: NormaliseSettingsTable | NormaliseSettings
 
-
 class Arguments(TypedDict, total=False):
     """The fields of recipes of all kinds."""
-
     steps: int
     seed: int
     device: str
@@ -474,14 +350,7 @@ class Arguments(TypedDict, total=False):
     engine: Literal["eager", "compiled", "auto"]
     objective: ObjectiveTable | Objective
     optimizer: OptimizerSettingsTable | OptimizerSettings | LanguageOptimizerTable | LanguageOptimizer
-    evaluation: (
-        ControlEvaluationTable
-        | ControlEvaluation
-        | LanguageEvaluationTable
-        | LanguageEvaluation
-        | OnlineEvaluationTable
-        | OnlineEvaluation
-    )
+    evaluation: ControlEvaluationTable | ControlEvaluation | LanguageEvaluationTable | LanguageEvaluation | OnlineEvaluationTable | OnlineEvaluation
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: TraceSettingsTable | TraceSettings | SupervisedTracesTable | SupervisedTraces
     trackers: Sequence[Literal["tensorboard", "wandb", "trackio"]]
@@ -508,8 +377,6 @@ class Arguments(TypedDict, total=False):
     sampling: SamplingSettingsTable | SamplingSettings
     server: ServerSettingsTable | ServerSettings | None
     turns: TurnSettingsTable | TurnSettings
-    reward: (
-        RewardSettingsTable | RewardSettings | Callable[..., Any] | Sequence[RewardTermTable | RewardTerm | Callable[..., Any]]
-    )
+    reward: RewardSettingsTable | RewardSettings | Callable[..., Any] | Sequence[RewardTermTable | RewardTerm | Callable[..., Any]]
     critic: CriticSettingsTable | CriticSettings
     mixing: MixingSettingsTable | MixingSettings

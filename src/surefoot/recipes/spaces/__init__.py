@@ -1,6 +1,6 @@
 """Search spaces of ``surefoot tune``: TOML files with a range or a list of choices in place of a recipe's values.
 
-The files in ``spaces/`` name the presets that they are for in ``presets``. All other keys are fields of the recipe:
+The files here name the presets that they are for in ``presets``. All other keys are fields of the recipe:
 
     [optimizer]
     learning_rate = { low = 1e-5, high = 1e-2, log = true }
@@ -104,7 +104,7 @@ def space_for(what: str, recipe: Recipe, fixed: Mapping[str, str]) -> tuple[str,
 
 def shipped_spaces() -> dict[str, dict[str, Any]]:
     """All shipped search spaces: name -> its tables."""
-    folder = resources.files("surefoot.recipes") / "spaces"
+    folder = resources.files(__package__)
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {file.name.removesuffix(".toml"): read_toml(Path(str(file))) for file in files}
 
