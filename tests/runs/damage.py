@@ -101,7 +101,7 @@ class Campaign:
             return Outcome(where, words, "rejected" if error.count("\n") == 1 else "not one line", error[:300])
         if (code, out) == self.sound[" ".join(words)]:
             return Outcome(where, words, "the same")
-        reported = ("changed since the checkpoint", "config_changed", "metrics.jsonl")
+        reported = ("changed since the checkpoint", "config_changed", "metrics.jsonl", "files are not what the run wrote")
         noticed = any(words in out + error for words in reported)
         return Outcome(where, words, "noticed" if noticed else "another answer", out[:300])
 
