@@ -159,8 +159,8 @@ class ControlWorld:
             ]
         return [
             *notes,
-            f"{name}: a vector environment without state_dict can't be replayed: all {len(lost):,} start new "
-            "episodes, so this resume is not exact",
+            f"{name}: its vector environment has no state_dict that fits, and too many steps since its last reset to replay "
+            f"them: all {len(lost):,} start new episodes, so this resume is not exact",
         ]
 
     def _difference(self, lost: list[int], first: str, allow_changes: bool) -> str:
