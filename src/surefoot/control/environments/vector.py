@@ -14,7 +14,17 @@ from gymnasium.vector.utils import batch_space
 
 from surefoot.control.environments.atari import ATARI, AtariSettings, atari_settings
 from surefoot.control.environments.looped import Lost, Step, close_all, episode_seed
-from surefoot.control.environments.observations import INFO_KEY, RESET, STEP, Reader, as_rows, check_tuple, final_numbers
+from surefoot.control.environments.observations import (
+    INFO_KEY,
+    METHOD,
+    RESET,
+    STEP,
+    Reader,
+    as_rows,
+    check_tuple,
+    final_numbers,
+    masks_of_rows,
+)
 from surefoot.control.environments.records import (
     ENDS,
     MASKS,
@@ -52,6 +62,7 @@ class VectorEnvironments:
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
         self.action_space: gymnasium.Space[Any] = environments.single_action_space
         self.reader = Reader(self.observation_space, self.action_space, self.count, name)
+        self.masks_of_rows = None if self.reader.choices is None else masks_of_rows(environments)
         self.mode = autoreset_mode_of(environments, name)
         self.done = np.zeros(self.count, bool)
         self.resets, self.steps = 0, 0
@@ -168,6 +179,11 @@ class VectorEnvironments:
     def _read(self, observations: Any, infos: dict[str, Any], acting: Array) -> Observations:
         """The observations, and the masks of the rows that act next."""
         with self._errors():
+            if self.masks_of_rows is not None and MASK not in infos:
+                masks = list(self.masks_of_rows(acting))
+                if len(masks) != self.count:
+                    raise SpaceError(f"{len(masks)} rows of {METHOD}() where {self.count} are needed")
+                infos = {**infos, MASK: masks}
             return self.reader.batch(observations) | self.reader.masks(infos, acting)
 
     @contextlib.contextmanager
