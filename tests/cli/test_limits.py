@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import surefoot
 from surefoot import SurefootError
@@ -28,6 +29,20 @@ def test_a_limit_of_threads_or_memory_is_one_line(command, monkeypatch, error, l
     monkeypatch.setattr("surefoot.runs.api.start", fail)
     code, _, err = command("train", "CartPole-v1", "--steps", "64")
     assert (code, err.count("\n"), line in err) == (2, 1, True), err
+    if not isinstance(error, ImportError):
+        with pytest.raises(SurefootError) as ended:
+            surefoot.train("CartPole-v1", steps=64)
+        assert line in str(ended.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_other_errors_of_a_python_call_keep_their_type(monkeypatch, error: Exception) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr("surefoot.runs.api.start", fail)
+    with pytest.raises(type(error), match=str(error)):
+        surefoot.train("CartPole-v1", steps=64)
 
 
 def test_other_errors_are_no_limits() -> None:
