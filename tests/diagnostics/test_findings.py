@@ -122,6 +122,12 @@ def test_an_early_peak_of_few_episodes_is_not_a_lost_improvement() -> None:
     assert "return_collapsed" in names(rows_of(20, episode_return=lambda i: earned[(i - 1) // 2]))
 
 
+def test_a_few_lucky_episodes_in_a_constant_return_are_no_improvement_to_lose() -> None:
+    lucky = {12: -196.1, 18: -196.0}
+    assert "return_collapsed" not in names(rows_of(30, episode_return=lambda i: lucky.get(i, -200.0)))
+    assert "return_collapsed" in names(rows_of(30, episode_return=lambda i: -120.0 if 9 < i < 22 else -200.0))
+
+
 @pytest.mark.parametrize("algorithm", ["REINFORCE", "A2C"])
 def test_one_step_per_batch_is_not_reported_as_no_progress(algorithm: str) -> None:
     risen = rows_of(200, episode_return=lambda i: 20 + i, kl=0.0)

@@ -12,6 +12,8 @@ IN_A_ROW = 3
 """iterations after which a state that should never occur is not chance"""
 CLEAR = 2.5
 """standard deviations of a block's mean that count as a change"""
+LEAST_RISE = 0.05
+"""share of the first return by which it must also rise"""
 
 
 def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
@@ -84,7 +86,7 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     still = len(kl) > 0 and kl_measured and float(kl.values.mean()) < 1e-6
     # The return is a mean over many episodes and drifts, so it must also rise by a share. A policy that has not moved has
     # not learned.
-    if best - first > max(CLEAR * noise, 0.05 * abs(first)) and not still:
+    if best - first > max(CLEAR * noise, LEAST_RISE * abs(first)) and not still:
         return None
     constant = float(np.ptp(earned.values)) == 0
     name = "return" if earned.metric == "episode_return" else "reward"
@@ -158,7 +160,8 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     means = [float(block.values.mean()) for block in blocks]
     top = max(range(len(means)), key=means.__getitem__)
     gained, kept = means[top] - means[0], means[-1] - means[0]
-    if gained <= 2 * CLEAR * earned.noise() or kept > 0.5 * gained:
+    # Less than return_flat takes for a rise is none: a few lucky episodes in a return that has no noise otherwise.
+    if gained <= max(2 * CLEAR * earned.noise(), LEAST_RISE * abs(means[0])) or kept > 0.5 * gained:
         return None
     kl = curves["kl"].after(blocks[top].steps[0])
     spikes = (kl.evidence("largest", float(kl.values.max())),) if len(kl) else ()
