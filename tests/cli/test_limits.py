@@ -1,7 +1,9 @@
 """Limits of the machine, and ranks that hang, end a command with one line."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import surefoot
 from surefoot import SurefootError
 from surefoot.cli import ranks
 from surefoot.errors import limit_reached
+from surefoot.recipes.reading import make_recipe
 from surefoot.runs.events import Event, Message
+from surefoot.runs.session import Session
 
 
 @pytest.mark.parametrize(
@@ -75,3 +79,37 @@ def test_a_run_says_what_its_budget_becomes(steps: int, line: str | None) -> Non
     surefoot.train("CartPole-v1", steps=steps, display=display, evaluation={"episodes": 0}, **fields)
     assert [text for text in lines if text.startswith("steps=")] == [text for text in lines if line and text.startswith(line)]
     assert bool(line) == any(text.startswith("steps=") for text in lines)
+
+
+ONCE = {"reuse": {"minibatches": 1}}
+SCORED = {"data": {"train": "rows.jsonl"}, "reward": {"terms": [{"function": "score.py:score"}]}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"kind": "sft", "data": {"train": "rows.jsonl", "batch": 8}}, "becomes 24, "),
+        ({"kind": "dpo", "data": {"train": "rows.jsonl", "batch": 10}}, None),
+        (
+            {"kind": "language", "sampling": {"prompts": 4, "samples": 2}, "objective": {"reuse": {"minibatches": 1}}},
+            "becomes 24",
+        ),
+    ],
+)
+def test_a_text_run_says_so_too(fields: dict[str, Any], line: str | None) -> None:
+    recipe = make_recipe({"model": "pocket", "steps": 20, **fields})
+    session: Any = SimpleNamespace(recipe=recipe, state=SimpleNamespace(steps=0))
+    lines = Session._budget(session)
+    assert (bool(lines), all(line in text for text in lines if line)) == (line is not None, True)
+
+
+def test_a_run_of_whole_episodes_says_it_at_its_end() -> None:
+    lines: list[str] = []
+
+    def display(event: Event) -> None:
+        if isinstance(event, Message):
+            lines.append(event.text)
+
+    fields = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 0}}
+    surefoot.train("CartPole-v1", "REINFORCE", steps=3, display=display, **fields)
+    assert re.fullmatch(r"steps=3: became \d+, since only whole iterations train", lines[-1])
