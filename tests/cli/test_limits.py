@@ -90,10 +90,7 @@ SCORED = {"data": {"train": "rows.jsonl"}, "reward": {"terms": [{"function": "sc
     [
         ({"kind": "sft", "data": {"train": "rows.jsonl", "batch": 8}}, "becomes 24, "),
         ({"kind": "dpo", "data": {"train": "rows.jsonl", "batch": 10}}, None),
-        (
-            {"kind": "language", "sampling": {"prompts": 4, "samples": 2}, "objective": {"reuse": {"minibatches": 1}}},
-            "becomes 24",
-        ),
+        ({"kind": "language", "sampling": {"prompts": 4, "samples": 2}, "objective": ONCE, **SCORED}, "becomes 24, "),
     ],
 )
 def test_a_text_run_says_so_too(fields: dict[str, Any], line: str | None) -> None:
