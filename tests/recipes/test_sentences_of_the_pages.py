@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
+from gymnasium.vector import SyncVectorEnv
 
+import surefoot
 from surefoot import SurefootError
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
@@ -99,3 +102,44 @@ def test_what_a_page_says_is_rejected_is_one_line(page: str, words: str, table: 
     with pytest.raises(SurefootError, match=line) as error:
         find_recipe(table["task"], {k: v for k, v in table.items() if k != "task"}) if "task" in table else make_recipe(table)
     assert "\n" not in str(error.value)
+
+
+def without_mode() -> Any:
+    made = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+    made.metadata = {}
+    return made
+
+
+def failing(left: float) -> float:
+    raise ZeroDivisionError("no factor")
+
+
+FEW: dict[str, Any] = {"steps": 64, "rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 0}}
+WORKERS = {**FEW["rollout"], "backend": "workers"}
+FACTOR = "A function that raises, or returns no finite factor of at least 0, is rejected before training"
+CALLS: list[tuple[str, str, Any, dict[str, Any], str]] = [
+    (
+        "environments-in-processes",
+        "function inside another one, is rejected",
+        lambda: gymnasium.make("CartPole-v1"),
+        {"rollout": WORKERS},
+        "at the top of a module",
+    ),
+    ("your-own-environment", "A vector environment without a mode", without_mode, {}, "is not an autoreset mode"),
+    ("recipes", FACTOR, "CartPole-v1", {"optimizer": {"schedule": failing}}, "optimizer.schedule"),
+    ("recipes", FACTOR, "CartPole-v1", {"optimizer": {"schedule": lambda left: float("nan")}}, "optimizer.schedule"),
+    ("recipes", FACTOR, "CartPole-v1", {"optimizer": {"schedule": lambda left: -left}}, "optimizer.schedule"),
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "task", "fields", "line"), CALLS, ids=[f"{page}: {line}" for page, *_, line in CALLS]
+)
+def test_what_a_page_says_a_call_rejects_is_one_line_before_training(
+    page: str, words: str, task: Any, fields: dict[str, Any], line: str
+) -> None:
+    assert words in (PAGES / f"{page}.md").read_text("utf-8")
+    rows: list[Any] = []
+    with pytest.raises(SurefootError, match=line) as error:
+        surefoot.train(task, display=None, callback=rows.append, **{**FEW, **fields})
+    assert ("\n" in str(error.value), rows) == (False, [])
