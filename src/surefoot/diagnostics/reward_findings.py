@@ -1,6 +1,7 @@
 """Checks of rewards: no signal, no improvement, improvement lost, reward hacking, truncated responses, clipped inputs."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from surefoot.diagnostics import Curve, Evidence, Finding, RunCurves, Severity, in_words
 from surefoot.recipes.base import Recipe
@@ -8,6 +9,7 @@ from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.rewards import RewardSettings
 
+Array = NDArray[np.bool_]
 IN_A_ROW = 3
 """iterations after which a state that should never occur is not chance"""
 CLEAR = 2.5
@@ -19,22 +21,31 @@ LEAST_RISE = 0.05
 def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """All responses, or all responses of each group, have the same reward: all advantages are zero."""
     groups, spread = curves["groups_without_signal"], curves["score_std"]
-    where, earned = "", curves["reward"]
-    for curve, dead in ((groups, groups.values >= 1 - 1e-9), (spread, spread.values <= 1e-8)):
-        stretch = lasting_stretch(curves, curve, dead)
+    ended, constant = scores_of_ended(curves, recipe)
+    alike = "earns one and the same score"
+    for who, curve, dead in (
+        ("every group of responses earn one and the same score", groups, groups.values >= 1 - 1e-9),
+        (f"every response {alike}", spread, spread.values <= 1e-8),
+        (f"every response that ends {alike}", ended, constant),  # the others differ by their penalty
+    ):
+        same, stretch = who, lasting_stretch(curves, curve, dead)
         if stretch is not None:
-            where = "every group of responses" if curve is groups else "every response"
             break
     else:
         return few_groups_with_signal(curves, groups)
-    same = "earn one and the same score" if curve is groups else "earns one and the same score"
+    earned = ended if curve is ended else curves["reward"]
+    left = (
+        "only the penalty of truncated ones is learned"
+        if curve is ended
+        else "there is nothing to compare, so nothing is learned"
+    )
     level = earned.after(stretch.steps[0] - 1).until(stretch.steps[-1])
     before = earned.until(stretch.steps[0] - 1)
     if len(level) and len(before) and level.values.mean() >= before.values.max() and level.values.mean() > before.values.min():
         return Finding(
             "no_reward_signal",
             "note",
-            f"{where} {same}, in {len(stretch)} iterations in a row, and none was higher before: nothing is left to learn here",
+            f"{same}, in {len(stretch)} iterations in a row, and none was higher before: nothing is left to learn here",
             "the policy has reached the highest reward, or it no longer varies its answers",
             (stretch.evidence(), level.evidence(), before.evidence("mean before that")),
             ("nothing, if that is the highest possible reward", "harder prompts, or fewer steps"),
@@ -42,7 +53,7 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     return Finding(
         "no_reward_signal",
         "serious",
-        f"{where} {same}, in {len(stretch)} iterations in a row: there is nothing to compare, so nothing is learned",
+        f"{same}, in {len(stretch)} iterations in a row: {left}",
         "the task is too hard or too easy for the model as it is, so that all answers are wrong, or all right; or the reward "
         "function gives a constant: it may read the wrong column, or a format that the model never writes",
         (stretch.evidence(), *((level.evidence(),) if len(level) else ())),
@@ -52,6 +63,23 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
             "reward partly right answers in part, or take more samples per prompt (sampling.samples)",
         ),
     )
+
+
+def scores_of_ended(curves: RunCurves, recipe: Recipe | None) -> tuple[Curve, Array]:
+    """The mean score of the responses that end, and whether all of them have that score; both are empty without a penalty.
+
+    Where few end, they may be equal by chance.
+    """
+    mean, spread, ended = curves["reward"], curves["score_std"], curves["eos_rate"]
+    penalised = isinstance(recipe, LanguageRecipe) and recipe.reward.missing_eos == "penalty"
+    if not penalised or not len(mean) == len(spread) == len(ended):
+        return mean.part(0, 0), np.empty(0, bool)
+    value = recipe.reward.missing_eos_value
+    share = np.maximum(ended.values, 0.5)
+    of_ended = (mean.values - (1 - share) * value) / share
+    variance = (spread.values**2 + mean.values**2 - (1 - share) * value**2) / share - of_ended**2
+    constant = (ended.values >= 0.5) & (variance < 1e-5 * (of_ended - value) ** 2)
+    return Curve(mean.metric, mean.steps, of_ended), constant
 
 
 def few_groups_with_signal(curves: RunCurves, groups: Curve) -> Finding | None:
