@@ -123,6 +123,35 @@ def test_an_early_peak_of_few_episodes_is_not_a_lost_improvement() -> None:
     assert "return_collapsed" in names(rows_of(20, episode_return=lambda i: earned[(i - 1) // 2]))
 
 
+def test_a_reward_that_rises_after_ten_noisy_iterations_is_not_flat() -> None:
+    """A healthy run of CISPO on sorting: its first ten rewards say nothing yet."""
+    earned = [
+        0.48,
+        0.4,
+        0.59,
+        0.48,
+        0.51,
+        0.48,
+        0.56,
+        0.62,
+        0.58,
+        0.68,
+        0.73,
+        0.8,
+        0.76,
+        0.73,
+        0.67,
+        0.75,
+        0.68,
+        0.71,
+        0.75,
+        0.82,
+    ]
+    for stop in range(1, 21):
+        curves = RunCurves(rows_of(stop, reward=lambda i: earned[i - 1]), budget=40)
+        assert not [check for check in RUN_CHECKS if check(curves, None)]
+
+
 def test_a_few_lucky_episodes_in_a_constant_return_are_no_improvement_to_lose() -> None:
     lucky = {12: -196.1, 18: -196.0}
     assert "return_collapsed" not in names(rows_of(30, episode_return=lambda i: lucky.get(i, -200.0)))

@@ -106,7 +106,7 @@ def few_groups_with_signal(curves: RunCurves, groups: Curve) -> Finding | None:
 def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The return has not risen above its noise, or by less than a twentieth, since the start."""
     earned = earnings(curves, recipe)
-    if len(earned) < 2 * curves.width(0.1, 5) or curves.steps < 0.2 * curves.planned:
+    if len(earned) < 2 * curves.width(0.1, 10) or curves.steps < 0.2 * curves.planned:  # as in return_collapsed
         return None
     first, best, noise = rise(earned)
     kl, entropy = curves["kl"], curves["entropy"]
