@@ -158,6 +158,12 @@ def test_a_few_lucky_episodes_in_a_constant_return_are_no_improvement_to_lose() 
     assert "return_collapsed" in names(rows_of(30, episode_return=lambda i: -120.0 if 9 < i < 22 else -200.0))
 
 
+@pytest.mark.parametrize(("kl", "lost"), [(1e-9, False), (1e-3, True)])
+def test_a_policy_that_has_not_moved_has_lost_nothing(kl: float, lost: bool) -> None:
+    found = names(rows_of(30, episode_return=lambda i: 25.0 if 9 < i < 22 else 20.0, kl=kl))
+    assert ("return_collapsed" in found) is lost
+
+
 @pytest.mark.parametrize("algorithm", ["REINFORCE", "A2C"])
 def test_one_step_per_batch_is_not_reported_as_no_progress(algorithm: str) -> None:
     risen = rows_of(200, episode_return=lambda i: 20 + i, kl=0.0)

@@ -111,7 +111,7 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     first, best, noise = rise(earned)
     kl, entropy = curves["kl"], curves["entropy"]
     kl_measured = bool((kl.values != 0).any()) if recipe is None else measures_kl(recipe)
-    still = len(kl) > 0 and kl_measured and float(kl.values.mean()) < 1e-6
+    still = stays(curves, recipe)
     # The return is a mean over many episodes and drifts, so it must also rise by a share. A policy that has not moved has
     # not learned.
     if best - first > max(CLEAR * noise, LEAST_RISE * abs(first)) and not still:
@@ -182,7 +182,7 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     """More than half of the improvement is lost again."""
     earned = earnings(curves, recipe)
     # Two values in each tenth: the first values of a run are means over a few episodes, and one alone can be a peak.
-    if len(earned) < 2 * curves.width(0.1, 10):
+    if len(earned) < 2 * curves.width(0.1, 10) or stays(curves, recipe):
         return None
     blocks = earned.blocks()
     means = [float(block.values.mean()) for block in blocks]
@@ -474,6 +474,13 @@ def measures_kl(recipe: Recipe) -> bool:
     reuse = recipe.objective.reuse
     steps = 0 if reuse is None else reuse.epochs * reuse.minibatches
     return steps > 1 or recipe.objective.constraint is not None
+
+
+def stays(curves: RunCurves, recipe: Recipe | None) -> bool:
+    """Whether the policy has not moved, as far as kl is measured: its reward changes by chance alone."""
+    kl = curves["kl"].values
+    measured = bool((kl != 0).any()) if recipe is None else measures_kl(recipe)
+    return len(kl) > 0 and measured and float(kl.mean()) < 1e-6
 
 
 def raise_kl_penalty(recipe: Recipe | None) -> str:
