@@ -361,10 +361,10 @@ class _Rows:
     def step(self, actions: Array) -> Step:
         self.record.actions.append(actions)
         step = self.rows.step(torch.as_tensor(actions, device=self.rows.device))
-        rewards, *ends = (x.cpu().numpy() for x in (step.scores, step.terminated, step.truncated))
+        rewards, terminated, truncated = (x.cpu().numpy() for x in (step.scores, step.terminated, step.truncated))
         self.record.add(REWARDS, rewards.tobytes())
-        self.record.add(ENDS, b"".join(end.tobytes() for end in ends))
-        return Step(self._noted(step.observations), rewards, *ends, np.zeros(self.count, bool))
+        self.record.add(ENDS, terminated.tobytes() + truncated.tobytes())
+        return Step(self._noted(step.observations), rewards, terminated, truncated, np.zeros(self.count, bool))
 
     def _noted(self, observations: dict[str, torch.Tensor]) -> Observations:
         self.observations = observations

@@ -90,8 +90,11 @@ class VectorEnvironments:
 
     def _log(self, *observations: Observations) -> None:
         """Add to the hashes of what was returned."""
-        for path, values in (item for each in observations for item in each.items() if self.record is not None):
-            self.record.add(MASKS if path == MASK else OBSERVATIONS, values.tobytes())
+        if self.record is None:
+            return
+        for each in observations:
+            for path, values in each.items():
+                self.record.add(MASKS if path == MASK else OBSERVATIONS, values.tobytes())
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
         return self.reset(), list(range(self.count))  # a vector environment can't restart single rows
