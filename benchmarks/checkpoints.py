@@ -28,10 +28,10 @@ class Timer:
         """Time a method of every saver."""
         method = getattr(Saver, name)
 
-        def timed(saver: Saver, *arguments: Any) -> Any:
+        def timed(saver: Saver, *arguments: Any, **named: Any) -> Any:
             wall, cpu = time.perf_counter(), time.thread_time()
             try:
-                return method(saver, *arguments)
+                return method(saver, *arguments, **named)
             finally:
                 self.wall += time.perf_counter() - wall
                 self.cpu += time.thread_time() - cpu

@@ -29,7 +29,7 @@ import griffe
 from surefoot.cli.main import COMMANDS, cli
 from surefoot.cli.options import BooleanOption
 from surefoot.core.algorithms import ALGORITHMS, LADDER, Objective, Reuse, switches_between
-from surefoot.diagnostics.findings import findings_in
+from surefoot.diagnostics.findings import checkpoints_lost, files_damaged, findings_in, tracker_failed
 from surefoot.diagnostics.metrics import METRICS, SHOWN, TIMING, Metric
 from surefoot.inspector.clip_table import clip_table_page
 from surefoot.recipes.fields import recipe_fields
@@ -541,14 +541,16 @@ def described_finding(finding: Finding) -> str:
 def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
     """A symptom, and its finding as it comes out of each run; a row that is None is a line that can't be read.
 
-    A table in place of rows has the errors of trackers, a text what shows that checkpoints are lost.
+    A table in place of rows has the errors of trackers, a text what is wrong with checkpoints or files.
     """
     parts = [f"### {heading}"]
     for run in runs:
         lines = run if isinstance(run, list) else []
-        failures, lost = run if isinstance(run, dict) else {}, run if isinstance(run, str) else None
+        others = [tracker_failed(*failed) for failed in run.items()] if isinstance(run, dict) else []
+        if isinstance(run, str):
+            others = [checkpoints_lost(run) if name == "checkpoints_lost" else files_damaged([run])]
         history = History("".join("?\n" if row is None else json.dumps(row) + "\n" for row in lines).encode())
-        findings = {finding.name: finding for finding in findings_in(history, failures=failures, lost=lost)}
+        findings = {finding.name: finding for finding in findings_in(history, others=others)}
         assert name in findings, f"the run that is to show {name} shows {list(findings)}"
         parts.append(described_finding(findings[name]))
     title = Path(more.partition("#")[0]).stem.replace("-", " ")

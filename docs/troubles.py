@@ -17,8 +17,8 @@ def rows(count: int, **values: Any) -> list[dict[str, Any]]:
 
 WAVE = {"episode_return": lambda i: 20 + i % 2}
 SURE = {"reward": lambda i: i / 100}
-Symptoms = dict[str, tuple[str, str, list[list[dict[str, Any] | None] | dict[str, str]]]]
-"""name of a finding -> heading, page, runs: their rows, or the errors of their trackers by name"""
+Symptoms = dict[str, tuple[str, str, list[list[dict[str, Any] | None] | dict[str, str] | str]]]
+"""name of a finding -> heading, page, runs: their rows, the errors of their trackers by name, or what is wrong with files"""
 TROUBLES: dict[str, Symptoms] = {
     "Nothing is learned": {
         "return_flat": (
@@ -152,6 +152,11 @@ TROUBLES: dict[str, Symptoms] = {
             "The checkpoints are not there",
             "how-to/resume.md#further-details",
             ["there is no checkpoint, but there is best/8192"],
+        ),
+        "files_damaged": (
+            "A file is not what the run wrote",
+            "how-to/resume.md#damaged-files",
+            ["model: model.safetensors does not match its SHA-256 (changed or damaged)"],
         ),
     },
     "A number looks wrong": {

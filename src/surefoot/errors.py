@@ -9,7 +9,7 @@ import shlex
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
@@ -65,22 +65,38 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def in_command() -> Iterator[None]:
-    """Errors are read by a user of the command line in this block, elsewhere by one who calls functions."""
-    token = _in_command.set(True)
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _in_command.reset(token)
+        variable.reset(token)
+
+
+def in_command() -> AbstractContextManager[None]:
+    """Errors are read by a user of the command line in this block, elsewhere by one who calls functions."""
+    return _set(_in_command, True)
+
+
+def announced(show: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Call ``show`` with each line that is announced in this block."""
+    return _set(_announce, show)
 
 
 def in_python_words(call: Call) -> Call:
-    """The call with errors in Python's words, ``run_dir`` for ``--run-dir``, unless a command makes it."""
+    """The call with errors in Python's words, ``run_dir`` for ``--run-dir``, unless a command makes it; a limit of the machine
+    is a SurefootError.
+    """
 
     @wraps(call)
     def calling(*arguments: Any, **named: Any) -> Any:
         try:
             return call(*arguments, **named)
+        except (RuntimeError, MemoryError) as error:
+            limit = None if type(error).__name__ == "OutOfMemoryError" else limit_reached(error)  # torch's, of a GPU
+            if limit is None:
+                raise
+            raise SurefootError(limit) from error
         except (SurefootError, Interrupted) as error:
             if not _in_command.get():
                 text = str(error)
@@ -90,16 +106,6 @@ def in_python_words(call: Call) -> Call:
             raise
 
     return cast(Call, calling)
-
-
-@contextmanager
-def announced(show: Callable[[str], None]) -> Iterator[None]:
-    """Call ``show`` with each line that is announced in this block."""
-    token = _announce.set(show)
-    try:
-        yield
-    finally:
-        _announce.reset(token)
 
 
 def announce(line: str) -> None:

@@ -1,14 +1,19 @@
 """Limits of the machine, and ranks that hang, end a command with one line."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import surefoot
 from surefoot import SurefootError
 from surefoot.cli import ranks
 from surefoot.errors import limit_reached
+from surefoot.recipes.reading import make_recipe
+from surefoot.runs.session import Session
 from surefoot.store.events import Event, Message
 
 
@@ -28,6 +33,20 @@ def test_a_limit_of_threads_or_memory_is_one_line(command, monkeypatch, error, l
     monkeypatch.setattr("surefoot.runs.api.start", fail)
     code, _, err = command("train", "CartPole-v1", "--steps", "64")
     assert (code, err.count("\n"), line in err) == (2, 1, True), err
+    if not isinstance(error, ImportError):
+        with pytest.raises(SurefootError) as ended:
+            surefoot.train("CartPole-v1", steps=64)
+        assert line in str(ended.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_other_errors_of_a_python_call_keep_their_type(monkeypatch, error: Exception) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr("surefoot.runs.api.start", fail)
+    with pytest.raises(type(error), match=str(error)):
+        surefoot.train("CartPole-v1", steps=64)
 
 
 def test_other_errors_are_no_limits() -> None:
@@ -60,3 +79,34 @@ def test_a_run_says_what_its_budget_becomes(steps: int, line: str | None) -> Non
     surefoot.train("CartPole-v1", steps=steps, display=display, evaluation={"episodes": 0}, **fields)
     assert [text for text in lines if text.startswith("steps=")] == [text for text in lines if line and text.startswith(line)]
     assert bool(line) == any(text.startswith("steps=") for text in lines)
+
+
+ONCE = {"reuse": {"minibatches": 1}}
+SCORED = {"data": {"train": "rows.jsonl"}, "reward": {"terms": [{"function": "score.py:score"}]}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"kind": "sft", "data": {"train": "rows.jsonl", "batch": 8}}, "becomes 24, "),
+        ({"kind": "dpo", "data": {"train": "rows.jsonl", "batch": 10}}, None),
+        ({"kind": "language", "sampling": {"prompts": 4, "samples": 2}, "objective": ONCE, **SCORED}, "becomes 24, "),
+    ],
+)
+def test_a_text_run_says_so_too(fields: dict[str, Any], line: str | None) -> None:
+    recipe = make_recipe({"model": "pocket", "steps": 20, **fields})
+    session: Any = SimpleNamespace(recipe=recipe, state=SimpleNamespace(steps=0))
+    lines = Session._budget(session)
+    assert (bool(lines), all(line in text for text in lines if line)) == (line is not None, True)
+
+
+def test_a_run_of_whole_episodes_says_it_at_its_end() -> None:
+    lines: list[str] = []
+
+    def display(event: Event) -> None:
+        if isinstance(event, Message):
+            lines.append(event.text)
+
+    fields = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 0}}
+    surefoot.train("CartPole-v1", "REINFORCE", steps=3, display=display, **fields)
+    assert re.fullmatch(r"steps=3: became \d+, since only whole iterations train", lines[-1])

@@ -277,15 +277,35 @@ def test_an_environment_whose_episode_ends_earlier_than_it_did_is_reported_lost(
     assert observations["observation"].tolist() == [[0, 1, 0, 0]]
 
 
-def test_a_resumed_vector_environment_reports_that_all_its_episodes_are_new_and_none_is_a_first_one() -> None:
-    environments = together("NEXT_STEP", clockworks())
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+def test_a_resumed_vector_environment_replays_all_since_its_reset_or_says_what_is_different(
+    mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def vector(end: tuple[int, str] = (5, "terminated")) -> Environments:
+        return together(mode, [Clockwork(0), Clockwork(1, (end,))])
+
+    environments, again = vector(), vector()
     environments.reset()
-    environments.step(np.zeros(3, int))
-    single = clockworks()
-    observations, lost = together("NEXT_STEP", single).load_state_dict(environments.state_dict())
-    assert list(lost) == [0, 1, 2]
-    assert observations["observation"][:, 2].tolist() == [0, 0, 0]
-    assert not {env.seeds[-1] for env in single} & {episode_seed(SEED, b, 0) for b in range(3)}
+    for step in range(9):
+        environments.step(np.array([step % 2, 1]))
+    state = through_a_file(environments.state_dict(), tmp_path / "state")
+    _, lost = again.load_state_dict(state)
+    assert lost == {}
+    step = environments.step(np.ones(2, int))
+    assert [x.tolist() for x in (step.rewards, step.ignored)] == [
+        x.tolist() for x in (lambda other: (other.rewards, other.ignored))(again.step(np.ones(2, int)))
+    ]
+    _, lost = vector((6, "truncated")).load_state_dict(state)
+    assert lost.keys() == {0, 1}
+    assert lost[0].startswith("its 9 steps since the last reset had other observations and rewards and ends of episodes")
+    monkeypatch.setattr("surefoot.control.environments.vector.REPLAYED", 17)
+    environments.reset()
+    for _ in range(9):
+        environments.step(np.zeros(2, int))
+    single = [Clockwork(0), Clockwork(1)]
+    _, lost = together(mode, single).load_state_dict(environments.state_dict())
+    assert lost == {0: "", 1: ""}
+    assert single[0].seeds == [episode_seed(SEED, 0, 2)]
 
 
 # ---- faults -----------------------------------------------------------------------------------------------------------

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 
 import surefoot
 from surefoot import PPO_CLIP, REINFORCE, SurefootError
 from surefoot.control.environments.looped import LoopedEnvironments
+from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.policy import ActorCritic
 from surefoot.core.seeding import stream
@@ -23,6 +24,7 @@ from surefoot.functional import fisher_vector_product
 from surefoot.recipes.control import Network
 from surefoot.store.events import Message
 
+from .test_tensor import Rows
 from .tiny import Endless, Sampled, fresh_state, small, world_of
 
 SEEN = spaces.Box(-1, 1, (3,))
@@ -328,6 +330,34 @@ def test_the_method_action_masks_is_used_like_the_info_wherever_an_environment_a
     assert agent.masked
     assert surefoot.evaluate(agent, Method, episodes=2).lengths == [3, 3]
     assert not [check for check in check_environment(Method, {}) if "forbidden" in check.what]
+
+
+@pytest.mark.parametrize("vector", ["NEXT_STEP", "SAME_STEP", "DISABLED", "processes", "its own", "tensors"])
+def test_the_method_is_used_of_a_vector_environment_and_of_those_in_it(vector: str) -> None:
+    """Every action is one that ``Method`` allows, or it raises; in processes it is asked for all rows."""
+    if vector == "tensors":
+        tensor: Any = Rows([Method(), Method()])
+        tensor.action_masks = lambda: torch.as_tensor(np.stack([row.action_masks() for row in tensor.rows]))
+        rows = TensorEnvironments(tensor, torch.device("cpu"), 1, "tensors")
+        seen: Any = rows.reset()
+        for _ in range(8):
+            seen = rows.step(seen["action_mask"].int().argmax(-1)).observations
+        return
+    if vector == "processes":
+        made: Any = AsyncVectorEnv([Method] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    else:
+        mode = "SAME_STEP" if vector == "its own" else vector
+        made = SyncVectorEnv([Method] * 2, autoreset_mode=AutoresetMode[mode])
+    if vector == "its own":
+        made.action_masks = lambda: np.stack(made.call("action_masks"))
+    environments = VectorEnvironments(made, 1, vector)
+    seen = environments.reset()
+    for _ in range(8):
+        seen = environments.step(seen["action_mask"].argmax(-1)).observations
+    environments.masks_of_rows = lambda acting: [MASK]
+    with pytest.raises(SurefootError, match=r"gave 1 rows of action_masks\(\) where 2 are needed, in reset\(\)"):
+        environments.reset()
+    environments.close()
 
 
 class Listed(Odd):

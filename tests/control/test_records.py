@@ -20,6 +20,7 @@ from surefoot.diagnostics.recipe import check_environment
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
 from .test_environments import together
+from .test_tensor import Rows
 from .tiny import Endless
 
 SHORT: dict[str, Any] = {
@@ -246,8 +247,25 @@ def test_infos_of_a_vector_environment_may_be_a_list_and_other_forms_are_errors_
     assert scores.tolist() == [7.0, 1.0]
 
 
-def test_check_compares_the_second_episode_with_one_in_a_new_environment() -> None:
-    found = [each for each in check_environment(Curriculum, {}) if each.name == "resume"]
+def rows(made: type[Curriculum]) -> Any:
+    """A tensor environment of two."""
+    tensor = Rows([made(), made()])
+    if made is Resumable:
+        tensor.state_dict = lambda: {"rows": [(row.level, row.t) for row in tensor.rows]}  # type: ignore[attr-defined]
+        tensor.load_state_dict = lambda state: [  # type: ignore[attr-defined]
+            row.__dict__.update(level=level, t=t) for row, (level, t) in zip(tensor.rows, state["rows"], strict=True)
+        ]
+    return tensor
+
+
+@pytest.mark.parametrize("kind", ["single", "vector", "tensor"])
+def test_check_compares_a_later_episode_with_one_in_a_new_environment(kind: str) -> None:
+    make = {
+        "single": (lambda: Curriculum(), lambda: Resumable()),
+        "vector": (lambda: together("NEXT_STEP", [Curriculum()]).environments, lambda: Vector().environments),
+        "tensor": (lambda: rows(Curriculum), lambda: rows(Resumable)),
+    }[kind]
+    found = [each for each in check_environment(make[0], {}) if each.name == "resume"]
     assert [each.severity for each in found] == ["warning"]
-    assert "episode 1 had other rewards" in repr(found[0])
-    assert not [each for each in check_environment(Resumable, {}) if each.name == "resume"]
+    assert "had other rewards" in repr(found[0])
+    assert not [each for each in check_environment(make[1], {}) if each.name == "resume"]

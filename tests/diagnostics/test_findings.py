@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import surefoot
@@ -123,6 +124,47 @@ def test_an_early_peak_of_few_episodes_is_not_a_lost_improvement() -> None:
     assert "return_collapsed" in names(rows_of(20, episode_return=lambda i: earned[(i - 1) // 2]))
 
 
+def test_a_reward_that_rises_after_ten_noisy_iterations_is_not_flat() -> None:
+    """A healthy run of CISPO on sorting: its first ten rewards say nothing yet."""
+    earned = [
+        0.48,
+        0.4,
+        0.59,
+        0.48,
+        0.51,
+        0.48,
+        0.56,
+        0.62,
+        0.58,
+        0.68,
+        0.73,
+        0.8,
+        0.76,
+        0.73,
+        0.67,
+        0.75,
+        0.68,
+        0.71,
+        0.75,
+        0.82,
+    ]
+    for stop in range(1, 21):
+        curves = RunCurves(rows_of(stop, reward=lambda i: earned[i - 1]), budget=40)
+        assert not [check for check in RUN_CHECKS if check(curves, None)]
+
+
+def test_a_few_lucky_episodes_in_a_constant_return_are_no_improvement_to_lose() -> None:
+    lucky = {12: -196.1, 18: -196.0}
+    assert "return_collapsed" not in names(rows_of(30, episode_return=lambda i: lucky.get(i, -200.0)))
+    assert "return_collapsed" in names(rows_of(30, episode_return=lambda i: -120.0 if 9 < i < 22 else -200.0))
+
+
+@pytest.mark.parametrize(("kl", "lost"), [(1e-9, False), (1e-3, True)])
+def test_a_policy_that_has_not_moved_has_lost_nothing(kl: float, lost: bool) -> None:
+    found = names(rows_of(30, episode_return=lambda i: 25.0 if 9 < i < 22 else 20.0, kl=kl))
+    assert ("return_collapsed" in found) is lost
+
+
 @pytest.mark.parametrize("algorithm", ["REINFORCE", "A2C"])
 def test_one_step_per_batch_is_not_reported_as_no_progress(algorithm: str) -> None:
     risen = rows_of(200, episode_return=lambda i: 20 + i, kl=0.0)
@@ -157,6 +199,19 @@ def test_a_short_problem_that_is_over_is_not_a_finding() -> None:
     for going_on in (silent, cut):
         findings = findings_of(rows_of(200, **{"reward": lambda i: 0.1 * (i % 2), **going_on}))
         assert [f.severity for f in findings if f.name in ("no_reward_signal", "responses_cut")] == ["serious"]
+
+
+def test_a_reward_that_differs_by_the_penalty_of_truncated_responses_alone_has_no_signal() -> None:
+    recipe = find_recipe("reviews", {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"function": "x:y"}]}})
+
+    def found(ended: float, scores: list[float]) -> list[str]:
+        every = [-1.0] * round(32 * (1 - ended)) + scores * round(32 * ended / len(scores))
+        rows = rows_of(30, reward=float(np.mean(every)), score_std=float(np.std(every)), eos_rate=lambda i: ended)
+        return [finding.severity for finding in findings_of(rows, recipe) if finding.name == "no_reward_signal"]
+
+    assert found(0.875, [0.3]) == ["serious"]
+    assert found(0.875, [0.25, 0.35]) == []
+    assert found(0.0625, [0.3]) == [], "two responses may be equal by chance"
 
 
 def test_a_task_that_is_solved_is_a_note_and_no_failure() -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -59,19 +60,26 @@ class Campaign:
         )
 
     def replace_each(
-        self, scratch: Path, kinds: Sequence[str], commands: Sequence[list[str]], below: str = ""
+        self, scratch: Path, kinds: Sequence[str], commands: Sequence[list[str]], below: str = "", sparse: bool = False
     ) -> list[Outcome]:
-        """Put something else in the place of each file ``below`` a folder, and give every command each run."""
+        """Put something else in the place of each file ``below`` a folder, and give every command each run.
+
+        sparse   only the last of the files that differ in a number, and of each only one kind for a command, in turn
+        """
         copy, outcomes = self._copy(scratch), []
         for words in commands:
             self.sound[" ".join(words)] = self._called(words, copy)[:2]
-        for path in (path for path in self.files() if path.is_relative_to(self.run / below)):
-            for kind in kinds:
+        files = [path for path in self.files() if path.is_relative_to(self.run / below)]
+        if sparse:
+            files = list({re.sub(r"\d+", "N", str(path.relative_to(self.run))): path for path in files}.values())
+        for number, path in enumerate(files):
+            for which, kind in enumerate(kinds):
                 place = copy / path.relative_to(self.run)
                 place.unlink()
                 with placed(kind, place):
                     where = f"{kind} for {path.relative_to(self.run)}"
-                    outcomes += [self._judged(where, words, copy) for words in commands]
+                    asked = [each for at, each in enumerate(commands) if not sparse or (number + at) % len(kinds) == which]
+                    outcomes += [self._judged(where, words, copy) for words in asked]
                 shutil.copy2(path, place)
         return outcomes
 
@@ -101,7 +109,7 @@ class Campaign:
             return Outcome(where, words, "rejected" if error.count("\n") == 1 else "not one line", error[:300])
         if (code, out) == self.sound[" ".join(words)]:
             return Outcome(where, words, "the same")
-        reported = ("changed since the checkpoint", "config_changed", "metrics.jsonl")
+        reported = ("changed since the checkpoint", "config_changed", "metrics.jsonl", "files are not what the run wrote")
         noticed = any(words in out + error for words in reported)
         return Outcome(where, words, "noticed" if noticed else "another answer", out[:300])
 

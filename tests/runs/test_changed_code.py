@@ -14,6 +14,7 @@ from surefoot import SurefootError
 from surefoot.compare.runs import compare_runs, read_run
 from surefoot.diagnostics.findings import check_run
 from surefoot.store.checkpoint import load_checkpoint
+from surefoot.store.folder import match_settings
 from surefoot.store.source import follow, named_in, source_of_object
 
 ENV = """
@@ -143,3 +144,29 @@ def test_an_object_of_a_script_is_compared_by_its_source_and_what_it_uses() -> N
         return source_of_object("reward", names["reward"])["reward"]
 
     assert hashed(1.0, "1") == hashed(1.0, "1") != hashed(2.0, "1")
+
+
+def test_imports_by_a_call_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "import importlib\nimport runpy\nWORLDS = {'one': 'worlds.one', 'two': 'worlds.two'}\nOTHER = 'unused'\n"
+        "importlib.import_module(WORLDS[input()])\n__import__('b')\nrunpy.run_path('c.py')\n"
+    )
+    (tmp_path / "worlds").mkdir()
+    (tmp_path / "worlds" / "__init__.py").write_text("from importlib import import_module\nimport_module('.three', __name__)")
+    for name in ("worlds/one", "worlds/two", "worlds/three", "b", "c", "unused"):
+        (tmp_path / f"{name}.py").write_text("")
+    found = follow(["a"], [], tmp_path)
+    assert sorted(found["code"]) == ["a", "b", "c.py", "worlds", "worlds.one", "worlds.three", "worlds.two"]
+
+
+def test_the_settings_of_rounds_and_comparisons_have_the_code_that_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("judge.py").write_text("def best(responses):\n    return responses\n")
+    settings, file = {"judge": "judge.py:best", "pairs": 8}, tmp_path / "rounds.json"
+    match_settings(file, settings, "choose another --name")
+    match_settings(file, settings, "choose another --name")
+    append("judge.py")()
+    with pytest.raises(SurefootError, match=r"started with other settings \(source of judge.py: \w{8} -> \w{8}\); repeat"):
+        match_settings(file, settings, "choose another --name")

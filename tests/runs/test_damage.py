@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from damage import PLACED, Campaign
+from damage import PLACED, UNSIGNED, Campaign
 
+from surefoot.diagnostics.findings import damaged_files
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
+from surefoot.store.manifest import MANIFEST
 
 CASES = int(os.environ.get("SUREFOOT_DAMAGE", "60"))
 ASKED = ["--prompt", "a: ", "--max-tokens", "3", "--greedy"]
@@ -37,10 +39,10 @@ def language(tmp_path_factory):
     return Campaign(folder / "run", [*words, ["generate", "RUN", *ASKED]])
 
 
-def left_by(campaign, scratch, kinds, commands, below=""):
+def left_by(campaign, scratch, kinds, commands, below="", sparse=False):
     scratch = scratch / "s"
     scratch.mkdir(exist_ok=True)
-    outcomes = campaign.replace_each(scratch, kinds, commands, below)
+    outcomes = campaign.replace_each(scratch, kinds, commands, below, sparse)
     return [outcome for outcome in outcomes if outcome.kind in BAD and not outcome.text.startswith("inspected: ")]
 
 
@@ -67,8 +69,28 @@ def test_a_flipped_bit_of_a_trained_model_is_one_line_wherever_it_is_used(langua
         assert "model.safetensors does not match its SHA-256 (changed or damaged); copy the folder again, or remove" in error
 
 
+@pytest.mark.parametrize("world", ["control", "language"])
+def test_check_compares_every_file_of_a_run_with_its_hash(request, tmp_path, world, command):
+    campaign = request.getfixturevalue(world)
+    run = Path(shutil.copytree(campaign.run, tmp_path / "run"))
+    assert damaged_files(run) == []
+    for path in campaign.files():
+        name = path.relative_to(campaign.run)
+        if name.name in (*UNSIGNED, MANIFEST) or name.parts[0] == "rows":  # a file of rows has its hash in its name
+            continue
+        content = path.read_bytes()
+        (run / name).write_bytes(flipped(content))
+        assert [str(name.name) in fault and "SHA-256" in fault for fault in damaged_files(run)] == [True], name
+        (run / name).write_bytes(content)
+    (run / "environment.json").unlink()
+    (next((run / "traces").glob("*")) if world == "control" else run / "model" / MANIFEST).write_text("{")
+    code, out, _ = command("check", str(run))
+    assert (code, "serious: files are not what the run wrote: " in out) == (1, True)
+
+
 def flipped(content):
-    return content[:-5] + bytes([content[-5] ^ 64]) + content[-4:]
+    at = max(len(content) - 5, 0)
+    return content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :]
 
 
 @pytest.mark.release
@@ -80,7 +102,7 @@ def test_no_command_reads_what_is_no_regular_file(request, tmp_path, monkeypatch
     commands = [["report", "RUN", "--out", "r.html"], ["compare", "RUN", str(campaign.run)]]
     commands += [["push", "RUN", "a/b", "--dry-run", "--out", "hub", "--episodes", "0"], *campaign.commands[:1]]
     commands += [["generate", "RUN", *ASKED]] if world == "language" else []
-    assert left_by(campaign, tmp_path, PLACED, commands) == []
+    assert left_by(campaign, tmp_path, PLACED, commands, sparse=True) == []
 
 
 def unnoticed(campaign, cases, flips, seed, scratch):

@@ -156,10 +156,12 @@ def test_a_kill_between_the_first_checkpoint_and_the_best_weights_changes_nothin
     assert_same(outcome(run), outcome(path))
 
 
-def test_the_first_checkpoint_is_on_the_disk_when_training_goes_on_after_a_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("minute", "first"), [(0.0, 64), (1e9, 128)], ids=["the first iteration", "the first evaluation"])
+def test_the_first_checkpoint_comes_after_an_iteration_and_a_minute_or_before_the_best_weights(
+    minute: float, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "FIRST_CHECKPOINT", 0.0)
+    """It is on the disk when training goes on, so best/ without a checkpoint is one that was lost."""
+    monkeypatch.setattr(sessions, "FIRST_CHECKPOINT", minute)
     kept: list[list[str]] = []
 
     class Watch(Callback):
@@ -167,7 +169,7 @@ def test_the_first_checkpoint_is_on_the_disk_when_training_goes_on_after_a_minut
             kept.append([path.name for path in checkpoints_in(tmp_path / "run" / "checkpoints")])
 
     surefoot.train("CartPole-v1", run_dir=tmp_path / "run", callbacks=Watch(), **FIELDS)
-    assert kept == [[], ["64"], ["64"], ["64"]]
+    assert kept == [[str(first)] if steps > first else [] for steps in (64, 128, 192, 256)]
 
 
 def test_a_run_killed_before_it_began_is_begun_by_the_same_command(run: Path, tmp_path: Path) -> None:

@@ -193,7 +193,8 @@ def test_an_observation_that_is_not_finite_on_one_rank_skips_the_update_of_all(t
 def test_a_rank_that_dies_or_hangs_ends_the_other_with_one_message(tmp_path, what, number):
     results = failing(tmp_path, what, number)
     assert results[number] is None
-    assert results[1 - number].startswith(f"RankLostError: rank {1 - number} of 2: another rank has died, or did not answer")
+    how = "has died, or did not answer" if what == "dies" else "did not answer"
+    assert results[1 - number].startswith(f"RankLostError: rank {1 - number} of 2: another rank {how} in time")
     assert load_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints"))["state"]["steps"] == 64
 
 

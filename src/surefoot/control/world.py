@@ -130,7 +130,7 @@ class ControlWorld:
     def load(self, parts: dict[str, Any], where: Path, allow_changes: bool) -> list[str]:
         """Restore the agent and the environments from a checkpoint; return warnings about inexact restoration.
 
-        Raises SurefootError if an environment replays otherwise, unless ``allow_changes``.
+        Raises SurefootError if an environment replays differently, unless ``allow_changes``.
         """
         trained, name = [space_from_json(parts["spaces"][kind]) for kind in ("observation", "action")], task_name(self.task)
         try:
@@ -159,12 +159,12 @@ class ControlWorld:
             ]
         return [
             *notes,
-            f"{name}: a vector environment without state_dict can't be replayed: all {len(lost):,} start new "
-            "episodes, so this resume is not exact",
+            f"{name}: its vector environment has no state_dict that fits, and too many steps since its last reset to replay "
+            f"them: all {len(lost):,} start new episodes, so this resume is not exact",
         ]
 
     def _difference(self, lost: list[int], first: str, allow_changes: bool) -> str:
-        """The warning about environments that replayed otherwise; an error unless that is allowed."""
+        """The warning about environments that replayed differently; an error unless that is allowed."""
         what = f"environments {lost} of {task_name(self.task)} did not replay as in training (environment {lost[0]}: {first})"
         if allow_changes:
             return f"{what}: they start new episodes, so this resume is not exact"

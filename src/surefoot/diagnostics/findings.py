@@ -23,9 +23,19 @@ from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.events import Event, IterationEnd, RunEnd, RunStart
 from surefoot.store.finding import SEVERITIES, Evidence, Finding
 from surefoot.store.folder import changed_since, lost_checkpoints, working_folder
-from surefoot.store.manifest import MANIFEST
+from surefoot.store.manifest import LISTING, MANIFEST, check_folder, check_listed
 from surefoot.store.metrics import FILE, read_history, read_metrics
-from surefoot.store.reading import History, check_is_run, read_trackers
+from surefoot.store.reading import (
+    ENVIRONMENT,
+    FINISHED,
+    START,
+    TRACKERS_FILE,
+    History,
+    check_is_run,
+    read_trackers,
+    samples_in,
+    traces_in,
+)
 
 RUN_CHECKS = (*REWARD_CHECKS, *UPDATE_CHECKS, *SUPERVISED_CHECKS)
 """every check of a run: takes its curves and its recipe (or None), and returns a finding or None"""
@@ -71,17 +81,23 @@ class RunCheck:
         return f"no findings in {self.iterations:,} iterations, {self.steps:,} steps"
 
 
-def check_run(folder: str | Path) -> RunCheck:
+def check_run(folder: str | Path, hashed: bool = True) -> RunCheck:
     """Check a run folder, finished or not.
+
+    hashed   compare every file with the manifests, which reads all of them
 
     Raises SurefootError when it is not a run.
     """
     path = Path(folder)
     check_is_run(path)
-    failures = {name: str(entry["failed"]) for name, entry in read_trackers(path).items() if "failed" in entry}
+    others = [tracker_failed(name, str(entry["failed"])) for name, entry in read_trackers(path).items() if "failed" in entry]
     history, recipe = read_history(path), make_recipe(read_toml(path / "config.toml"))
     checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
-    rows, findings = history.rows, findings_in(history, recipe, failures, _lost_checkpoints(path, recipe))
+    if lost := _lost_checkpoints(path, recipe):
+        others.append(checkpoints_lost(lost))
+    if hashed and (faults := damaged_files(path)):
+        others.append(files_damaged(faults))
+    rows, findings = history.rows, findings_in(history, recipe, others)
     steps = int(rows[-1]["steps"]) if rows else 0
     return RunCheck(findings, len(rows), steps, changed_since(checkpoint, recipe, working_folder(path)))
 
@@ -110,6 +126,37 @@ def checkpoints_lost(what: str) -> Finding:
     )
 
 
+def damaged_files(run: Path) -> list[str]:
+    """The files of a run that are not as its manifests have them, each with its fault; folders of weights come first."""
+    saved = [*checkpoints_in(run / "checkpoints"), *checkpoints_in(run / "best"), run / START]
+    folders = [*(run / name for name in ("model", "adapter")), *(folder for folder in saved if (folder / MANIFEST).exists())]
+    single = [run / ENVIRONMENT, run / FINISHED, run / TRACKERS_FILE, *traces_in(run / "traces"), *samples_in(run / "samples")]
+    if (run / LISTING).exists():  # a copy from the hub, whose one listing has all of it
+        folders, single = [run], []
+    faults = []
+    for path in (path for path in (*folders, *single) if path.exists()):
+        try:
+            check_folder(path, f"{path.name}/", required=True) if path.is_dir() else check_listed(path)
+        except SurefootError as error:
+            if path.exists():  # else the run, which goes on, has just replaced it
+                wrong = str(error).partition("; ")[0].removeprefix(f"{path.name}/: ").removeprefix(f"{path}: ")
+                faults.append(f"{path.relative_to(run)}: {wrong}")
+    return faults
+
+
+def files_damaged(faults: Sequence[str]) -> Finding:
+    """The finding for files that are not what the run wrote."""
+    more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
+    return Finding(
+        "files_damaged",
+        "serious",
+        f"files are not what the run wrote: {faults[0]}{more}",
+        "they were edited, copied in part, or changed on the disk; commands that need them stop with one line",
+        (),
+        ("copy them again from where they are whole", "remove traces or samples, or resume the run to export its model again"),
+    )
+
+
 def of_run(folder: str | Path) -> list[Finding]:
     """The findings of a run folder, finished or not.
 
@@ -118,17 +165,9 @@ def of_run(folder: str | Path) -> list[Finding]:
     return check_run(folder).findings
 
 
-def findings_in(
-    history: History, recipe: Recipe | None = None, failures: Mapping[str, str] | None = None, lost: str | None = None
-) -> list[Finding]:
-    """The findings of a run's metrics, including damage to the file, and of its trackers.
-
-    failures   name of a tracker -> the error that stopped it
-    lost       what shows that the run has lost its checkpoints
-    """
-    stopped = [tracker_failed(name, cause) for name, cause in (failures or {}).items()]
-    stopped += [checkpoints_lost(lost)] if lost else []
-    findings = _worst_first([*stopped, *findings_of(history.rows, recipe)])
+def findings_in(history: History, recipe: Recipe | None = None, others: Iterable[Finding] = ()) -> list[Finding]:
+    """The findings of a run's metrics, including damage to the file, with others of its folder."""
+    findings = _worst_first([*others, *findings_of(history.rows, recipe)])
     if history.fault is None:
         return findings
     damaged = Finding(

@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import gymnasium
@@ -12,11 +13,13 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode
 
 from surefoot.control.collect.scoring import constant_parts, steps_outside
-from surefoot.control.environments import is_tensor_environment, maker, task_name
-from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, closing
+from surefoot.control.environments import is_tensor_environment, make_environments, maker, task_name
+from surefoot.control.environments.looped import MakeEnvironment, Step, closing
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite, with_masks
+from surefoot.control.environments.records import ENDS, MASKS, OBSERVATIONS, REWARDS, Record
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.normalise import ActionBounds, action_converter, normalised_parts
 from surefoot.control.spaces import (
@@ -46,6 +49,8 @@ STEPS = 500
 """random steps in an environment"""
 EXPECTED = ("different from the unwrapped version", "we recommend using", "probably too low", "probably too high")
 """parts of warnings about what Surefoot handles: wrappers, and Box actions or observations of any range, even infinite"""
+CONTINUED = 20
+"""steps compared after a state is restored"""
 PROMPTS = 8
 """prompts that a model answers"""
 
@@ -127,10 +132,12 @@ def check_environment(
         return [check_result("environment", "serious", f"{name} can't be made: {cause}")]
     if is_tensor_environment(environment):
         TensorEnvironments(environment, torch.device(environment.device), seed, name).close()
-        return [check_result("environment", "ok", f"{name} is a tensor environment; every step of a run checks its tensors")]
+        what = f"{name} is a tensor environment; every step of a run checks its tensors"
+        return [check_result("environment", "ok", what), *_repeated(task, arguments, seed, environment.device)]
     if not isinstance(environment, gymnasium.Env):
         environment.close()
-        return [check_result("environment", "ok", f"{name} is a vector environment; Gymnasium's checker can't check it")]
+        what = f"{name} is a vector environment; Gymnasium's checker can't check it"
+        return [check_result("environment", "ok", what), *_repeated(task, arguments, seed)]
     actions = check_bounds(environment.action_space, stretched, math.exp(log_std))
     findings = [
         _checked(name, environment),
@@ -297,23 +304,87 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int, normalised: bool
     ]
 
 
-def _repeated(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int) -> list[Finding]:
-    """Compare the second episode of a used environment with the same seed and actions in a new one; empty if it has none."""
-    make, draw = maker(task, arguments), np.random.default_rng(seed)
-    with suppress(Exception), closing(LoopedEnvironments(make, 1, seed, task_name(task))) as used:
-        used.action_space.seed(seed)
-        observations = used.reset()
-        while used.records[0].number < 2 and sum(len(each.actions) for each in used.records) < STEPS:
-            mask = observations.get(MASK)
-            action = used.action_space.sample() if mask is None else _allowed_action(used.action_space, mask[0], draw)
-            observations = used.step(np.asarray(action)[None]).observations
-        with closing(LoopedEnvironments(make, 1, seed, task_name(task))) as new:
-            _, different = new.load_state_dict(used.state_dict())
-        if different:
-            what = f"{different[0]} in a new environment, with the same seed and actions: a resumed run is not exact"
-            fix = "keep nothing from one episode to the next, or save it with state_dict and load_state_dict"
-            return [check_result("resume", "warning", what, fix)]
-    return []
+def _repeated(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int, device: Any = "cpu") -> list[Finding]:
+    """Compare a later episode of a used environment with the same seed and actions in a new one, and the steps after it;
+    empty if they agree, or if the environment fails.
+    """
+
+    def made() -> Any:
+        one = make_environments(task, arguments, 1, seed, device=str(device))
+        return _Rows(one) if isinstance(one, TensorEnvironments) else one
+
+    draw, different = np.random.default_rng(seed), ""
+    with suppress(Exception), closing(made()) as used:
+        space, observations = used.action_space, used.reset()
+        space.seed(seed)
+        for step in range(STEPS):
+            observations = used.reset() if step == STEPS // 2 else observations
+            observations = used.step(_actions(used, observations, draw)).observations
+        with closing(made()) as new:
+            different = next(iter(new.load_state_dict(used.state_dict())[1].values()), "")
+            for step in range(1, CONTINUED + 1 if not different else 0):
+                actions = _actions(used, observations, draw)
+                one, other = used.step(actions), new.step(actions)
+                observations = one.observations
+                pairs = [(getattr(one, name), getattr(other, name)) for name in ("rewards", "terminated", "truncated")]
+                pairs += [(values, other.observations[path]) for path, values in observations.items()]
+                if not all(np.array_equal(np.asarray(x), np.asarray(y), equal_nan=x.dtype.kind == "f") for x, y in pairs):
+                    different = f"step {step} after its state was restored was another one"
+                    break
+    if not different:
+        return []
+    what = f"{different} in a new environment, with the same seed and actions: a resumed run is not exact"
+    fix = "keep nothing from one episode to the next, or save it with state_dict and load_state_dict"
+    return [check_result("resume", "warning", what, fix)]
+
+
+def _actions(environments: Any, observations: Observations, draw: np.random.Generator) -> Array:
+    """A random action for each environment, as ``step`` takes them."""
+    masks = observations.get(MASK, [None] * environments.count)
+    space = environments.action_space
+    return np.stack([space.sample() if mask is None else _allowed_action(space, mask, draw) for mask in masks])
+
+
+class _Rows:
+    """A tensor environment with arrays, which are replayed from a reset if it can't save its state."""
+
+    def __init__(self, rows: TensorEnvironments) -> None:
+        self.rows, self.count, self.action_space, self.close = rows, rows.count, rows.action_space, rows.close
+        self.record, self.observations = Record(0), dict[str, torch.Tensor]()
+
+    def reset(self) -> Any:
+        self.record = Record(self.rows.resets)
+        return self._noted(self.rows.reset())
+
+    def step(self, actions: Array) -> Step:
+        self.record.actions.append(actions)
+        step = self.rows.step(torch.as_tensor(actions, device=self.rows.device))
+        rewards, terminated, truncated = (x.cpu().numpy() for x in (step.scores, step.terminated, step.truncated))
+        self.record.add(REWARDS, rewards.tobytes())
+        self.record.add(ENDS, terminated.tobytes() + truncated.tobytes())
+        return Step(self._noted(step.observations), rewards, terminated, truncated, np.zeros(self.count, bool))
+
+    def _noted(self, observations: dict[str, torch.Tensor]) -> Observations:
+        self.observations = observations
+        arrays = {path: part.cpu().numpy().copy() for path, part in observations.items()}
+        for path, array in arrays.items():
+            self.record.add(MASKS if path == MASK else OBSERVATIONS, array.tobytes())
+        return arrays
+
+    def state_dict(self) -> tuple[Any, Any, Record]:
+        observations = {path: part.clone() for path, part in self.observations.items()}
+        return deepcopy(self.rows.state_dict()), observations, self.record
+
+    def load_state_dict(self, saved: tuple[Any, Any, Record]) -> tuple[None, dict[int, str]]:
+        state, observations, record = saved
+        if self.rows.resumable and self.rows.mode is AutoresetMode.SAME_STEP:
+            return None, self.rows.load_state_dict(state, observations)[1]
+        self.rows.resets = record.number
+        self.reset()
+        for actions in record.actions:
+            self.step(actions)
+        different = self.record.difference({kind: each.digits() for kind, each in record.hashes.items()})
+        return None, {0: f"its {len(record.actions):,} steps since a reset had other {different}"} if different else {}
 
 
 def _earned(rewards: Array, returns: Array, ends: int) -> Finding:

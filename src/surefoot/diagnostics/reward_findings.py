@@ -1,6 +1,7 @@
 """Checks of rewards: no signal, no improvement, improvement lost, reward hacking, truncated responses, clipped inputs."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from surefoot.diagnostics.curves import Curve, RunCurves
 from surefoot.recipes.base import Recipe
@@ -9,31 +10,43 @@ from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.rewards import RewardSettings
 from surefoot.store.finding import Evidence, Finding, Severity, in_words
 
+Array = NDArray[np.bool_]
 IN_A_ROW = 3
 """iterations after which a state that should never occur is not chance"""
 CLEAR = 2.5
 """standard deviations of a block's mean that count as a change"""
+LEAST_RISE = 0.05
+"""share of the first return by which it must also rise"""
 
 
 def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """All responses, or all responses of each group, have the same reward: all advantages are zero."""
     groups, spread = curves["groups_without_signal"], curves["score_std"]
-    where, earned = "", curves["reward"]
-    for curve, dead in ((groups, groups.values >= 1 - 1e-9), (spread, spread.values <= 1e-8)):
-        stretch = lasting_stretch(curves, curve, dead)
+    ended, constant = scores_of_ended(curves, recipe)
+    alike = "earns one and the same score"
+    for who, curve, dead in (
+        ("every group of responses earn one and the same score", groups, groups.values >= 1 - 1e-9),
+        (f"every response {alike}", spread, spread.values <= 1e-8),
+        (f"every response that ends {alike}", ended, constant),  # the others differ by their penalty
+    ):
+        same, stretch = who, lasting_stretch(curves, curve, dead)
         if stretch is not None:
-            where = "every group of responses" if curve is groups else "every response"
             break
     else:
         return few_groups_with_signal(curves, groups)
-    same = "earn one and the same score" if curve is groups else "earns one and the same score"
+    earned = ended if curve is ended else curves["reward"]
+    left = (
+        "only the penalty of truncated ones is learned"
+        if curve is ended
+        else "there is nothing to compare, so nothing is learned"
+    )
     level = earned.after(stretch.steps[0] - 1).until(stretch.steps[-1])
     before = earned.until(stretch.steps[0] - 1)
     if len(level) and len(before) and level.values.mean() >= before.values.max() and level.values.mean() > before.values.min():
         return Finding(
             "no_reward_signal",
             "note",
-            f"{where} {same}, in {len(stretch)} iterations in a row, and none was higher before: nothing is left to learn here",
+            f"{same}, in {len(stretch)} iterations in a row, and none was higher before: nothing is left to learn here",
             "the policy has reached the highest reward, or it no longer varies its answers",
             (stretch.evidence(), level.evidence(), before.evidence("mean before that")),
             ("nothing, if that is the highest possible reward", "harder prompts, or fewer steps"),
@@ -41,7 +54,7 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     return Finding(
         "no_reward_signal",
         "serious",
-        f"{where} {same}, in {len(stretch)} iterations in a row: there is nothing to compare, so nothing is learned",
+        f"{same}, in {len(stretch)} iterations in a row: {left}",
         "the task is too hard or too easy for the model as it is, so that all answers are wrong, or all right; or the reward "
         "function gives a constant: it may read the wrong column, or a format that the model never writes",
         (stretch.evidence(), *((level.evidence(),) if len(level) else ())),
@@ -51,6 +64,24 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
             "reward partly right answers in part, or take more samples per prompt (sampling.samples)",
         ),
     )
+
+
+def scores_of_ended(curves: RunCurves, recipe: Recipe | None) -> tuple[Curve, Array]:
+    """The mean score of the responses that end, and whether all of them have that score; both are empty without a penalty.
+
+    Where few end, they may be equal by chance.
+    """
+    mean, spread, ended = curves["reward"], curves["score_std"], curves["eos_rate"]
+    if not isinstance(recipe, LanguageRecipe) or recipe.reward.missing_eos != "penalty":
+        return mean.part(0, 0), np.empty(0, bool)
+    if not len(mean) == len(spread) == len(ended):
+        return mean.part(0, 0), np.empty(0, bool)
+    value = recipe.reward.missing_eos_value
+    share = np.maximum(ended.values, 0.5)
+    of_ended = (mean.values - (1 - share) * value) / share
+    variance = (spread.values**2 + mean.values**2 - (1 - share) * value**2) / share - of_ended**2
+    constant = (ended.values >= 0.5) & (variance < 1e-5 * (of_ended - value) ** 2)
+    return Curve(mean.metric, mean.steps, of_ended), constant
 
 
 def few_groups_with_signal(curves: RunCurves, groups: Curve) -> Finding | None:
@@ -77,15 +108,15 @@ def few_groups_with_signal(curves: RunCurves, groups: Curve) -> Finding | None:
 def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The return has not risen above its noise, or by less than a twentieth, since the start."""
     earned = earnings(curves, recipe)
-    if len(earned) < 2 * curves.width(0.1, 5) or curves.steps < 0.2 * curves.planned:
+    if len(earned) < 2 * curves.width(0.1, 10) or curves.steps < 0.2 * curves.planned:  # as in return_collapsed
         return None
     first, best, noise = rise(earned)
     kl, entropy = curves["kl"], curves["entropy"]
     kl_measured = bool((kl.values != 0).any()) if recipe is None else measures_kl(recipe)
-    still = len(kl) > 0 and kl_measured and float(kl.values.mean()) < 1e-6
+    still = stays(curves, recipe)
     # The return is a mean over many episodes and drifts, so it must also rise by a share. A policy that has not moved has
     # not learned.
-    if best - first > max(CLEAR * noise, 0.05 * abs(first)) and not still:
+    if best - first > max(CLEAR * noise, LEAST_RISE * abs(first)) and not still:
         return None
     constant = float(np.ptp(earned.values)) == 0
     name = "return" if earned.metric == "episode_return" else "reward"
@@ -153,13 +184,14 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     """More than half of the improvement is lost again."""
     earned = earnings(curves, recipe)
     # Two values in each tenth: the first values of a run are means over a few episodes, and one alone can be a peak.
-    if len(earned) < 2 * curves.width(0.1, 10):
+    if len(earned) < 2 * curves.width(0.1, 10) or stays(curves, recipe):
         return None
     blocks = earned.blocks()
     means = [float(block.values.mean()) for block in blocks]
     top = max(range(len(means)), key=means.__getitem__)
     gained, kept = means[top] - means[0], means[-1] - means[0]
-    if gained <= 2 * CLEAR * earned.noise() or kept > 0.5 * gained:
+    # Less than return_flat takes for a rise is none: a few lucky episodes in a return that has no noise otherwise.
+    if gained <= max(2 * CLEAR * earned.noise(), LEAST_RISE * abs(means[0])) or kept > 0.5 * gained:
         return None
     kl = curves["kl"].after(blocks[top].steps[0])
     spikes = (kl.evidence("largest", float(kl.values.max())),) if len(kl) else ()
@@ -444,6 +476,13 @@ def measures_kl(recipe: Recipe) -> bool:
     reuse = recipe.objective.reuse
     steps = 0 if reuse is None else reuse.epochs * reuse.minibatches
     return steps > 1 or recipe.objective.constraint is not None
+
+
+def stays(curves: RunCurves, recipe: Recipe | None) -> bool:
+    """Whether the policy has not moved, as far as kl is measured: its reward changes by chance alone."""
+    kl = curves["kl"].values
+    measured = bool((kl != 0).any()) if recipe is None else measures_kl(recipe)
+    return len(kl) > 0 and measured and float(kl.mean()) < 1e-6
 
 
 def raise_kl_penalty(recipe: Recipe | None) -> str:

@@ -107,14 +107,14 @@ class RunFolders:
     # ---- findings and recipe
 
     def findings(self, run: int) -> dict[str, Any]:
-        """What ``surefoot check`` prints about a run; checked again once the metrics have changed."""
+        """What ``surefoot check`` prints about a run, damaged files aside; checked again once the metrics have changed."""
         from surefoot.diagnostics.findings import check_run  # imports torch
 
         path = self.path(run)
         files = [path / "metrics.jsonl", path / "config.toml", path / TRACKERS_FILE]
         state = [(at.st_mtime_ns, at.st_size) for at in (file.stat() for file in files if file.exists())]
         if self.checked.get(run, (None, None))[0] != state:
-            check = check_run(path)
+            check = check_run(path, hashed=False)
             findings = [finding.to_json() for finding in check.findings]
             self.checked[run] = state, {"findings": findings, "verdict": check.verdict, "changed": list(check.changed)}
         return self.checked[run][1]

@@ -5,6 +5,7 @@ A failed exchange is a SurefootError of one line; ``ranks/launching.py`` joins t
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -297,10 +298,11 @@ def one_line_errors() -> Iterator[None]:
         why = reason_of_failure()
         if why is not None:
             raise SurefootError(why) from error
-        raise RankLostError(
-            f"rank {rank()} of {world_size()}: another rank has died, or did not answer in time ({cause_of(error)}); see what "
-            "it printed last, then start all ranks again"
-        ) from error
+        cause, again = re.sub(r"\[/\S+\] ", "", cause_of(error)), "then resume the run, or start all ranks again"
+        what, remedy = "has died, or did not answer in time", f"see what it printed last, {again}"
+        if "timed out" in cause.lower():
+            what, remedy = "did not answer in time", f"if it is slow, and not stopped, raise --rank-timeout, {again}"
+        raise RankLostError(f"rank {rank()} of {world_size()}: another rank {what} ({cause}); {remedy}") from error
 
 
 # ---- before training ------------------------------------------------------------------------------------------------

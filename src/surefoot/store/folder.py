@@ -52,7 +52,7 @@ from surefoot.store.hub import is_hub_name, local_folder
 from surefoot.store.manifest import LISTING, clear, fingerprint, flush, is_checkpoint, read_listed_table, write_listed
 from surefoot.store.metrics import FILE, read_metrics
 from surefoot.store.reading import ENVIRONMENT, FINISHED, LOCK, ROWS, acquire, check_is_run, others_in
-from surefoot.store.source import SHOWN, source_differences
+from surefoot.store.source import SHOWN, source_differences, sources_of
 from surefoot.terminal import visible
 
 CHANGE_NOTHING = (
@@ -425,18 +425,25 @@ def _check_own(folder: Path, file: str, remedy: str) -> None:
 
 
 def match_settings(file: Path, settings: Mapping[str, Any], remedy: str, free: Sequence[str] = ()) -> None:
-    """Save settings in a new file of a folder, or compare them with those in the file.
+    """Save settings in a new file of a folder, with hashes of the code that they name, or compare them with those in the file.
 
     remedy   how to continue without the folder
     free     fields that may differ
 
-    Raises SurefootError if the file has other settings.
+    Raises SurefootError if the file has other settings, or if the code has changed.
     """
     wanted = json.loads(json.dumps(settings))
     if not file.exists():
-        write_text(file, json.dumps(wanted, indent=1))
+        sources = sources_of(wanted)
+        write_text(file, json.dumps({**wanted, **({"sources": sources} if sources["roots"] else {})}, indent=1))
         return
-    lines = differences(read_table(file), wanted)
+    before = read_table(file)
+    code = before.pop("sources", None)
+    lines = differences(before, wanted)
+    try:
+        lines += source_differences(code, [Path.cwd()]) if code else []
+    except (LookupError, TypeError, AttributeError):
+        raise SurefootError(f"{file}: has no sources that can be read; {remedy}") from None
     changed = [line for line in lines if not line.startswith(tuple(f"{name}: " for name in free))]
     if changed:
         short = [line if len(line) < 100 else line.partition(":")[0] for line in changed]

@@ -23,6 +23,10 @@ from surefoot.files import PACKAGE, read_bytes
 
 NAMED = re.compile(r"(?:(?P<file>[^:]*\.py)|(?P<module>[A-Za-z_][\w.]*)):[\w./-]+")
 """``file.py:name``, ``module:name`` or ``module:Id-v0``"""
+IMPORTING = ("import_module", "__import__", "run_module", "run_path", "spec_from_file_location")
+"""functions whose argument is a module or a file to import"""
+MAYBE = re.compile(r"\.?[A-Za-z_][\w.]*|[^:]+\.py")
+"""a text that may be the name of a module or file"""
 INSTALLED = ("site-packages", "dist-packages")
 SHOWN = 8
 """characters of a hash in a message"""
@@ -99,14 +103,30 @@ def follow(
 
 
 def imports_of(file: Path, package: str = "") -> list[str]:
-    """The modules that a file may import, anywhere in it; ``from a import b`` may import a and a.b.
+    """The modules and files that a file may import, anywhere in it; ``from a import b`` may import a and a.b.
+
+    What is imported by a call, as by ``importlib.import_module(name)``, is every text in the call that may be a name, and in
+    the value of each variable in it.
 
     package  of the file, for relative imports
     """
     names: set[str] = set()
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
-        for node in ast.walk(ast.parse(read_bytes(file))):
-            if isinstance(node, ast.Import):
+        tree = ast.parse(read_bytes(file))
+        values = {
+            target.id: node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", None)) in IMPORTING:
+                parts = [part for argument in node.args for part in ast.walk(argument)]
+                parts += [part for each in parts if isinstance(each, ast.Name) for part in ast.walk(values.get(each.id, each))]
+                texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+                names |= {text if not text.startswith(".") else f"{package}{text}" for text in texts if MAYBE.fullmatch(text)}
+            elif isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []

@@ -3,10 +3,11 @@
 The first reset decides whether a task masks actions: ``info["action_mask"]`` is present, or absent, in every later step too.
 """
 
+import contextlib
 import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -155,12 +156,26 @@ def with_masks(environment: Any) -> Any:
     return MaskMethod(environment) if callable(environment.get_wrapper_attr(METHOD)) else environment
 
 
+def masks_of_rows(environments: Any) -> Callable[[Array], Any] | None:
+    """What returns a mask for each row that acts, by sb3-contrib's method of a vector environment or of those in it; None if
+    neither has it.
+    """
+    if callable(method := getattr(environments, METHOD, None)):
+        return lambda acting: method()
+    inner = getattr(environments.unwrapped, "envs", ())
+    if inner and all(isinstance(each, gymnasium.Env) and each.has_wrapper_attr(METHOD) for each in inner):
+        methods = [each.get_wrapper_attr(METHOD) for each in inner]
+        return lambda acting: [method() if acts else None for method, acts in zip(methods, acting, strict=True)]
+    makers = getattr(environments.unwrapped, "env_fns", None)
+    if not inner and makers:  # in other processes
+        with contextlib.suppress(Exception), contextlib.closing(makers[0]()) as one:
+            if one.has_wrapper_attr(METHOD):
+                return lambda acting: environments.unwrapped.call(METHOD)
+    return None
+
+
 def masks_elsewhere(environment: Any) -> str:
     """A method or an array of an environment that looks like action masks, as in a message; empty if there is none."""
-    if isinstance(environment, gymnasium.vector.VectorEnv):
-        inner = getattr(environment.unwrapped, "envs", ())
-        has = hasattr(environment, METHOD) or any(each.has_wrapper_attr(METHOD) for each in inner)
-        return f"{METHOD}()" if has else ""
     layers = [environment]
     while isinstance(layers[-1], gymnasium.Wrapper):
         layers.append(layers[-1].env)

@@ -46,7 +46,7 @@ class Record:
         }
 
     def difference(self, hashes: Mapping[str, str]) -> str:
-        """What a replay returned otherwise, in words: "rewards and ends of episodes"; empty if nothing."""
+        """What a replay returned differently, in words: "rewards and ends of episodes"; empty if nothing."""
         return " and ".join(kind for kind, each in self.hashes.items() if each.digits() != hashes.get(kind))
 
 

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from surefoot.control.environments.looped import Lost, close_all
-from surefoot.control.environments.observations import near_mask
+from surefoot.control.environments.observations import METHOD, near_mask
 from surefoot.control.environments.records import has_hook
 from surefoot.control.spaces import (
     MASK,
@@ -61,8 +61,8 @@ class TensorEnvironment(Protocol):
         choices] bool of the next action; tensors [B] whose names are in the recipe's ``rollout.info``; and ``log``, a dict of
         numbers or tensors [] such as reward terms, whose means become metrics.
 
-        Optional methods: ``state_dict()`` and ``load_state_dict(state)``, with which a resumed run continues exactly, and
-        ``close()``.
+        Optional methods: ``action_masks()``, for masks that are not in infos; ``state_dict()`` and
+        ``load_state_dict(state)``, with which a resumed run continues exactly; and ``close()``.
         """
         ...
 
@@ -186,6 +186,8 @@ class TensorEnvironments:
         return self._tensor(f"{what}{part.named().removeprefix('an ')}", part.select(observations), part.shape, kind)
 
     def _mask(self, infos: Mapping[str, Any]) -> dict[str, Tensor]:
+        if MASK not in infos and self.choices is not None and callable(method := getattr(self.environment, METHOD, None)):
+            infos = {**infos, MASK: method()}
         present = MASK in infos
         if self.masked is None and not present and self.choices is not None:
             arrays = {key: x.cpu().numpy() if isinstance(x, Tensor) else x for key, x in infos.items()}

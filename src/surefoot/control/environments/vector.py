@@ -14,11 +14,33 @@ from gymnasium.vector.utils import batch_space
 
 from surefoot.control.environments.atari import ATARI, AtariSettings, atari_settings
 from surefoot.control.environments.looped import Lost, Step, close_all, episode_seed
-from surefoot.control.environments.observations import INFO_KEY, RESET, STEP, Reader, as_rows, check_tuple, final_numbers
-from surefoot.control.environments.records import Hook, as_arrays, claim, has_hook
+from surefoot.control.environments.observations import (
+    INFO_KEY,
+    METHOD,
+    RESET,
+    STEP,
+    Reader,
+    as_rows,
+    check_tuple,
+    final_numbers,
+    masks_of_rows,
+)
+from surefoot.control.environments.records import (
+    ENDS,
+    MASKS,
+    OBSERVATIONS,
+    REWARDS,
+    Hook,
+    Record,
+    as_arrays,
+    claim,
+    has_hook,
+)
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
 from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
 
+REPLAYED = 1_000_000
+"""numbers in the actions since a reset that a checkpoint keeps, to replay them"""
 PROBE_STEPS = 8
 """steps in which an environment may show that it writes into its arrays"""
 
@@ -26,8 +48,8 @@ PROBE_STEPS = 8
 class VectorEnvironments:
     """Any Gymnasium vector environment, in its own autoreset mode (SAME_STEP, NEXT_STEP or DISABLED).
 
-    It can't be replayed episode by episode. A resumed run continues exactly with ``state_dict`` and
-    ``load_state_dict``, and starts new episodes without.
+    It can't be replayed episode by episode. A resumed run loads its state with ``load_state_dict``, or else replays all
+    environments since their last reset together and compares what they return. After too many actions it starts new episodes.
 
     first   the number of the first environment, if these are a slice of more
     """
@@ -40,10 +62,13 @@ class VectorEnvironments:
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
         self.action_space: gymnasium.Space[Any] = environments.single_action_space
         self.reader = Reader(self.observation_space, self.action_space, self.count, name)
+        self.masks_of_rows = None if self.reader.choices is None else masks_of_rows(environments)
         self.mode = autoreset_mode_of(environments, name)
         self.done = np.zeros(self.count, bool)
         self.resets, self.steps = 0, 0
         self.observations: Observations = {}
+        self.record: Record | None = None
+        """what was done since the last reset; None: too much to replay, or the environment saves its state"""
         self.probed = False
 
     def reset(self) -> Observations:
@@ -58,8 +83,18 @@ class VectorEnvironments:
             observations, infos = check_tuple(returned, RESET)
             infos = _of_all(infos, self.count)
         self.resets += 1
+        self.record = None if has_hook(self.environments) else Record(self.resets - 1)
         self.observations = self._read(observations, infos, ~self.done)
+        self._log(self.observations)
         return self.observations
+
+    def _log(self, *observations: Observations) -> None:
+        """Add to the hashes of what was returned."""
+        if self.record is None:
+            return
+        for each in observations:
+            for path, values in each.items():
+                self.record.add(MASKS if path == MASK else OBSERVATIONS, values.tobytes())
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
         return self.reset(), list(range(self.count))  # a vector environment can't restart single rows
@@ -71,6 +106,9 @@ class VectorEnvironments:
                 "or a task that makes single environments"
             )
         self.steps += 1
+        if self.record is not None:
+            self.record.actions.append(np.array(actions))
+            self.record = None if self.steps * self.record.actions[0].size > REPLAYED else self.record
         with self._errors():
             observations, rewards, *ends, infos = check_tuple(self.environments.step(actions), STEP)
             rewards = as_rows(rewards, "rewards", self.count)  # copied: it may reuse its arrays
@@ -105,6 +143,10 @@ class VectorEnvironments:
         rewards = as_float32(np.where(ignored, 0, rewards))
         life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
         step = Step(read, rewards, terminated | life_lost, truncated, ignored, finals, scores, life_lost)
+        if self.record is not None:
+            self._log(read, *finals.values())
+            self.record.add(REWARDS, rewards.tobytes() + scores.tobytes())
+            self.record.add(ENDS, step.terminated.tobytes() + truncated.tobytes() + life_lost.tobytes())
         last_infos = step_infos.get("final_info", {}) if self.mode is AutoresetMode.SAME_STEP else step_infos
         step.final_infos = final_numbers(last_infos, step.done)
         return step
@@ -140,6 +182,11 @@ class VectorEnvironments:
     def _read(self, observations: Any, infos: dict[str, Any], acting: Array) -> Observations:
         """The observations, and the masks of the rows that act next."""
         with self._errors():
+            if self.masks_of_rows is not None and MASK not in infos:
+                masks = list(self.masks_of_rows(acting))
+                if len(masks) != self.count:
+                    raise SpaceError(f"{len(masks)} rows of {METHOD}() where {self.count} are needed")
+                infos = {**infos, MASK: masks}
             return self.reader.batch(observations) | self.reader.masks(infos, acting)
 
     @contextlib.contextmanager
@@ -160,11 +207,18 @@ class VectorEnvironments:
         if has_hook(self.environments):
             with self._errors():
                 state |= {"state": Hook(self.environments).save(), "observations": self.observations, "done": self.done}
+        elif self.record is not None:
+            state["record"] = self.record.saved(None)
         return {"vectors": {str(self.first): state}}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, Lost]:
         saved = as_arrays(state.get("vectors", {}).get(str(self.first), {}))  # none if single environments were saved
         self.resets = saved.get("resets", 0)
+        if "record" in saved and not has_hook(self.environments):
+            if different := self._replay(saved["record"]):
+                self.resets = saved["resets"]
+                return self.reset(), dict.fromkeys(range(self.count), different)
+            return self.observations, {}
         first = self.reset()  # the environments allocate what the state goes into
         old = saved.get("observations", {})
         if not has_hook(self.environments) or _shapes(old) != _shapes(first):
@@ -174,6 +228,18 @@ class VectorEnvironments:
         self.resets -= 1  # as when it was saved
         self.done, self.observations = saved["done"], old
         return old, {}
+
+    def _replay(self, saved: dict[str, Any]) -> str:
+        """Replay all environments since a reset; return what was different, in words."""
+        self.resets = saved["number"]
+        try:
+            self.reset()
+            for actions in saved["actions"]:
+                self.step(actions)
+        except SurefootError as error:
+            return str(error)
+        different = "" if self.record is None else self.record.difference(saved["hashes"])
+        return different and f"its {len(saved['actions']):,} steps since the last reset had other {different}"
 
     def close(self) -> None:
         close_all([self.environments])

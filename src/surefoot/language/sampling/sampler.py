@@ -183,8 +183,8 @@ def _by_group(
             on_finished(numbers[number], ids)
 
         of_group = [seeds[number] for number in numbers] if len(seeds) else ()
-        told = None if on_finished is None else finished
-        parts.append(draw([prompts[place] for place in group], seeds=of_group, on_finished=told))
+        report = None if on_finished is None else finished
+        parts.append(draw([prompts[place] for place in group], seeds=of_group, on_finished=report))
         everyone += numbers
     drawn: Samples = select_rows(concat_samples(parts, pad_id), torch.tensor(everyone).argsort())
     return drawn

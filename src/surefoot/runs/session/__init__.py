@@ -225,6 +225,8 @@ class Session:
                 if not self._finish_pending():
                     self._train()
                 self.saver.wait()
+            if self.recipe.iteration_steps is None and self.state.steps > self.recipe.steps:
+                self.message(f"steps={self.recipe.steps}: became {self.state.steps:,}, since only whole iterations train")
             self._end_profile()
             self._raise_if_interrupted()
             self._export()
