@@ -27,7 +27,7 @@ tests: .venv/dev
 	$(PYTEST)
 
 slow: .venv/dev
-	$(PYTEST) -m 'slow and not release' --timeout 600
+	$(PYTEST) -m 'slow and not release' --timeout 1200
 
 release: .venv/dev # before a release: what CI has no time for
 	$(PYTEST) -m release --timeout 3600 -rfEsp

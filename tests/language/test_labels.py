@@ -21,7 +21,7 @@ from surefoot.language.data.shapes import paired, shape_of
 from surefoot.language.data.sources import read_rows
 from surefoot.language.memory import estimate
 from surefoot.language.memory.check import workload_of
-from surefoot.language.supervised.labels import next_with_another, share_above
+from surefoot.language.supervised.labels import KtoPolicy, next_with_another, share_above
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
@@ -314,7 +314,9 @@ def test_reward_models_and_kto_need_both_labels(kind: str, learner: str, folders
         SupervisedWorld(recipe(folders["llama"], write(tmp_path / "a.jsonl", rows), kind))
 
 
-def test_kto_evaluates_rows_of_one_label_without_comparison_metrics(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_kto_evaluates_rows_of_one_label_without_comparison_metrics(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = [{"prompt": f"{i}", "completion": "b", "label": True} for i in range(8)]
     rows, both = write(tmp_path / "a.jsonl", good), write(tmp_path / "b.jsonl", [*good, {**good[0], "label": 0.0}])
     world = SupervisedWorld(recipe(folders["llama"], both, data={"held_out": rows, "batch": 4}))
@@ -323,3 +325,8 @@ def test_kto_evaluates_rows_of_one_label_without_comparison_metrics(folders: dic
     assert set(report.metrics) == {"held_out_loss", "held_out_chosen_log_prob", "held_out_chosen_moved"}
     assert math.isclose(float(report.metrics["held_out_loss"] or 0), 0.5, abs_tol=1e-4)
     assert json.dumps(dict(report.metrics))
+    monkeypatch.setattr(KtoPolicy, "log_ratios", lambda self, inputs, *_: torch.full((4,), -3.0))
+    below = world.evaluate()
+    assert below is not None
+    wanted = 1 / (1 + math.exp(-3 * world.recipe.reference.beta))  # z₀ is 0, not −3
+    assert below.metrics["held_out_loss"] == pytest.approx(wanted)
