@@ -197,33 +197,28 @@ class LanguageRecipe(ModelRecipe):
         if baseline in ("group", "pair"):
             defaults["reference"] = {"beta": 0.0}
         for name, settings in defaults.items():
-            section = table.get(name, {})
-            table = {**table, name: {**settings, **section} if isinstance(section, Mapping) else section}
+            table = {**table, name: {**settings, **table.get(name, {})}}
         table = {**table, "sampling": cls._with_old_log_probs(table)}
         if objective.get("aggregation") == "constant" and objective.get("aggregation_length") is None:
-            sampling, turns = table.get("sampling", {}), table.get("turns", {})
-            longest = sampling.get("max_tokens", SamplingSettings().max_tokens) if isinstance(sampling, Mapping) else None
-            if isinstance(turns, Mapping) and turns.get("environment") and isinstance(longest, int):
-                number = turns.get("max_turns", TurnSettings().max_turns)
-                longest = longest * number if isinstance(number, int) else None
-            if isinstance(longest, int):
-                table = {**table, "objective": {**objective, "aggregation_length": longest}}
+            turns = table.get("turns", {})
+            longest = table["sampling"].get("max_tokens", SamplingSettings().max_tokens)
+            number = turns.get("max_turns", TurnSettings().max_turns) if turns.get("environment") else 1
+            if isinstance(longest, int) and isinstance(number, int):  # else they are errors
+                table = {**table, "objective": {**objective, "aggregation_length": longest * number}}
         return table
 
     @classmethod
     def _with_old_log_probs(cls, table: Mapping[str, Any]) -> Any:
         """The sampling table with "auto" replaced by what it means for this objective and reference."""
         sampling, objective, reference = table.get("sampling", {}), table["objective"], table.get("reference", {})
-        if not isinstance(sampling, Mapping) or sampling.get("old_log_probs", "auto") != "auto":
+        if sampling.get("old_log_probs", "auto") != "auto":
             return sampling
-        reuse, region = objective.get("reuse"), objective.get("trust_region")
-        once = reuse is None or (isinstance(reuse, Mapping) and dict(reuse) == {"epochs": 1, "minibatches": 1})
-        penalty = isinstance(region, Mapping) and "beta" in region
-        beta = reference.get("beta", ReferenceSettings().beta) if isinstance(reference, Mapping) else None
+        once = objective.get("reuse") in (None, {"epochs": 1, "minibatches": 1})
+        penalty = "beta" in (objective.get("trust_region") or {})
+        beta = reference.get("beta", ReferenceSettings().beta)
         unread = once and not penalty and objective.get("baseline") not in ("critic", "pair") and beta == 0
         exact = table.get("precision", "float32") == "float32" and sampling.get("engine", "auto") in ("auto", "packed", "model")
-        adapter = table.get("adapter")
-        exact &= not (isinstance(adapter, Mapping) and adapter.get("quantize") == "int8")  # its roundings may flip
+        exact &= (table.get("adapter") or {}).get("quantize") != "int8"  # its roundings may flip
         unread &= exact and "server" not in table and objective.get("importance_cap") is None
         return {**sampling, "old_log_probs": "update" if unread else "trainer"}
 

@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
+from functools import cache
 from typing import Any
 
 import pydantic
@@ -22,6 +23,7 @@ from surefoot.recipes.base import Recipe, none_to_text
 from surefoot.recipes.base import to_table as to_table
 from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE, SYMMETRY
 from surefoot.recipes.control import ControlRecipe
+from surefoot.recipes.faults import shown
 from surefoot.recipes.fields import KINDS, recipe_fields
 from surefoot.recipes.language import reward_functions
 from surefoot.recipes.rules import check_rules
@@ -91,7 +93,7 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
 
     Raises SurefootError, one line, for an unknown key, a wrong type or range, or a combination that can't work.
     """
-    table = as_tables(dict(text_to_none(table)))
+    table = as_tables(table)
     _check_integers(table)
     kind = table.get("kind", "control")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -102,12 +104,10 @@ def make_recipe(table: Mapping[str, Any]) -> Recipe:
     name = algorithm_named(name) if isinstance(name, str) else name
     if not isinstance(name, str) or (name != "custom" and name not in ALGORITHMS):
         raise unknown_algorithm("algorithm", name)
-    changes = table.get("objective", {})
-    if not isinstance(changes, Mapping):
-        raise SurefootError(f"objective={changes!r}: must be a table of switches, such as gae_lambda = 0.95")
     base = Objective() if name == "custom" else ALGORITHMS[name]
     table["algorithm"] = name
-    table["objective"] = merge_tables(merge_tables(asdict(base), KINDS[kind].objective_overrides(base)), changes)
+    usual = merge_tables(asdict(base), KINDS[kind].objective_overrides(base))
+    table["objective"] = merge_tables(usual, table.get("objective", {}))
     region = _trust_region_of(table["objective"].get("trust_region"))
     _check_booleans(table)
     table = KINDS[kind].with_defaults(table)
@@ -176,16 +176,14 @@ def _check_toml_values(recipe: Recipe) -> None:
 def _trust_region_of(value: Any) -> str:
     """The class name of a recipe's trust region, "" for none.
 
-    Raises SurefootError if it is no table, or has keys of two kinds.
+    Raises SurefootError if it has keys of two kinds.
     """
-    if value is None or isinstance(value, TRUST_REGIONS):
+    if value is None:
         return ""
-    field = "objective.trust_region"
-    if not isinstance(value, Mapping):
-        raise SurefootError(f'{field}={value!r}: must be "none" or a table, such as {{ clip = 0.2 }} or {{ beta = 1.0 }}')
     kinds = trust_regions_of(value)
     if len(kinds) > 1:
-        raise SurefootError(f"{field}: has keys of a {' and a '.join(kinds).lower()} ({', '.join(value)}); use those of one")
+        what = f"has keys of a {' and a '.join(kinds).lower()} ({', '.join(value)})"
+        raise SurefootError(f"objective.trust_region: {what}; use those of one")
     return kinds[0] if kinds else TRUST_REGIONS[0].__name__
 
 
@@ -292,7 +290,7 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 
     Raises SurefootError if the changes name an algorithm and set another kind of trust region than it has.
     """
-    table, changes = without_tuned_for(text_to_none(dict(table))), as_tables(text_to_none(dict(changes)))
+    table, changes = without_tuned_for(as_tables(table)), as_tables(changes)
     current = _fitting_name(str(table.get("algorithm", "PPO_CLIP")), table)
     if isinstance(changes.get("algorithm"), str):
         changes["algorithm"] = algorithm_named(changes["algorithm"])
@@ -313,8 +311,7 @@ def for_algorithm(table: Mapping[str, Any], current: str, wanted: object) -> dic
     The switches that differ between the two algorithms take the values of ``wanted``. All other settings stay, except those
     that belong to a switch that ``wanted`` has off. "custom" keeps only the discount, which belongs to the task.
     """
-    tuned = table.get("objective")
-    tuned = tuned if isinstance(tuned, Mapping) else {}
+    tuned = table.get("objective", {})
     base = ALGORITHMS.get(wanted) if isinstance(wanted, str) else None
     if base is None:
         return {**table, "objective": {name: value for name, value in tuned.items() if name == "gamma"}}
@@ -327,10 +324,9 @@ def for_algorithm(table: Mapping[str, Any], current: str, wanted: object) -> dic
 
 def without_critic(base: Objective, table: Mapping[str, Any]) -> dict[str, Any]:
     """The tables without ``optimizer.critic_*`` if the algorithm has no critic."""
-    optimizer = table.get("optimizer")
-    if base.baseline == "critic" or not isinstance(optimizer, Mapping):
+    if base.baseline == "critic" or "optimizer" not in table:
         return dict(table)
-    return {**table, "optimizer": {key: value for key, value in optimizer.items() if not key.startswith("critic_")}}
+    return {**table, "optimizer": {key: value for key, value in table["optimizer"].items() if not key.startswith("critic_")}}
 
 
 def without_tuned_for(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,19 +334,32 @@ def without_tuned_for(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != "tuned_for"}
 
 
-def as_tables(changes: dict[str, Any]) -> dict[str, Any]:
-    """Changes from Python, with the fields of a trust region that is given as a value."""
-    objective = changes.get("objective")
-    region = objective.get("trust_region") if isinstance(objective, Mapping) else None
-    if not isinstance(objective, Mapping) or not isinstance(region, TRUST_REGIONS):
-        return changes
-    return {**changes, "objective": {**objective, "trust_region": asdict(region)}}
+def as_tables(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a recipe or of changes, with None for "none" and the fields of a trust region that is a value.
+
+    Raises SurefootError for anything else in place of a table, so that what reads them need not look.
+    """
+    tables: dict[str, Any] = text_to_none(dict(table))
+    for name in tables.keys() & _sections():
+        if not isinstance(tables[name], Mapping) and not (tables[name] is None and name in ("adapter", "server")):
+            raise SurefootError(f"{name}={shown(tables[name])}: must be a table, such as {{ key = value }}")
+    region = tables.get("objective", {}).get("trust_region")
+    if isinstance(region, TRUST_REGIONS):
+        return {**tables, "objective": {**tables["objective"], "trust_region": asdict(region)}}
+    if region is not None and not isinstance(region, Mapping):
+        raise SurefootError(f'objective.trust_region={region!r}: must be "none" or a table, such as {{ beta = 1.0 }}')
+    return tables
+
+
+@cache
+def _sections() -> set[str]:
+    """The names of the tables of all kinds."""
+    return {name.partition(".")[0] for name, _ in recipe_fields() if "." in name}
 
 
 def trust_regions_of(table: Any) -> list[str]:
     """The class names of the trust regions that the keys of a table belong to; empty for anything but a table."""
-    table = table if isinstance(table, Mapping) else {}
-    return [kind.__name__ for kind in TRUST_REGIONS if {f.name for f in fields(kind)} & set(table)]
+    return [kind.__name__ for kind in TRUST_REGIONS if {f.name for f in fields(kind)} & set(table or ())]
 
 
 def _fitting_name(name: str, table: Mapping[str, Any]) -> str:
@@ -358,8 +367,8 @@ def _fitting_name(name: str, table: Mapping[str, Any]) -> str:
 
     That is the algorithm that differs from ``name`` only in its trust region and has the table's kind; else ``name``.
     """
-    base, objective = ALGORITHMS.get(name), table.get("objective")
-    if base is None or not isinstance(objective, Mapping) or "trust_region" not in objective:
+    base, objective = ALGORITHMS.get(name), table.get("objective", {})
+    if base is None or "trust_region" not in objective:
         return name
     wanted = _kind(merge_tables(asdict(base), {"trust_region": objective["trust_region"]})["trust_region"])
     alike = (other for other, value in ALGORITHMS.items() if set(switches_between(base, value)) <= {"trust_region"})
@@ -369,14 +378,13 @@ def _fitting_name(name: str, table: Mapping[str, Any]) -> str:
 
 def _kind(region: Any) -> tuple[list[str], bool, bool]:
     """The kind of a trust region's table, whether its coefficient adapts, and whether it applies to some samples only."""
-    table = region if isinstance(region, Mapping) else {}
+    table = region or {}
     return trust_regions_of(region), table.get("target") is not None, table.get("fraction", 1) != 1
 
 
 def check_trust_region(wanted: str, changes: Mapping[str, Any]) -> None:
     """Raise SurefootError if changes that name an algorithm have keys of another kind of trust region."""
-    objective = changes.get("objective")
-    region = objective.get("trust_region") if isinstance(objective, Mapping) else None
+    region = changes.get("objective", {}).get("trust_region")
     kinds, expected = trust_regions_of(region), getattr(ALGORITHMS.get(wanted), "trust_region", None)
     if len(kinds) == 1 and expected is not None and kinds != [type(expected).__name__]:
         other = _fitting_name(wanted, changes)

@@ -98,15 +98,10 @@ def _control(recipe: ControlRecipe) -> Faults:
     if over and not whole and recipe.learned_steps // (minibatches if in_parts else 1) == 1:
         fewer = "set fewer objective.reuse.minibatches" if recipe.learned_steps > 1 else "collect more steps"
         what = "minibatches" if in_parts else "batches"
-        yield (
-            "objective.normalise_advantages",
-            f"normalises {what} of one step, whose advantage is then always 0; {fewer}, or set it to 'none'",
-        )
+        why = f"normalises {what} of one step, whose advantage is then always 0; {fewer}, or set it to 'none'"
+        yield "objective.normalise_advantages", why
     if (rollout.workers or 0) > rollout.environments:
-        yield (
-            "rollout.workers",
-            f"more processes than rollout.environments={rollout.environments}; set at most that many",
-        )
+        yield "rollout.workers", f"more processes than rollout.environments={rollout.environments}; set at most that many"
     if rollout.backend in ("native", "envpool") and whole:
         why = f"can't collect whole episodes, and {recipe.algorithm} needs them; set 'workers' or 'loop', or an objective "
         yield "rollout.backend", f"{why}with a critic"

@@ -25,7 +25,6 @@ from surefoot.recipes.reading import (
     for_algorithm,
     make_recipe,
     merge_tables,
-    text_to_none,
     with_changes,
     without_tuned_for,
 )
@@ -86,7 +85,7 @@ def resolve_recipe(
 
     Raises SurefootError for an unknown name.
     """
-    settings: dict[str, Any] = text_to_none(dict(changes or {}))
+    settings = as_tables(changes or {})
     preset_name, below, own = _layers(what, preset)
     table: Mapping[str, Any] = without_tuned_for(merge_tables(below, own))
     name = algorithm_name(algorithm) if isinstance(algorithm, Objective) else algorithm
@@ -96,7 +95,7 @@ def resolve_recipe(
     else:
         settings = settings if name is None else {**settings, "algorithm": name}
         table = with_changes(table, settings)
-    inherited = tuple(_inherited(without_tuned_for(below), table, merge_tables(own, as_tables(settings))))
+    inherited = tuple(_inherited(without_tuned_for(below), table, merge_tables(own, settings)))
     origin = Origin(preset_name, inherited) if preset_name is not None and inherited else None
     return ResolvedRecipe(make_recipe(table), origin)
 
@@ -178,7 +177,7 @@ def _layers(what: str, preset: str | None = None) -> tuple[str | None, dict[str,
     tables = presets()
     default: str | None
     if what.endswith(".toml"):
-        own = read_toml(Path(what))
+        own = as_tables(read_toml(Path(what)))
         if preset is None and "algorithm" in own:  # a resolved recipe has its algorithm; without one a file extends a preset
             return None, {}, own
         kind = own.get("kind", "control")
