@@ -84,7 +84,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     "The loop and its parts": {
         "surefoot.core.loop": ("run_loop",),
         "surefoot.core.credit": ("assign_credit",),
-        "surefoot.core.learner": ("Learner",),
+        "surefoot.core.learner": ("Learner", "LearnerSettings"),
         "surefoot.core.optimizer": ("AdamSettings",),
     },
 }

@@ -98,7 +98,8 @@ def test_compiled_updates_with_masks_and_parts_are_those_of_the_eager_engine(
         world = ControlWorld(recipe, lambda: Sampled(seen, action, masked=masked))
         world.collector.actor = world.agent.actor  # the same actions
         learner, state = make_learner(recipe, world.policy), fresh_state()
-        learner.compiled = learner.compiled if engine == "compiled" else None
+        if engine == "eager":
+            learner.use_eager()
         rollout = world.collector.collect(state)
         metrics = learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         results.append((metrics, world.policy.state_dict(), rollout.inputs))

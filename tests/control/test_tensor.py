@@ -26,7 +26,8 @@ from surefoot.control.environments.classic import KINDS, CartPole, ClassicContro
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.spaces import BARE, MASK
 from surefoot.control.world import ControlWorld
-from surefoot.core.rollout import Timer, map_tensors
+from surefoot.core.rollout import map_tensors
+from surefoot.core.timer import Timer
 from surefoot.errors import NotFiniteError
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs.factory import make_world

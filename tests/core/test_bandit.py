@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from surefoot import DR_GRPO, GRPO, PPO_CLIP, RLOO, Reuse
 from surefoot.core.algorithms import Objective
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import Evaluation, LearnerState, Policy, Rollout
@@ -85,7 +85,7 @@ OBJECTIVE = Objective(
 def learned(beta: float, objective: Objective = OBJECTIVE, batches: int = 60) -> Tensor:
     """The policy after so many batches of pulls."""
     policy = Arms()
-    learner = Learner(policy, objective, AdamSettings(0.05, max_grad_norm=None), schedule="linear")
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(0.05, max_grad_norm=None), schedule="linear"))
     run_loop(Pulls(policy, beta), learner, LearnerState.seeded(0, batches * PULLS), lambda state, metrics: False)
     return policy.logits.detach().softmax(-1)
 

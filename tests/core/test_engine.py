@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import surefoot
 from surefoot.accel import programs as compiling
 from surefoot.accel.programs import _compile, _fingerprint, loop, program_of, structure
-from surefoot.accel.steps import CompiledStepper
+from surefoot.accel.steps import CompiledStepper, FittingStepper
 from surefoot.control.agent import CompiledActor
 from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
@@ -77,11 +77,16 @@ def trained(engine: str, iterations: int, make: Any = None, **changes: Any) -> t
     return history, torch.cat([p.detach().reshape(-1) for p in world.policy.parameters()]), learner
 
 
+def made_by(learner: Learner) -> set[str]:
+    """What the programs of a learner compute, of those that were made."""
+    compiled: Any = getattr(learner.stepper, "compiled", None)
+    return set(getattr(getattr(compiled, "passes", compiled), "programs", ()))
+
+
 def agree(**changes: Any) -> None:
     eager, theirs, _ = trained("eager", 1, **changes)
     compiled, ours, learner = trained("compiled", 1, **changes)
-    program = getattr(learner.compiled, "gradients", learner.compiled).program  # type: ignore[union-attr]
-    assert program is not None, "nothing was compiled"
+    assert made_by(learner), "nothing was compiled"
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert set(compiled[0]) == set(eager[0])
     for name, value in eager[0].items():
@@ -119,11 +124,10 @@ def test_compiled_gradients_are_summed_over_ranks_as_eager_ones_are(
         for engine in ("eager", "compiled"):
             history, parameters, learner = trained(engine, 1, **changes)
             results.append((history[0], parameters))
-        program = getattr(getattr(learner.compiled, "gradients", None), "program", None)
         world = ControlWorld(make_recipe({**changes, "engine": "compiled"}))
         acts = isinstance(getattr(world.collector.actor, "__self__", None), CompiledActor)
         world.close()
-        return results, program is not None, acts
+        return results, bool(made_by(learner)), acts
 
     outcomes = on_ranks(2, body, tmp_path, timeout=COMPILING)
     assert not [x for x in outcomes if isinstance(x, str)]
@@ -175,8 +179,7 @@ def test_a_compiled_step_of_two_ranks_is_that_of_one_eager_process(
         join_ranks()
         own = [row for row in range(len(rollout.actions)) if row % 4 // 2 == rank]  # images follow the steps
         metrics, parameters, learner = updated(compiled, own)
-        passes = learner.compiled_natural.passes if learner.compiled_natural else learner.compiled.gradients  # type: ignore
-        return metrics, parameters, passes.program is not None
+        return metrics, parameters, bool(made_by(learner))
 
     compile_program = compiling._compile
     monkeypatch.setattr(compiling, "_compile", compile_once)
@@ -204,7 +207,8 @@ def test_a_compiled_update_is_traced_as_an_eager_one_and_moves_as_without_a_trac
         world = ControlWorld(recipe)
         learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
         learner.recorder = recorder
-        learner.compiled = learner.compiled if engine == "compiled" else None
+        if engine == "eager":
+            learner.use_eager()
         rollout = world.collector.collect(state)
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         weights.append(torch.cat([p.detach().reshape(-1) for p in world.policy.parameters()]))
@@ -243,7 +247,8 @@ def test_a_step_that_is_not_finite_ends_a_pass_where_the_eager_engine_ends_it(pr
     for engine in ("compiled", "eager"):
         world = ControlWorld(recipe)
         learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
-        learner.compiled = learner.compiled if engine == "compiled" else None
+        if engine == "eager":
+            learner.use_eager()
         rollout = world.collector.collect(state)
         credit = assign_credit(rollout, recipe.objective)
         order = torch.randperm(64, generator=LearnerState.seeded(1, 10_000).generators["shuffle"])
@@ -415,11 +420,13 @@ def test_batches_of_another_size_take_the_eager_path(programs: None) -> None:
     recipe = make_recipe({"task": "Pendulum-v1", "engine": "compiled", **TINY})
     world = ControlWorld(recipe)
     learner, state = make_learner(recipe, world.policy), LearnerState.seeded(1, 10_000)
-    assert isinstance(learner.compiled, CompiledStepper)
-    learner.compiled_rows = 63
+    stepper = learner.stepper
+    assert isinstance(stepper, FittingStepper)
+    assert isinstance(stepper.compiled, CompiledStepper)
+    stepper.rows = 63
     rollout = world.collector.collect(state)
     learner.update(rollout, assign_credit(rollout, recipe.objective), state)
-    assert learner.compiled.program is None
+    assert not made_by(learner)
     world.close()
 
 
@@ -581,7 +588,7 @@ def test_a_program_that_fails_to_compile_under_auto_is_one_line_and_the_run_goes
             raise NotCompiledError("engine='compiled': g++ could not compile the program (Full); set engine = 'eager'")
         return program_of(name, *arguments)
 
-    for part in ("accel.steps", "control.agent", "control.collect.scoring"):
+    for part in ("accel.passes", "control.agent", "control.collect.scoring"):
         monkeypatch.setattr(f"surefoot.{part}.program_of", fail)
     settings = {"seed": 3, "evaluation": {"episodes": 0}, "checkpoint": {"every": 64}, **TINY}
     whole = surefoot.train(task, steps=256, run_dir=tmp_path / "whole", display=saying(lines), **settings)

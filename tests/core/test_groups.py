@@ -41,7 +41,7 @@ from surefoot import (
 from surefoot import functional as F
 from surefoot.core.algorithms import algorithm_named, switches_between
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout, map_tensors
 from surefoot.functional.masking import keep_only
@@ -335,7 +335,7 @@ def test_at_the_old_policy_the_ratio_of_responses_changes_nothing(seed: int) -> 
 
 
 def metrics_of(policy: TinyPolicy, r: Rollout, objective: Objective) -> dict[str, Any]:
-    learner = Learner(policy, replace(objective, reuse=Reuse(1, 1)), AdamSettings(1e-3))
+    learner = Learner(policy, replace(objective, reuse=Reuse(1, 1)), LearnerSettings(AdamSettings(1e-3)))
     return dict(learner.update(r, assign_credit(r, objective), LearnerState.seeded(0, 1)))
 
 
@@ -408,7 +408,7 @@ def test_a_clipped_response_has_no_gradient() -> None:
     results = {}
     for ratio in ("sequence", "token"):
         objective = replace(SEQUENCE, ratio=ratio, reuse=Reuse(1, 1), trust_region=Clip(0.02 if ratio == "token" else 0.1))
-        learner = Learner(copy.deepcopy(policy), objective, AdamSettings(1e-3, max_grad_norm=None))
+        learner = Learner(copy.deepcopy(policy), objective, LearnerSettings(AdamSettings(1e-3, max_grad_norm=None)))
         learner.update(alone, assign_credit(r, objective), LearnerState.seeded(0, 1))
         results[ratio] = learner.optimizers["policy"].gradients.abs().max()
     assert results["sequence"] == 0
@@ -441,7 +441,9 @@ def test_at_the_sampling_policy_the_gradient_of_pairs_is_that_of_the_dpo_loss(se
     same(gradient(policy, r, objective), expected)
     same(gradient(policy, r, objective, micro_batch=3), expected)
     trained = copy.deepcopy(policy)
-    metrics = Learner(trained, objective, AdamSettings(1e-3)).update(r, assign_credit(r, objective), LearnerState.seeded(0, 1))
+    metrics = Learner(trained, objective, LearnerSettings(AdamSettings(1e-3))).update(
+        r, assign_credit(r, objective), LearnerState.seeded(0, 1)
+    )
     assert metrics["preference_loss"] == pytest.approx(mean(loss for loss, _ in right))
     assert metrics["preference_accuracy"] == pytest.approx(mean(ranked for _, ranked in right))
 
@@ -498,7 +500,10 @@ def test_masked_off_policy_bad_responses_still_count_in_the_mean() -> None:
     masked = replace(plain, drop_above_kl=0.02)
     rest = assign_credit(r, plain)
     rest = replace(rest, advantages=rest.advantages.index_fill(0, torch.tensor(dropped), 0.0))
-    learners = [Learner(copy.deepcopy(policy), replace(o, reuse=Reuse(1, 1)), AdamSettings(1e-3)) for o in (masked, plain)]
+    learners = [
+        Learner(copy.deepcopy(policy), replace(o, reuse=Reuse(1, 1)), LearnerSettings(AdamSettings(1e-3)))
+        for o in (masked, plain)
+    ]
     metrics = [
         dict(learner.update(r, credit, LearnerState.seeded(0, 1)))
         for learner, credit in zip(learners, (assign_credit(r, plain), rest), strict=True)

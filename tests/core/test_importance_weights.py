@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surefoot.core.algorithms import GRPO, PPO_CLIP, REINFORCE, REINFORCE_BASELINE, Objective, Reuse
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.core.traces import Recorder
@@ -128,7 +128,7 @@ def test_the_gradient_is_that_of_advantages_times_the_weights(mode: ImportanceMo
     assert (weights[r.mask] != ratios(r)[r.mask]).any()
     by_hand = replace(credit, advantages=torch.where(r.mask, credit.advantages * weights, credit.advantages))
     corrected = replace(objective, importance_cap=1.2, importance_mode=mode)
-    learners = [Learner(copy.deepcopy(net), each, AdamSettings(1e-3)) for each in (corrected, objective)]
+    learners = [Learner(copy.deepcopy(net), each, LearnerSettings(AdamSettings(1e-3))) for each in (corrected, objective)]
     for learner, each in zip(learners, (credit, by_hand), strict=True):
         learner.update(r, each, LearnerState.seeded(0, 1))
     same(*(learner.optimizers["policy"].gradients for learner in learners))
@@ -146,7 +146,9 @@ def test_micro_batches_do_not_matter(mode: ImportanceMode, size: int) -> None:
 def test_the_metrics_are_the_mean_weight_and_the_share_above_the_cap() -> None:
     net, r = world(4)
     r, objective = with_sampler(r), replace(CLIPPED, importance_cap=1.1)
-    metrics = Learner(net, objective, AdamSettings(1e-3)).update(r, assign_credit(r, objective), LearnerState.seeded(0, 1))
+    metrics = Learner(net, objective, LearnerSettings(AdamSettings(1e-3))).update(
+        r, assign_credit(r, objective), LearnerState.seeded(0, 1)
+    )
     ratio, capped = ratios(r)[r.mask], metrics["importance_capped"]
     assert metrics["importance_weight"] == pytest.approx(float(ratio.clamp(max=1.1).mean()))
     assert capped == pytest.approx(float((ratio > 1.1).double().mean()))
@@ -158,7 +160,7 @@ def test_the_metrics_are_the_mean_weight_and_the_share_above_the_cap() -> None:
 def test_a_trace_has_the_samplers_log_probabilities_and_the_weight_of_every_visit(mode: ImportanceMode) -> None:
     net, r = world(4)
     r, objective = with_sampler(r), replace(GRPO, reuse=Reuse(2, 2), importance_cap=1.1, importance_mode=mode)
-    learner, state = Learner(net, objective, AdamSettings(1e-3)), LearnerState.seeded(0, 1)
+    learner, state = Learner(net, objective, LearnerSettings(AdamSettings(1e-3))), LearnerState.seeded(0, 1)
     learner.recorder = Recorder(1, 3)
     learner.update(r, assign_credit(r, objective), state)
     trace: Any = learner.recorder.take(state)

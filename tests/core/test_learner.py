@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from surefoot import A2C, PPO_CLIP, PPO_PENALTY, PPO_UNCLIPPED, REINFORCE, Clip, NotFiniteError, Objective, Reuse, SurefootError
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.loop import run_loop
 from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.objective import Batch, loss
@@ -70,7 +70,7 @@ def numbered(policy: Policy, rollout: Rollout) -> Rollout:
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (3, 1), (1, 5), (4, 3)])
 def test_epochs_times_minibatches_take_exactly_that_many_optimizer_steps(epochs: int, minibatches: int) -> None:
     policy, at = TinyPolicy(), state()
-    learner = Learner(policy, replace(PPO_CLIP, reuse=Reuse(epochs, minibatches)), ADAM)
+    learner = Learner(policy, replace(PPO_CLIP, reuse=Reuse(epochs, minibatches)), LearnerSettings(ADAM))
     metrics = update(learner, random_rollout(policy, 0), at)
     assert at.updates == epochs * minibatches
     assert int(learner.optimizers["policy"].state_dict()["step"]) == epochs * minibatches
@@ -79,7 +79,7 @@ def test_epochs_times_minibatches_take_exactly_that_many_optimizer_steps(epochs:
 
 def test_without_reuse_a_batch_serves_one_update() -> None:
     policy, at = TinyPolicy(), state()
-    update(Learner(policy, A2C, ADAM), random_rollout(policy, 0), at)
+    update(Learner(policy, A2C, LearnerSettings(ADAM)), random_rollout(policy, 0), at)
     assert at.updates == 1
 
 
@@ -88,7 +88,7 @@ def test_every_kept_step_is_visited_once_per_epoch_in_a_new_order(micro_batch: i
     policy = Watched()
     rollout = numbered(policy, random_rollout(policy, 0))
     policy.seen.clear()
-    learner = Learner(policy, replace(PPO_CLIP, reuse=Reuse(3, 4)), ADAM, micro_batch=micro_batch)
+    learner = Learner(policy, replace(PPO_CLIP, reuse=Reuse(3, 4)), LearnerSettings(ADAM, micro_batch=micro_batch))
     update(learner, rollout)
     visits = [number for batch in policy.seen for number in batch]
     kept = rollout.mask.flatten().nonzero().flatten().tolist()
@@ -108,7 +108,7 @@ def test_rows_are_visited_whole() -> None:
     policy = Watched()
     rollout = numbered(policy, random_rollout(policy, 0, rows=5, unit="row"))
     policy.seen.clear()
-    update(Learner(policy, replace(PPO_CLIP, reuse=Reuse(2, 2)), ADAM), rollout)
+    update(Learner(policy, replace(PPO_CLIP, reuse=Reuse(2, 2)), LearnerSettings(ADAM)), rollout)
     rows = [tuple(batch[i : i + 6]) for batch in policy.seen for i in range(0, len(batch), 6)]
     assert sorted(rows) == sorted([tuple(range(6 * i, 6 * i + 6)) for i in range(5)] * 2)
 
@@ -116,7 +116,7 @@ def test_rows_are_visited_whole() -> None:
 def test_the_same_streams_give_the_same_parameters() -> None:
     def run(seed: int) -> Tensor:
         policy = TinyPolicy()
-        learner = Learner(policy, replace(PPO_CLIP, reuse=Reuse(2, 3)), ADAM)
+        learner = Learner(policy, replace(PPO_CLIP, reuse=Reuse(2, 3)), LearnerSettings(ADAM))
         update(learner, random_rollout(policy, 0), LearnerState.seeded(seed, 100))
         return parameters(policy)
 
@@ -170,11 +170,11 @@ def test_flat_adam_takes_the_golden_steps() -> None:
 def test_flat_adam_moves_the_policy_in_place_and_continues_from_its_state() -> None:
     policy = TinyPolicy()
     objective = replace(PPO_CLIP, reuse=Reuse(1, 2))
-    learner = Learner(policy, objective, ADAM)
+    learner = Learner(policy, objective, LearnerSettings(ADAM))
     update(learner, random_rollout(policy, 0))
-    again = Learner(copy.deepcopy(policy), objective, ADAM)
+    again = Learner(copy.deepcopy(policy), objective, LearnerSettings(ADAM))
     again.load_state_dict(learner.state_dict())
-    fresh = Learner(copy.deepcopy(policy), objective, ADAM)
+    fresh = Learner(copy.deepcopy(policy), objective, LearnerSettings(ADAM))
     rollout = random_rollout(policy, 1)
     for one in (learner, again, fresh):
         update(one, rollout)
@@ -184,7 +184,7 @@ def test_flat_adam_moves_the_policy_in_place_and_continues_from_its_state() -> N
 
 def test_a_saved_optimizer_state_is_a_copy() -> None:
     policy = TinyPolicy()
-    first, second = Learner(policy, A2C, ADAM), Learner(copy.deepcopy(policy), A2C, ADAM)
+    first, second = Learner(policy, A2C, LearnerSettings(ADAM)), Learner(copy.deepcopy(policy), A2C, LearnerSettings(ADAM))
     update(first, random_rollout(policy, 0))
     second.load_state_dict(first.state_dict())
     saved = copy.deepcopy(second.state_dict())
@@ -197,7 +197,7 @@ def test_the_gradient_is_scaled_down_to_max_grad_norm_and_never_up() -> None:
     rollout = random_rollout(policy, 0)
     raw = gradient(policy, rollout, A2C)
     for limit in (float(raw.norm()) / 3, float(raw.norm()) / 1.001, float(raw.norm()) * 3):
-        learner = Learner(copy.deepcopy(policy), A2C, AdamSettings(0.01, max_grad_norm=limit))
+        learner = Learner(copy.deepcopy(policy), A2C, LearnerSettings(AdamSettings(0.01, max_grad_norm=limit)))
         metrics = update(learner, rollout)
         taken = learner.optimizers["policy"].gradients
         torch.testing.assert_close(taken, raw * min(1.0, limit / float(raw.norm())), rtol=1e-5, atol=0)
@@ -223,7 +223,7 @@ class Repeated:
 def rates_of_a_run(schedule: str, learning_rate: float, updates: int) -> tuple[list[float], list[float]]:
     """What Adam used, and what was logged, at every iteration."""
     policy = TinyPolicy()
-    learner = Learner(policy, A2C, AdamSettings(learning_rate), schedule=schedule)  # type: ignore[arg-type]
+    learner = Learner(policy, A2C, LearnerSettings(AdamSettings(learning_rate), schedule=schedule))  # type: ignore[arg-type]
     used, logged = [], []
 
     def note(at: LearnerState, metrics: Metrics) -> bool:
@@ -257,7 +257,7 @@ def test_a_warm_up_rises_at_every_step_however_many_a_rollout_has(
     monkeypatch.setattr(FlatOptimizer, "step", lambda self, norm, scale: (used.append(scale), take(self, norm, scale))[1])
     policy = TinyPolicy()
     objective = replace(PPO_CLIP, reuse=Reuse(1, minibatches))
-    learner = Learner(policy, objective, AdamSettings(0.01), schedule="linear", warmup=0.5)
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(0.01), schedule="linear", warmup=0.5))
     logged: list[Any] = []
     run_loop(Repeated(policy, steps), learner, state(80), lambda _, metrics: logged.append(metrics["learning_rate"]) or False)
     assert used[:16] == pytest.approx([(index + 1) / 16 for index in range(16)])
@@ -267,7 +267,7 @@ def test_a_warm_up_rises_at_every_step_however_many_a_rollout_has(
 
 def test_a_warm_up_of_an_adaptive_learning_rate_is_rejected() -> None:
     with pytest.raises(SurefootError, match=r"^optimizer\.warmup=0\.1: schedule = 'adaptive' sets"):
-        Learner(TinyPolicy(), PPO_CLIP, ADAM, schedule="adaptive", warmup=0.1)
+        Learner(TinyPolicy(), PPO_CLIP, LearnerSettings(ADAM, schedule="adaptive", warmup=0.1))
 
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
@@ -277,7 +277,7 @@ def test_linear_clip_falls_to_zero_with_the_budget_on_both_sides(dual_clip: floa
     rollout = moved(random_rollout(policy, 0, rows=20), 0)
     credit = assign_credit(rollout, PPO_CLIP)
     linear = replace(PPO_CLIP, reuse=Reuse(1, 1), trust_region=Clip(0.4, 0.8, dual_clip, schedule="linear"))
-    learner = Learner(copy.deepcopy(policy), linear, AdamSettings(0.0, max_grad_norm=None))
+    learner = Learner(copy.deepcopy(policy), linear, LearnerSettings(AdamSettings(0.0, max_grad_norm=None)))
     for steps, share in ((0, 1.0), (25, 0.75), (50, 0.5)):
         metrics = learner.update(rollout, credit, replace(state(), steps=steps))
         fixed = replace(PPO_CLIP, trust_region=Clip(0.4 * share, 0.8 * share, dual_clip))
@@ -301,7 +301,7 @@ def test_the_value_loss_moves_the_critic_and_no_parameter_of_the_policy() -> Non
     """With advantages of zero only the critic has anything to learn."""
     for critic_adam in (None, ADAM):
         policy = TinyPolicy()
-        learner = Learner(policy, A2C, ADAM, critic_adam)
+        learner = Learner(policy, A2C, LearnerSettings(ADAM, critic_adam))
         rollout = random_rollout(policy, 0)
         critic, rest = critic_and_policy(policy)
         update(learner, rollout, advantages=torch.zeros_like(rollout.rewards), returns=rollout.values + 3)
@@ -313,7 +313,7 @@ def test_the_value_loss_moves_the_critic_and_no_parameter_of_the_policy() -> Non
 def test_a_separate_critic_has_its_own_learning_rate() -> None:
     policy = TinyPolicy()
     critic, rest = critic_and_policy(policy)
-    learner = Learner(policy, A2C, AdamSettings(0.003), AdamSettings(0.02))
+    learner = Learner(policy, A2C, LearnerSettings(AdamSettings(0.003), AdamSettings(0.02)))
     update(learner, random_rollout(policy, 0))
     after = critic_and_policy(policy)
     # Adam's first step is about the learning rate in every coordinate.
@@ -329,7 +329,9 @@ def test_a_separate_critic_has_its_own_gradient_clip() -> None:
     results = []
     for error in (1.0, 1000.0):
         learner = Learner(
-            copy.deepcopy(policy), A2C, AdamSettings(0.01, max_grad_norm=0.05), AdamSettings(0.01, max_grad_norm=0.1)
+            copy.deepcopy(policy),
+            A2C,
+            LearnerSettings(AdamSettings(0.01, max_grad_norm=0.05), AdamSettings(0.01, max_grad_norm=0.1)),
         )
         update(learner, rollout, advantages=advantages, returns=rollout.values + error)
         results.append({name: optimizer.gradients.clone() for name, optimizer in learner.optimizers.items()})
@@ -341,7 +343,7 @@ def test_a_separate_critic_has_its_own_gradient_clip() -> None:
 
 def test_both_optimizers_have_their_moments_in_the_state() -> None:
     policy = TinyPolicy()
-    learner = Learner(policy, A2C, ADAM, ADAM)
+    learner = Learner(policy, A2C, LearnerSettings(ADAM, ADAM))
     update(learner, random_rollout(policy, 0))
     assert learner.state_dict().keys() == {"policy", "critic"}
     assert all(tree["exp_avg"].abs().max() > 0 for tree in learner.state_dict().values())
@@ -349,7 +351,7 @@ def test_both_optimizers_have_their_moments_in_the_state() -> None:
 
 def test_a_critic_without_parameters_of_its_own_is_rejected_an_optimizer() -> None:
     with pytest.raises(SurefootError, match=r"critic_learning_rate.*shared_trunk"):
-        Learner(TinyPolicy(shared=True), A2C, ADAM, ADAM)
+        Learner(TinyPolicy(shared=True), A2C, LearnerSettings(ADAM, ADAM))
 
 
 def test_value_clip_stops_a_critic_that_has_moved_far_enough_towards_its_target() -> None:
@@ -374,7 +376,7 @@ def test_the_value_loss_is_weighted_by_its_coefficient_without_a_half() -> None:
     credit = Credit(torch.zeros_like(rollout.rewards), rollout.values + 2)
     one, half = (gradient_of(policy, rollout, credit, replace(A2C, value_coefficient=c)) for c in (1.0, 0.5))
     near(one, 2 * half)
-    assert update(Learner(policy, A2C, ADAM), rollout, **vars(credit))["value_loss"] == pytest.approx(4.0)
+    assert update(Learner(policy, A2C, LearnerSettings(ADAM)), rollout, **vars(credit))["value_loss"] == pytest.approx(4.0)
 
 
 # ---- the other switches -------------------------------------------------------------------------------------------------
@@ -384,7 +386,7 @@ def test_the_entropy_bonus_raises_entropy() -> None:
     for coefficient, rises in ((0.1, True), (0.0, False)):
         policy = TinyPolicy(critic=False)
         rollout = random_rollout(policy, 0)
-        learner = Learner(policy, replace(REINFORCE, entropy_coefficient=coefficient), ADAM)
+        learner = Learner(policy, replace(REINFORCE, entropy_coefficient=coefficient), LearnerSettings(ADAM))
         nothing = torch.zeros_like(rollout.rewards)
         entropies = [update(learner, random_rollout(policy, 0), advantages=nothing)["entropy"] for _ in range(5)]
         differences = torch.tensor(entropies).diff()
@@ -423,7 +425,7 @@ def test_the_gradient_is_zero_exactly_where_the_clip_is_active(clip: Clip, ratio
     free = gradient_of(policy, rollout, credit, replace(objective, trust_region=None))
     near(gradient, free if flows else torch.zeros_like(free))
     assert free.norm() > 0.01
-    metrics = Learner(policy, objective, ADAM).update(rollout, credit, state())
+    metrics = Learner(policy, objective, LearnerSettings(ADAM)).update(rollout, credit, state())
     high = clip.clip if clip.clip_high is None else clip.clip_high
     assert metrics["clip_active"] == float(not flows)
     assert metrics["ratio_outside"] == float(not 1 - clip.clip <= ratio <= 1 + high)
@@ -506,7 +508,7 @@ def test_advantages_are_normalised_once_over_the_batch_or_over_each_minibatch() 
 
 def trained(policy: TinyPolicy, rollout: Rollout, scheme: Any, advantages: Tensor) -> Tensor:
     """Parameters after two epochs of three minibatches."""
-    learner = Learner(copy.deepcopy(policy), Objective(reuse=Reuse(2, 3), normalise_advantages=scheme), ADAM)
+    learner = Learner(copy.deepcopy(policy), Objective(reuse=Reuse(2, 3), normalise_advantages=scheme), LearnerSettings(ADAM))
     update(learner, rollout, advantages=advantages)
     return parameters(learner.policy)
 
@@ -519,7 +521,7 @@ STOPPING = replace(PPO_UNCLIPPED, reuse=Reuse(epochs=10, minibatches=2), target_
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_epochs_stop_when_the_kl_has_passed_one_and_a_half_times_its_target(estimator: str) -> None:
     policy, at = TinyPolicy(), state()
-    learner = Learner(policy, replace(STOPPING, kl_estimator=estimator), AdamSettings(0.01))
+    learner = Learner(policy, replace(STOPPING, kl_estimator=estimator), LearnerSettings(AdamSettings(0.01)))
     rollout = random_rollout(policy, 0, rows=8)
     old = copy.deepcopy(policy)
     metrics = update(learner, rollout, at)
@@ -534,14 +536,16 @@ def test_epochs_stop_when_the_kl_has_passed_one_and_a_half_times_its_target(esti
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_epochs_go_on_when_the_policy_does_not_move(estimator: str) -> None:
     policy, at = TinyPolicy(), state()
-    learner = Learner(policy, replace(STOPPING, kl_estimator=estimator, target_kl=1e-9), AdamSettings(0.0))
+    learner = Learner(policy, replace(STOPPING, kl_estimator=estimator, target_kl=1e-9), LearnerSettings(AdamSettings(0.0)))
     metrics = update(learner, random_rollout(policy, 0), at)
     assert (metrics["stopped_early"], metrics["epochs"], at.updates) == (0.0, 10.0, 20)
 
 
 def test_epochs_go_on_without_a_target() -> None:
     policy, at = TinyPolicy(), state()
-    update(Learner(policy, replace(STOPPING, target_kl=None), AdamSettings(0.05)), random_rollout(policy, 0), at)
+    update(
+        Learner(policy, replace(STOPPING, target_kl=None), LearnerSettings(AdamSettings(0.05))), random_rollout(policy, 0), at
+    )
     assert at.updates == 20
 
 
@@ -549,7 +553,9 @@ def test_the_kl_is_measured_from_the_old_policy_to_the_new() -> None:
     """Exactly, and by k3 in the mean over all actions; mean(new − old) would have the other sign."""
     policy, other = TinyPolicy(0, exact=False), TinyPolicy(1)
     rollout = moved(random_rollout(other, 0, holes=False), 0, size=0.0)
-    metrics = update(Learner(policy, replace(PPO_UNCLIPPED, reuse=Reuse(1, 1), kl_estimator="exact"), ADAM), rollout)
+    metrics = update(
+        Learner(policy, replace(PPO_UNCLIPPED, reuse=Reuse(1, 1), kl_estimator="exact"), LearnerSettings(ADAM)), rollout
+    )
     fresh = TinyPolicy(0)
     with torch.no_grad():
         old, new = (p(rollout.inputs, rollout.actions) for p in (other, fresh))
@@ -561,7 +567,7 @@ def test_the_kl_is_measured_from_the_old_policy_to_the_new() -> None:
 
 def test_an_exact_kl_without_a_distribution_is_rejected_with_the_remedy() -> None:
     policy = TinyPolicy()
-    learner = Learner(policy, replace(STOPPING, kl_estimator="exact"), ADAM)
+    learner = Learner(policy, replace(STOPPING, kl_estimator="exact"), LearnerSettings(ADAM))
     with pytest.raises(SurefootError, match=r"kl_estimator='exact'.*set k3"):
         update(learner, replace(random_rollout(policy, 0), old_distribution=None))
 
@@ -582,7 +588,7 @@ class Forgetful(TinyPolicy):
 @pytest.mark.parametrize("unit", ["step", "row"])
 def test_the_ratio_at_the_start_is_one(objective: Objective, unit: str) -> None:
     policy = TinyPolicy(memory=unit == "row")
-    metrics = update(Learner(policy, objective, AdamSettings(0.05)), random_rollout(policy, 0, unit=unit))
+    metrics = update(Learner(policy, objective, LearnerSettings(AdamSettings(0.05))), random_rollout(policy, 0, unit=unit))
     assert metrics["ratio_at_start"] == pytest.approx(1.0, abs=1e-12)
     if objective.reuse:
         assert metrics["ratio_max"] > 1.01 > 0.99 > metrics["ratio_min"], "and then the policy moves"  # type: ignore[operator]
@@ -591,11 +597,11 @@ def test_the_ratio_at_the_start_is_one(objective: Objective, unit: str) -> None:
 def test_a_policy_that_scores_differently_in_training_is_rejected() -> None:
     policy = Forgetful().eval()
     rollout = random_rollout(policy, 0)
-    update(Learner(copy.deepcopy(policy), PPO_CLIP, ADAM), rollout)
+    update(Learner(copy.deepcopy(policy), PPO_CLIP, LearnerSettings(ADAM)), rollout)
     policy.train()
     before = parameters(policy)
     with pytest.raises(SurefootError, match=r"ratio_at_start=.*dropout"):
-        update(Learner(policy, PPO_CLIP, ADAM), rollout)
+        update(Learner(policy, PPO_CLIP, LearnerSettings(ADAM)), rollout)
     assert torch.equal(parameters(policy), before)
 
 
@@ -607,12 +613,12 @@ def test_one_action_with_a_wrong_log_probability_is_rejected(gap: float) -> None
     one.view(-1)[rollout.mask.flatten().nonzero()[3]] = True
     off = replace(rollout, old_log_probs=rollout.old_log_probs + gap * one)
     with pytest.raises(SurefootError, match="ratio_at_start"):
-        update(Learner(policy, A2C, ADAM), off)
+        update(Learner(policy, A2C, LearnerSettings(ADAM)), off)
 
 
 def test_a_policy_that_rounds_may_disagree_with_its_past() -> None:
     policy = TinyPolicy(exact=False)
-    metrics = update(Learner(policy, A2C, ADAM), moved(random_rollout(policy, 0), 0))
+    metrics = update(Learner(policy, A2C, LearnerSettings(ADAM)), moved(random_rollout(policy, 0), 0))
     assert abs(metrics["ratio_at_start"] - 1) > 0.1  # type: ignore[operator]
 
 
@@ -659,7 +665,7 @@ def test_a_value_that_is_not_finite_is_named_and_changes_nothing(
 ) -> None:
     policy, at = TinyPolicy(), state()
     objective = replace(A2C, reference_coefficient=0.1, reference_estimator="k1")
-    learner = Learner(policy, objective, ADAM, critic_adam)
+    learner = Learner(policy, objective, LearnerSettings(ADAM, critic_adam))
     update(learner, random_rollout(policy, 0), at)
     before = marks(learner)
     with pytest.raises(NotFiniteError, match=r"update 2: .*not finite; the step was not taken") as raised:
@@ -678,7 +684,7 @@ def test_a_new_term_of_the_loss_that_is_not_finite_takes_no_step() -> None:
             return {"new_loss": float("nan")}
 
     policy = TinyPolicy()
-    learner, before = Learner(policy, A2C, ADAM), parameters(policy)
+    learner, before = Learner(policy, A2C, LearnerSettings(ADAM)), parameters(policy)
     learner.auxiliary_loss = New()
     with pytest.raises(NotFiniteError, match=r"update 1: new_loss not finite; the step was not taken"):
         update(learner, random_rollout(policy, 0))
@@ -712,7 +718,7 @@ def test_a_gradient_that_is_not_finite_behind_finite_losses_is_named() -> None:
     rollout = random_rollout(policy, 0)
     before = parameters(policy)
     with pytest.raises(NotFiniteError, match=r"gradient norm .* with finite losses"):
-        update(Learner(policy, A2C, ADAM), rollout)
+        update(Learner(policy, A2C, LearnerSettings(ADAM)), rollout)
     assert torch.equal(parameters(policy), before)
 
 
@@ -726,12 +732,12 @@ def test_a_metric_that_is_not_finite_is_null_and_stops_nothing() -> None:
 
     policy, at = Vague(), state()
     rollout = random_rollout(policy, 0)
-    metrics = update(Learner(policy, A2C, ADAM), rollout, at, returns=torch.ones_like(rollout.rewards))
+    metrics = update(Learner(policy, A2C, LearnerSettings(ADAM)), rollout, at, returns=torch.ones_like(rollout.rewards))
     assert at.updates == 1
     assert metrics["entropy"] is None
     assert metrics["explained_variance"] is None
     with pytest.raises(NotFiniteError, match="entropy"):
-        update(Learner(policy, replace(A2C, entropy_coefficient=0.01), ADAM), random_rollout(policy, 0), at)
+        update(Learner(policy, replace(A2C, entropy_coefficient=0.01), LearnerSettings(ADAM)), random_rollout(policy, 0), at)
 
 
 # ---- the loop -----------------------------------------------------------------------------------------------------------
@@ -754,7 +760,7 @@ def loop(
 ) -> tuple[LearnerState, list[str]]:
     """A run of ten steps per iteration; its state and what was said of faults."""
     policy, at, messages = TinyPolicy(), state(total), []
-    learner = Learner(policy, A2C, ADAM)
+    learner = Learner(policy, A2C, LearnerSettings(ADAM))
     run_loop(Repeated(policy, 10, script), learner, at, lambda s, _: s.iteration == stop, messages.append)
     return at, messages
 
@@ -796,7 +802,7 @@ def test_the_count_of_faults_survives_a_checkpoint() -> None:
     other.load_state_dict(at.state_dict())
     policy = TinyPolicy()
     with pytest.raises(SurefootError, match="3 consecutive updates"):
-        run_loop(Repeated(policy, 10, [bad]), Learner(policy, A2C, ADAM), other, lambda s, m: False)
+        run_loop(Repeated(policy, 10, [bad]), Learner(policy, A2C, LearnerSettings(ADAM)), other, lambda s, m: False)
 
 
 # ---- the state ----------------------------------------------------------------------------------------------------------
@@ -857,7 +863,7 @@ def cut(tree: Any, rows: slice) -> Any:
 def test_the_constant_aggregation_needs_its_length_and_no_other_takes_one() -> None:
     """Dividing by the width of the padding would make the gradient depend on it."""
     with pytest.raises(SurefootError, match="aggregation_length=None"):
-        Learner(TinyPolicy(), replace(PPO_CLIP, aggregation="constant"), AdamSettings(1e-3))
+        Learner(TinyPolicy(), replace(PPO_CLIP, aggregation="constant"), LearnerSettings(AdamSettings(1e-3)))
     with pytest.raises(SurefootError, match="aggregation_length=0"):
         replace(PPO_CLIP, aggregation="constant", aggregation_length=0)
     with pytest.raises(SurefootError, match="aggregation_length=8"):

@@ -8,6 +8,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,17 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from surefoot import PPO_UNCLIPPED, TRPO, Constraint, Interrupted, NotFiniteError, Objective, Reuse, SurefootError
+from surefoot.accel.steps import compiled_stepper
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.policy import ActorCritic
 from surefoot.control.spaces import BARE
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.minibatches import global_count, rows_of
-from surefoot.core.optimizer import AdamSettings, FlatParameters
+from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
-from surefoot.core.steps import GradientSum
-from surefoot.core.steps.trpo import EagerPasses, NaturalStep, damped_fisher
+from surefoot.core.steps.eager import EagerPasses
+from surefoot.core.steps.trpo import NaturalStepper, damped_fisher
 from surefoot.functional import token_entropy, token_log_probs
 from surefoot.recipes.control import Network
 
@@ -141,10 +143,6 @@ def explicit_hessian(policy: Policy, rollout: Rollout, exact: bool = True) -> Te
     return torch.autograd.functional.hessian(mean_kl, flat)
 
 
-def eager_passes(policy: Policy, actor: Iterable[nn.Parameter], micro_batch: int | None = None) -> EagerPasses:
-    return EagerPasses(GradientSum(policy, TRPO, micro_batch, None), FlatParameters(actor))
-
-
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_the_fisher_vector_product_of_a_policy_is_that_of_the_explicit_hessian(world: str, micro_batch: int | None) -> None:
@@ -152,9 +150,9 @@ def test_the_fisher_vector_product_of_a_policy_is_that_of_the_explicit_hessian(w
     hessian = explicit_hessian(policy, rollout)
     actor = [p for p in policy.parameters() if id(p) not in {id(q) for q in policy.critic_parameters()}]
     batch = rows_of(rollout, assign_credit(rollout, TRPO))
-    passes, count = eager_passes(policy, actor, micro_batch), global_count(batch, "token-mean")
-    matvec = damped_fisher(passes.curvature(batch, count), damping=0.1)
-    assert len(list(passes.gradients.parts(batch))) > 1 or micro_batch is None
+    passes, count = EagerPasses(policy, TRPO, micro_batch), global_count(batch, "token-mean")
+    matvec = damped_fisher(passes.curvature(batch, count, actor), damping=0.1)
+    assert len(list(passes.parts(batch))) > 1 or micro_batch is None
     assert hessian.abs().max() > 1e-3
     for seed in range(2):
         v = torch.randn(len(hessian), generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
@@ -181,7 +179,7 @@ def test_the_fisher_vector_product_of_a_transformer_is_the_difference_of_two_gra
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(sum(p.numel() for p in actor), generator=generator, dtype=DOUBLE)
     expected = (gradient(1e-4 * v) - gradient(-1e-4 * v)) / 2e-4
-    actual = damped_fisher(eager_passes(policy, actor).curvature(batch, count), damping=0.0)(v)
+    actual = damped_fisher(EagerPasses(policy, TRPO).curvature(batch, count, actor), damping=0.0)(v)
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
 
@@ -198,9 +196,17 @@ def uncompiled(
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("steps", "trpo"):
-        monkeypatch.setattr(f"surefoot.accel.{module}.program_of", uncompiled)
-    monkeypatch.setattr("surefoot.accel.steps.require_programs", lambda: None)
+    monkeypatch.setattr("surefoot.accel.passes.program_of", uncompiled)
+    monkeypatch.setattr("surefoot.accel.passes.require_programs", lambda: None)
+
+
+def compiled(policy: Policy, objective: Objective, rows: int, micro_batch: int | None = None) -> tuple[Learner, Any]:
+    """A learner with compiled passes, and these."""
+    making = partial(compiled_stepper, rows=rows)
+    learner = Learner(policy, objective, LearnerSettings(ADAM, micro_batch=micro_batch, stepper=making))
+    stepper: Any = learner.stepper
+    stepper.compiled.critic = stepper.eager.critic  # the loop of Adam is of float32
+    return learner, stepper.compiled.passes
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -211,14 +217,15 @@ def test_a_compiled_natural_step_equals_the_eager_one(world: str, changes: dict[
     results = []
     for rows, micro_batch in ((None, None), ("all", None), ("all", 1)):
         policy, rollout = WORLDS[world]()
-        count = int(rollout.mask.sum()) if rows else None
-        learner = Learner(policy, replace(BATCHED, **changes), ADAM, micro_batch=micro_batch, compiled_rows=count)
-        learner.compiled = None  # its loop is of float32
-        assert (learner.compiled_natural is None) == (rows is None)
+        objective = replace(BATCHED, **changes)
+        if rows is None:
+            learner, passes = Learner(policy, objective, LearnerSettings(ADAM)), None
+        else:
+            learner, passes = compiled(policy, objective, int(rollout.mask.sum()), micro_batch)
         before = [x.clone() for x in actor_and_critic(policy)]
         metrics = update(learner, rollout)
         assert metrics["step_taken"] == 1
-        assert rows is None or learner.compiled_natural.passes.of_curvature is not None
+        assert passes is None or len(passes.programs) == 3
         assert all(not torch.equal(a, b) for a, b in zip(before, actor_and_critic(policy), strict=True))
         results.append((metrics, actor_and_critic(policy)))
     for metrics, moved in results[1:]:
@@ -233,10 +240,9 @@ def test_the_compiled_curvature_is_that_of_the_explicit_hessian(world: str, exac
     policy, rollout = WORLDS[world]()
     hessian = explicit_hessian(policy, rollout, exact)
     rollout = rollout if exact else replace(rollout, old_distribution=None)
-    learner = Learner(policy, TRPO, ADAM, compiled_rows=int(rollout.mask.sum()))
+    _, passes = compiled(policy, TRPO, int(rollout.mask.sum()))
     batch = rows_of(rollout, assign_credit(rollout, TRPO))
-    assert learner.compiled_natural is not None
-    matvec = learner.compiled_natural.passes.curvature(batch, global_count(batch, "token-mean"))
+    matvec = passes.curvature(batch, global_count(batch, "token-mean"), [])
     assert hessian.abs().max() > 1e-3
     for seed in range(2):
         v = torch.randn(len(hessian), generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
@@ -260,7 +266,7 @@ def test_the_full_step_is_the_natural_gradient_to_the_length_that_the_bound_allo
     g = torch.cat([x.flatten() for x in torch.autograd.grad((ratio * credit.advantages)[rollout.mask].mean(), actor)])
     x = torch.linalg.solve(hessian, g)
     expected = (2e-6 / (x @ hessian @ x)).sqrt() * x
-    metrics = Learner(policy, objective, ADAM).update(rollout, credit, state())
+    metrics = Learner(policy, objective, LearnerSettings(ADAM)).update(rollout, credit, state())
     assert (metrics["step_taken"], metrics["line_search_tries"]) == (1.0, 1.0)
     gap = actor_and_critic(policy)[0] - before - expected
     assert gap.abs().max() < 5e-4 * expected.abs().max(), "the solver stops at a residual of 1e-5"
@@ -271,7 +277,7 @@ def test_the_full_step_is_the_natural_gradient_to_the_length_that_the_bound_allo
 def test_after_every_accepted_step_the_kl_is_within_the_bound_and_the_surrogate_higher(delta: float, unit: str) -> None:
     policy, taken = TinyPolicy(3, memory=unit == "row"), []
     objective = constrained(replace(BATCHED, normalise_advantages=None), delta=delta, damping=0.01)
-    learner = Learner(policy, objective, ADAM)
+    learner = Learner(policy, objective, LearnerSettings(ADAM))
     for number in range(6):
         rollout = random_rollout(policy, number, rows=6, unit=unit)
         before, credit = copy.deepcopy(policy), assign_credit(rollout, objective)
@@ -294,25 +300,25 @@ def test_a_step_that_is_too_long_is_shortened_by_fifths() -> None:
     """Without damping and with a large δ the KL outgrows its quadratic: the first lengths are rejected."""
     policy = TinyPolicy(3)
     rollout = random_rollout(policy, 2, rows=6)
-    metrics = update(Learner(policy, constrained(delta=0.5, damping=1e-4), ADAM), rollout)
+    metrics = update(Learner(policy, constrained(delta=0.5, damping=1e-4), LearnerSettings(ADAM)), rollout)
     short = TinyPolicy(3)
     tries = int(metrics["line_search_tries"] or 0)
     assert metrics["step_taken"] == 1.0
     assert 1 < tries <= 10
-    one_less = update(Learner(short, constrained(delta=0.5, damping=1e-4, tries=tries - 1), ADAM), rollout)
+    one_less = update(Learner(short, constrained(delta=0.5, damping=1e-4, tries=tries - 1), LearnerSettings(ADAM)), rollout)
     assert (one_less["step_taken"], one_less["line_search_tries"]) == (0.0, tries - 1)
     old = actor_and_critic(TinyPolicy(3))[0]
     full = TinyPolicy(3)
-    wide = Learner(full, constrained(delta=0.5, damping=1e-4), ADAM)
+    wide = Learner(full, constrained(delta=0.5, damping=1e-4), LearnerSettings(ADAM))
     torch.testing.assert_close(length(wide, rollout) * 0.8 ** (tries - 1), (actor_and_critic(policy)[0] - old).norm())
 
 
 def length(learner: Learner, rollout: Rollout) -> Tensor:
     """The length of the full step, whether or not it is accepted."""
     seen: list[Tensor] = []
-    original = NaturalStep._full_step
+    original = NaturalStepper._full_step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NaturalStep, "_full_step", lambda step: seen.append(original(step)) or seen[-1])  # type: ignore[func-returns-value]
+        patch.setattr(NaturalStepper, "_full_step", lambda *of: seen.append(original(*of)) or seen[-1])  # type: ignore[func-returns-value]
         update(learner, rollout)
     return seen[0].norm()
 
@@ -340,7 +346,7 @@ def test_a_failed_line_search_leaves_the_policy_unchanged_and_still_fits_the_cri
     rollout = random_rollout(policy, 0, rows=6)
     policy.start = policy.head.bias.detach().clone()
     actor, critic = actor_and_critic(policy)
-    metrics = update(Learner(policy, BATCHED, ADAM), rollout, at)
+    metrics = update(Learner(policy, BATCHED, LearnerSettings(ADAM)), rollout, at)
     assert policy.looks == 10
     assert (metrics["step_taken"], metrics["line_search_tries"], metrics["surrogate_improvement"]) == (0.0, 10.0, 0.0)
     assert metrics["kl_after"] == 0.0
@@ -357,7 +363,7 @@ def test_an_interrupted_line_search_leaves_the_policy_unchanged(fall: BaseExcept
     policy.start = policy.head.bias.detach().clone()
     before = parameters(policy)
     with pytest.raises(type(fall)):
-        update(Learner(policy, BATCHED, ADAM), rollout)
+        update(Learner(policy, BATCHED, LearnerSettings(ADAM)), rollout)
     assert policy.looks == 3
     assert torch.equal(parameters(policy), before)
 
@@ -366,7 +372,7 @@ def test_without_a_gradient_there_is_no_step() -> None:
     policy, at = TinyPolicy(), state()
     rollout = random_rollout(policy, 0)
     actor, critic = actor_and_critic(policy)
-    metrics = update(Learner(policy, BATCHED, ADAM), rollout, at, advantages=torch.zeros_like(rollout.rewards))
+    metrics = update(Learner(policy, BATCHED, LearnerSettings(ADAM)), rollout, at, advantages=torch.zeros_like(rollout.rewards))
     assert (metrics["step_taken"], metrics["line_search_tries"], metrics["gradient_norm_policy"]) == (0.0, 0.0, 0.0)
     after = actor_and_critic(policy)
     assert torch.equal(after[0], actor)
@@ -385,11 +391,11 @@ def test_without_curvature_there_is_no_step_unless_there_is_damping() -> None:
     policy = Straight()
     rollout = random_rollout(policy, 0)
     actor, _ = actor_and_critic(policy)
-    metrics = update(Learner(policy, constrained(damping=0.0), ADAM), rollout)
+    metrics = update(Learner(policy, constrained(damping=0.0), LearnerSettings(ADAM)), rollout)
     assert (metrics["step_taken"], metrics["line_search_tries"]) == (0.0, 0.0)
     assert metrics["gradient_norm_policy"] > 1e-3  # type: ignore[operator]
     assert torch.equal(actor_and_critic(policy)[0], actor)
-    assert update(Learner(policy, constrained(damping=0.1), ADAM), rollout)["step_taken"] == 1.0
+    assert update(Learner(policy, constrained(damping=0.1), LearnerSettings(ADAM)), rollout)["step_taken"] == 1.0
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e6])
@@ -399,7 +405,9 @@ def test_the_scale_of_the_rewards_does_not_change_the_step(scale: float) -> None
         policy = TinyPolicy()
         rollout = random_rollout(policy, 0)
         advantages = assign_credit(rollout, TRPO).advantages * factor
-        metrics = update(Learner(policy, replace(BATCHED, normalise_advantages=None), ADAM), rollout, advantages=advantages)
+        metrics = update(
+            Learner(policy, replace(BATCHED, normalise_advantages=None), LearnerSettings(ADAM)), rollout, advantages=advantages
+        )
         assert metrics["step_taken"] == 1.0
         ends.append(actor_and_critic(policy)[0])
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
@@ -411,7 +419,7 @@ def test_micro_batches_do_not_change_the_step(unit: str) -> None:
     for size in (None, 2):
         policy = TinyPolicy(2, memory=unit == "row")
         rollout = random_rollout(policy, 2, rows=6 if unit == "row" else 2, unit=unit)
-        metrics.append(update(Learner(policy, BATCHED, ADAM, micro_batch=size), rollout))
+        metrics.append(update(Learner(policy, BATCHED, LearnerSettings(ADAM, micro_batch=size)), rollout))
         ends.append(parameters(policy))
     assert metrics[0]["step_taken"] == 1.0
     torch.testing.assert_close(*ends, rtol=1e-8, atol=1e-10)
@@ -426,7 +434,7 @@ def test_the_entropy_bonus_is_part_of_the_surrogate() -> None:
     with torch.no_grad():
         before = policy(rollout.inputs, rollout.actions).entropy.mean()
     objective = replace(BATCHED, entropy_coefficient=0.5, normalise_advantages=None)
-    metrics = update(Learner(policy, objective, ADAM), rollout, advantages=torch.zeros_like(rollout.rewards))
+    metrics = update(Learner(policy, objective, LearnerSettings(ADAM)), rollout, advantages=torch.zeros_like(rollout.rewards))
     with torch.no_grad():
         after = policy(rollout.inputs, rollout.actions).entropy.mean()
     assert metrics["step_taken"] == 1.0
@@ -438,7 +446,7 @@ def test_the_only_minibatch_of_the_step_is_the_batch() -> None:
     ends = []
     for scheme in ("batch", "minibatch"):
         policy = TinyPolicy()
-        update(Learner(policy, replace(BATCHED, normalise_advantages=scheme), ADAM), random_rollout(policy, 0))  # type: ignore[arg-type]
+        update(Learner(policy, replace(BATCHED, normalise_advantages=scheme), LearnerSettings(ADAM)), random_rollout(policy, 0))  # type: ignore[arg-type]
         ends.append(parameters(policy))
     assert torch.equal(*ends)
 
@@ -446,7 +454,7 @@ def test_the_only_minibatch_of_the_step_is_the_batch() -> None:
 @pytest.mark.parametrize("rewards", [torch.nan, torch.inf])
 def test_a_step_that_is_not_finite_changes_nothing(rewards: float) -> None:
     policy, at = TinyPolicy(), state()
-    learner = Learner(policy, BATCHED, ADAM)
+    learner = Learner(policy, BATCHED, LearnerSettings(ADAM))
     update(learner, random_rollout(policy, 0), at)
     rollout, before = random_rollout(policy, 1), parameters(policy)
     broken = rollout.rewards.clone()
@@ -460,7 +468,7 @@ def test_a_policy_that_scores_differently_in_training_is_rejected() -> None:
     policy = TinyPolicy()
     rollout, before = random_rollout(policy, 0), parameters(policy)
     with pytest.raises(SurefootError, match="ratio_at_start"):
-        update(Learner(policy, BATCHED, ADAM), replace(rollout, old_log_probs=rollout.old_log_probs + 0.01))
+        update(Learner(policy, BATCHED, LearnerSettings(ADAM)), replace(rollout, old_log_probs=rollout.old_log_probs + 0.01))
     assert torch.equal(parameters(policy), before)
 
 
@@ -498,7 +506,7 @@ def test_the_step_of_a_tabular_policy_matches_golden(name: str, counts: list[int
     bound = Constraint(x["max_kl"], x["damping"], 10, x["backtrack_coeff"], x["max_backtracks"])
     objective = replace(TRPO, baseline=None, gae_lambda=1.0, reuse=None, trust_region=bound)
     advantages = torch.tensor(x["adv"], dtype=DOUBLE)[actions]
-    metrics = Learner(policy, objective, ADAM).update(rollout, Credit(advantages, advantages), state())
+    metrics = Learner(policy, objective, LearnerSettings(ADAM)).update(rollout, Credit(advantages, advantages), state())
     step = torch.tensor(expected["full_step"], dtype=DOUBLE) * x["backtrack_coeff"] ** (tries - 1)
     torch.testing.assert_close(policy.logits.detach() - start, step, rtol=0, atol=1e-8)
     assert (metrics["step_taken"], metrics["line_search_tries"]) == (1.0, tries)
@@ -518,7 +526,7 @@ def test_the_critic_is_fitted_as_a_separate_critic_of_any_other_algorithm_is() -
     for each, settings in ((objective, (ADAM,)), (objective, (AdamSettings(1.0), ADAM)), (other, (ADAM, ADAM))):
         policy, at = TinyPolicy(), state()
         rollout = random_rollout(policy, 0)
-        metrics = update(Learner(policy, each, *settings), rollout, at)
+        metrics = update(Learner(policy, each, LearnerSettings(*settings)), rollout, at)
         assert metrics["epochs"] == 3
         assert at.updates == 12 + (each is objective)
         ends.append(actor_and_critic(policy)[1])
@@ -542,7 +550,7 @@ def test_an_auxiliary_loss_does_not_train_the_critic_alone() -> None:
     ends = []
     for auxiliary in (None, CountingLoss()):
         policy = TinyPolicy()
-        learner = Learner(policy, BATCHED, ADAM)
+        learner = Learner(policy, BATCHED, LearnerSettings(ADAM))
         learner.auxiliary_loss = auxiliary
         metrics = update(learner, random_rollout(policy, 0))
         ends.append((parameters(policy), metrics))
@@ -550,7 +558,7 @@ def test_an_auxiliary_loss_does_not_train_the_critic_alone() -> None:
     assert auxiliary.calls == 0
     assert torch.equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1]
-    learner = Learner(TinyPolicy(), replace(PPO_UNCLIPPED, reuse=Reuse(2, 1)), ADAM, AdamSettings(0.02))
+    learner = Learner(TinyPolicy(), replace(PPO_UNCLIPPED, reuse=Reuse(2, 1)), LearnerSettings(ADAM, AdamSettings(0.02)))
     learner.auxiliary_loss = auxiliary
     update(learner, random_rollout(TinyPolicy(), 0))
     assert auxiliary.calls == 2, "where the policy moves too it is called for each step"
@@ -562,7 +570,9 @@ def test_a_linear_schedule_is_the_critics() -> None:
     for steps in (0, 50):
         policy = TinyPolicy()
         metrics = update(
-            Learner(policy, BATCHED, ADAM, schedule="linear"), random_rollout(policy, 0), replace(state(), steps=steps)
+            Learner(policy, BATCHED, LearnerSettings(ADAM, schedule="linear")),
+            random_rollout(policy, 0),
+            replace(state(), steps=steps),
         )
         ends.append(actor_and_critic(policy))
         rates.append(metrics["learning_rate"])
@@ -574,7 +584,7 @@ def test_a_linear_schedule_is_the_critics() -> None:
 def test_without_a_critic_only_the_step_is_taken() -> None:
     policy, at = TinyPolicy(critic=False), state()
     objective = replace(TRPO, baseline="mean", gae_lambda=1.0, reuse=None)
-    learner = Learner(policy, objective, ADAM)
+    learner = Learner(policy, objective, LearnerSettings(ADAM))
     before = copy.deepcopy(policy)
     rollout = random_rollout(policy, 0, whole=True)
     metrics = update(learner, rollout, at)
@@ -586,7 +596,7 @@ def test_without_a_critic_only_the_step_is_taken() -> None:
 
 def test_a_shared_trunk_is_rejected() -> None:
     with pytest.raises(SurefootError, match=r"trust_region='constraint'.*no parameters of its own") as raised:
-        Learner(TinyPolicy(shared=True), TRPO, ADAM)
+        Learner(TinyPolicy(shared=True), TRPO, LearnerSettings(ADAM))
     assert "\n" not in str(raised.value)
 
 
@@ -602,7 +612,7 @@ def test_a_critic_head_on_a_shared_trunk_is_rejected_before_any_update() -> None
     policy = HalfShared(shared=True)
     rollout, before = random_rollout(policy, 0), parameters(policy)
     with pytest.raises(SurefootError, match=r"trust_region='constraint'.*critic_parameters\(\)"):
-        update(Learner(policy, TRPO, ADAM), rollout)
+        update(Learner(policy, TRPO, LearnerSettings(ADAM)), rollout)
     assert torch.equal(parameters(policy), before)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surefoot import PPO_PENALTY, PPO_PENALTY_ADAPTIVE, PPO_UNCLIPPED, Objective, Penalty, Reuse, SurefootError
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import BETA_RANGE, Learner
+from surefoot.core.learner import BETA_RANGE, Learner, LearnerSettings
 from surefoot.core.loop import run_loop
 from surefoot.core.minibatches import rows_of, with_penalised
 from surefoot.core.objective import Batch, old_kl
@@ -140,7 +140,7 @@ def test_the_samples_are_chosen_once_over_the_whole_batch_and_before_a_normalisa
     """Three epochs of minibatches, in another order each, penalise the same samples."""
     policy = TinyPolicy(5, exact=False)
     objective = on_share(0.2, reuse=Reuse(3, 4), normalise_advantages="minibatch")
-    learner = Learner(policy, objective, AdamSettings(0.02))
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(0.02)))
     learner.recorder = Recorder(every=1, rows=6)
     rollout, state = random_rollout(policy, 3, rows=6), LearnerState.seeded(0, 1000)
     credit = assign_credit(rollout, objective)
@@ -174,7 +174,7 @@ def run(
 ) -> tuple[list[Metrics], list[float], LearnerState]:
     """Updates on fresh batches: their metrics, and the mean KL from old to new policy, computed here from probabilities."""
     policy, metrics, moves = TinyPolicy(5), [], []
-    learner = Learner(policy, objective, AdamSettings(learning_rate), **settings)
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(learning_rate), **settings))
     state = state or LearnerState.seeded(0, 1000)
     for number in range(batches):
         rollout = random_rollout(policy, number, rows=6)
@@ -262,7 +262,7 @@ def betas(kls: list[float], penalty: Penalty) -> list[float]:
     """β after each batch, for fixed values of the KL."""
     policy, state, results = FixedKLPolicy(0), LearnerState.seeded(0, 1000), []
     objective = replace(ADAPTIVE, reuse=Reuse(1, 1), trust_region=penalty)
-    learner = Learner(policy, objective, AdamSettings(0.0))
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(0.0)))
     rollout = random_rollout(policy, 0, holes=False)
     for kl in kls:
         policy.kl = kl
@@ -314,7 +314,7 @@ def test_a_resumed_run_keeps_its_beta() -> None:
 
     def fresh() -> tuple[TinyPolicy, Learner, LearnerState]:
         policy = TinyPolicy(5)
-        return policy, Learner(policy, ADAPTIVE, AdamSettings(0.05)), LearnerState.seeded(0, 80)
+        return policy, Learner(policy, ADAPTIVE, LearnerSettings(AdamSettings(0.05))), LearnerState.seeded(0, 80)
 
     whole, stopped, resumed = fresh(), fresh(), fresh()
     go(*whole, until=8)

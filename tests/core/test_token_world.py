@@ -11,7 +11,7 @@ import torch
 
 from surefoot import A2C, PPO_CLIP, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, REINFORCE_BASELINE, Objective, Reuse
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
@@ -27,7 +27,9 @@ def learn(objective: Objective, seed: int, iterations: int, learning_rate: float
     """The metrics of every iteration of a run in the token world."""
     policy = Transformer(seed)
     collector = TokenCollector(policy, beta)
-    return loop(collector, Learner(policy, objective, AdamSettings(learning_rate, max_grad_norm=1.0)), seed, iterations)
+    return loop(
+        collector, Learner(policy, objective, LearnerSettings(AdamSettings(learning_rate, max_grad_norm=1.0))), seed, iterations
+    )
 
 
 def loop(collector: TokenCollector, learner: Learner, seed: int, iterations: int) -> list[Metrics]:
@@ -152,7 +154,7 @@ def test_kl_to_the_reference_falls_when_beta_is_large() -> None:
     with torch.no_grad():
         collector.reference.next_token.bias[[4, 5, 6]] += 3.0
     objective = replace(LANGUAGE, normalise_advantages=None)
-    learner = Learner(policy, objective, AdamSettings(3e-3, max_grad_norm=1.0), schedule="linear")
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(3e-3, max_grad_norm=1.0), schedule="linear"))
     history = loop(collector, learner, 1, 20)
     assert mean(history[:2], "kl_reference") > 0.8
     assert mean(history[-5:], "kl_reference") < 0.1

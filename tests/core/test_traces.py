@@ -31,7 +31,7 @@ from surefoot import (
     Reuse,
 )
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout
@@ -48,7 +48,7 @@ def traced(
     objective: Objective, rollout: Rollout, policy: TinyPolicy, rate: float = 0.03, **settings: Any
 ) -> tuple[Trace, Learner]:
     """The trace of one update of a copy of the policy, and its learner."""
-    learner = Learner(copy.deepcopy(policy), objective, AdamSettings(rate), **settings)
+    learner = Learner(copy.deepcopy(policy), objective, LearnerSettings(AdamSettings(rate), **settings))
     learner.recorder = Recorder(every=1, rows=len(rollout.mask))
     at = LearnerState.seeded(0, 1000)
     learner.update(rollout, assign_credit(rollout, objective), at)
@@ -111,7 +111,7 @@ def test_a_token_world_adds_up_in_every_traced_iteration() -> None:
         PPO_CLIP, gamma=1.0, reuse=Reuse(epochs=4, minibatches=4), normalise_advantages="batch", value_coefficient=0.1
     )
     collector = TokenCollector(policy := Transformer(1), 0.05)
-    learner = Learner(policy, objective, AdamSettings(3e-3, max_grad_norm=1.0))
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(3e-3, max_grad_norm=1.0)))
     learner.recorder = recorder = Recorder(every=2 * collector.responses, rows=3)
     traces: list[Trace] = []
 
@@ -173,7 +173,7 @@ def test_tracing_changes_no_weight(name: str, unit: str) -> None:
     policy = TinyPolicy(critic=objective.baseline == "critic", memory=unit == "row")
     rollout = random_rollout(policy, 3, rows=6, steps=12, unit=unit, whole=objective.baseline != "critic")
     _, watched = traced(objective, rollout, policy, micro_batch=4)
-    alone = Learner(copy.deepcopy(policy), objective, AdamSettings(0.03), micro_batch=4)
+    alone = Learner(copy.deepcopy(policy), objective, LearnerSettings(AdamSettings(0.03), micro_batch=4))
     alone.update(rollout, assign_credit(rollout, objective), LearnerState.seeded(0, 1000))
     assert torch.equal(parameters(watched.policy), parameters(alone.policy))
     assert not torch.equal(parameters(watched.policy), parameters(policy))
@@ -219,7 +219,7 @@ def test_a_skipped_update_leaves_no_trace() -> None:
     policy = TinyPolicy()
     rollout = random_rollout(policy, 1, rows=4, steps=8)
     objective, at = replace(PPO_CLIP, reuse=REUSE), LearnerState.seeded(0, 1000)
-    learner = Learner(policy, objective, AdamSettings(0.01))
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(0.01)))
     learner.recorder = Recorder(every=1000, rows=2)
     credit = assign_credit(rollout, objective)
     with pytest.raises(NotFiniteError):

@@ -33,7 +33,7 @@ from surefoot import (
 )
 from surefoot.control.normalise import RewardNormaliser
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.loop import run_loop
 from surefoot.core.minibatches import normalised, rows_of
 from surefoot.core.optimizer import AdamSettings
@@ -91,7 +91,7 @@ def trained(
     rollout: Rollout, objective: Objective, seed: int, updates: int = 3, micro_batch: int | None = None
 ) -> tuple[Tensor, list[Metrics]]:
     """Parameters after some updates on the same experience, and what each update said."""
-    learner = Learner(policy(rollout.unit), objective, AdamSettings(0.02), micro_batch=micro_batch)
+    learner = Learner(policy(rollout.unit), objective, LearnerSettings(AdamSettings(0.02), micro_batch=micro_batch))
     state = LearnerState.seeded(seed, 100)
     metrics = []
     for _ in range(updates):
@@ -123,7 +123,7 @@ class Again:
 
 def looped(rollout: Rollout, total: int) -> tuple[list[int], list[float | None], Tensor]:
     """Steps and learning rate at every iteration of a run with a warm-up, then a linear schedule; the parameters at its end."""
-    learner = Learner(policy(), A2C, AdamSettings(0.01), schedule="linear", warmup=0.5)
+    learner = Learner(policy(), A2C, LearnerSettings(AdamSettings(0.01), schedule="linear", warmup=0.5))
     steps, rates = [], []
 
     def note(state: LearnerState, metrics: Metrics) -> bool:
@@ -166,7 +166,7 @@ class Dropping(TinyPolicy):
 def rejection(rollout: Rollout, scorer: TinyPolicy) -> str:
     """The message with which an update is rejected."""
     try:
-        learner = Learner(scorer, A2C, AdamSettings(0.01))
+        learner = Learner(scorer, A2C, LearnerSettings(AdamSettings(0.01)))
         learner.update(rollout, assign_credit(rollout, A2C), LearnerState.seeded(0, 1))
     except ValueError as error:
         return f"{type(error).__name__}: {error}"

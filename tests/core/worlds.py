@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from surefoot.core.algorithms import Objective, Reuse
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Policy, Rollout
 from surefoot.functional import categorical_kl, successor_values, token_entropy, token_log_probs
@@ -159,7 +159,7 @@ def gradient_of(
     sizes = {"micro_batch": micro_batch, "micro_batch_tokens": micro_batch_tokens}
     trained = copy.deepcopy(policy)
     trained.exact = False  # rollouts may be those of another policy
-    learner = Learner(trained, one_pass, adam, **sizes)
+    learner = Learner(trained, one_pass, LearnerSettings(adam, **sizes))
     learner.update(rollout, credit, LearnerState.seeded(0, 1))
     return learner.optimizers["policy"].gradients
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import surefoot
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState
@@ -199,7 +199,7 @@ def learned(counts: Tensor, beta: float, worth: tuple[float, float] = (1.0, 0.0)
 
     policy = DpoPolicy(Arms(), beta, loss)
     objective = recipe(Path("m"), "p.jsonl").objective
-    learner = Learner(policy, objective, AdamSettings(0.1, max_grad_norm=None), schedule="cosine")
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(0.1, max_grad_norm=None), schedule="cosine"))
     collector = RowCollector(Rows(tensors, "", [1] * len(both), [1] * len(both)), len(both), 1, label_weights=worth)
     run_loop(collector, learner, LearnerState.seeded(1, 300 * len(both)), lambda state, metrics: False)
     return policy.writer.logits.detach().log_softmax(-1)

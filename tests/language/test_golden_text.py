@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surefoot import PPO_CLIP, Objective
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout, map_tensors
 from surefoot.language.data.datasets import Demonstrations
@@ -140,7 +140,7 @@ def test_sft_loss_matches_the_golden_case_and_ignores_masked_tokens() -> None:
     rollout = RowCollector(rows, 1, 1).collect(LearnerState.seeded(1, 1))
     policy, objective = LanguagePolicy(model, None, 0), Objective(gamma=0.0)
     expect(name, "token_losses", -policy(rollout.inputs, rollout.actions, rollout.mask).log_probs[rollout.mask])
-    metrics = Learner(policy, objective, AdamSettings(1e-3)).update(
+    metrics = Learner(policy, objective, LearnerSettings(AdamSettings(1e-3))).update(
         rollout, assign_credit(rollout, objective), LearnerState.seeded(1, 1)
     )
     expect(name, "loss", metrics["policy_loss"])

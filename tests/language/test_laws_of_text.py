@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from surefoot import Reuse
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout, map_tensors
 from surefoot.functional import masked_mean
@@ -64,7 +64,7 @@ def collect(world: LanguageWorld) -> Rollout:
 def one_update(world: LanguageWorld, rollout: Rollout, **sizes: Any) -> tuple[Tensor, dict[str, Any]]:
     """Gradient and metrics of one update of a copy of the policy on the whole rollout."""
     objective = replace(world.recipe.objective, reuse=Reuse(1, 1), entropy_coefficient=0.01, reference_coefficient=0.05)
-    learner = Learner(copy.deepcopy(world.policy), objective, AdamSettings(1e-3, max_grad_norm=None), **sizes)
+    learner = Learner(copy.deepcopy(world.policy), objective, LearnerSettings(AdamSettings(1e-3, max_grad_norm=None), **sizes))
     metrics = learner.update(rollout, assign_credit(rollout, objective), LearnerState.seeded(1, 64))
     return learner.optimizers["policy"].gradients, metrics
 

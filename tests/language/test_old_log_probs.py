@@ -13,7 +13,7 @@ import torch
 
 import surefoot
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
@@ -168,7 +168,7 @@ def one_update(files: Path, model: Path, whose: str, algorithm: str, **objective
     state = LearnerState.seeded(1, 64)
     rollout = made.collector.collect(state)
     assert (rollout.old_log_probs is None) == (whose == "update")
-    learner = Learner(made.policy, made.recipe.objective, AdamSettings(1e-6, max_grad_norm=None))
+    learner = Learner(made.policy, made.recipe.objective, LearnerSettings(AdamSettings(1e-6, max_grad_norm=None)))
     metrics = learner.update(rollout, assign_credit(rollout, made.recipe.objective), state)
     return rollout.metrics | metrics, learner.steppable["policy"].gradients.clone()
 

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from surefoot import PPO_CLIP, Constraint, Objective, Reuse, SurefootError  # noqa: E402
 from surefoot.core.credit import assign_credit  # noqa: E402
-from surefoot.core.learner import Learner  # noqa: E402
+from surefoot.core.learner import Learner, LearnerSettings  # noqa: E402
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer  # noqa: E402
 from surefoot.core.rollout import Evaluation, LearnerState, Rollout, map_tensors  # noqa: E402
 from surefoot.functional import successor_values  # noqa: E402
@@ -411,7 +411,7 @@ def rollout_of(policy: LanguagePolicy, reference: ReferencePolicy, seed: int = 0
 
 
 def updated(policy: LanguagePolicy, objective: Objective, at: LearnerState | None = None, **sizes: Any) -> tuple[Any, Learner]:
-    learner = Learner(policy, objective, AdamSettings(1e-3, max_grad_norm=None), **sizes)
+    learner = Learner(policy, objective, LearnerSettings(AdamSettings(1e-3, max_grad_norm=None), **sizes))
     rollout = rollout_of(policy, ReferencePolicy(policy_of(make("llama", seed=5))))
     return learner.update(rollout, assign_credit(rollout, objective), at or LearnerState.seeded(0, 1)), learner
 
@@ -422,7 +422,9 @@ def test_initial_ratio_is_one_for_any_micro_batch_size(kind: str, tokens: int | 
     """Scoring and training use different micro-batches, large logits and a temperature; the learner tolerates 1e-4."""
     policy = awake(policy_of(make(kind, scale=20.0), "head", temperature=0.7, chunk=3))
     rollout = rollout_of(policy, ReferencePolicy(policy), tokens=17)
-    learner = Learner(policy, replace(EVERYTHING, reuse=Reuse(2, 2)), AdamSettings(1e-2), micro_batch_tokens=tokens)
+    learner = Learner(
+        policy, replace(EVERYTHING, reuse=Reuse(2, 2)), LearnerSettings(AdamSettings(1e-2), micro_batch_tokens=tokens)
+    )
     metrics = learner.update(rollout, assign_credit(rollout, learner.objective), LearnerState.seeded(0, 1))
     assert metrics["ratio_at_start"] == pytest.approx(1, abs=2e-5)
     assert metrics["ratio_max"] - metrics["ratio_min"] > 1e-3, "the ratio changes after the first step"
@@ -574,7 +576,7 @@ def test_initial_ratio_is_checked_only_for_exact_policies() -> None:
         policy = awake(policy_of(make("llama", scale=20.0), "head", bf16=bf16))
         rollout = rollout_of(policy, ReferencePolicy(policy))
         rollout = replace(rollout, old_log_probs=rollout.old_log_probs + 0.01)
-        learner = Learner(policy, EVERYTHING, AdamSettings(1e-3))
+        learner = Learner(policy, EVERYTHING, LearnerSettings(AdamSettings(1e-3)))
         return learner.update(rollout, assign_credit(rollout, EVERYTHING), LearnerState.seeded(0, 1))
 
     assert update(bf16=True)["ratio_at_start"] == pytest.approx(0.99, abs=0.01)

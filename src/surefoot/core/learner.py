@@ -1,36 +1,29 @@
 """Updates θ from one rollout: passes over minibatches with early stopping, and the metrics of the updates."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from surefoot.accel.steps import CompiledGradients, CompiledStepper
-from surefoot.accel.trpo import CompiledPasses
 from surefoot.core.algorithms import Objective
 from surefoot.core.credit import preference_metrics
 from surefoot.core.minibatches import global_count, rows_of, with_penalised
 from surefoot.core.objective import Batch, mean_old_kl
-from surefoot.core.optimizer import AdamSettings, FlatOptimizer, FlatParameters, parameter_groups
+from surefoot.core.optimizer import AdamSettings, FlatParameters, Optimizer
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
-from surefoot.core.steps import EagerStep, EagerStepper, GradientSum, PendingStep, Stepper, UpdateContext
-from surefoot.core.steps.trpo import EagerPasses, NaturalStepper
+from surefoot.core.schedules import Schedule, check_adaptive, scheduled
+from surefoot.core.steps import PendingStep, Stepper, UpdateContext
+from surefoot.core.steps.eager import EagerPasses, EagerStepper
+from surefoot.core.steps.trpo import NaturalStepper
 from surefoot.core.traces import Recorder
-from surefoot.errors import NotFiniteError, SurefootError, cause_of
+from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.functional import adapt_kl_penalty, adapt_learning_rate, masked_moments
 from surefoot.functional.masking import keep_only
-from surefoot.ranks.collectives import all_max, all_sum, merge_across_ranks, sum_count, world_size
-from surefoot.sharding import gathered, is_sharded
-from surefoot.sharding.idle import leaving
-from surefoot.sharding.optimizer import ShardedOptimizer
-
-ScheduleFunction = Callable[[float], float]
-"""from the remaining share of the budget, 1 at the start, to a factor"""
-Schedule = Literal["constant", "linear", "cosine", "adaptive"] | ScheduleFunction
+from surefoot.ranks.collectives import all_max, all_sum, merge_across_ranks, sum_count
 
 BETA_RANGE = 2.0**20
 """bounds of an adapted β, as a factor of its first value. The paper has no bound; without one, β goes to infinity or 0 if it
@@ -49,107 +42,77 @@ ROUNDING = 8.0
 """by how many units in the last place of all that makes a log-probability two passes may differ"""
 
 
-class Learner:
-    """A policy, its objective and its optimizers.
+def eager_stepper(passes: EagerPasses, optimizers: Mapping[str, Optimizer], own: FlatParameters | None) -> Stepper:
+    """Steps by autograd: those of Adam, or the natural step of the policy's ``own`` parameters and then those of its critic."""
+    if own is None:
+        return EagerStepper(passes, optimizers)
+    if not optimizers:
+        return NaturalStepper(passes, own)
+    (critic,) = optimizers.values()  # the policy and the critic move separately
+    return NaturalStepper(passes, own, EagerStepper(passes, optimizers, critic.parameters), own.parameters)
 
-    policy              trained in place
-    objective           what to optimise
-    adam                for all parameters, or for all but the critic's if ``critic_adam`` is given
-    critic_adam         learning rate and gradient clip of the critic. Under a KL constraint the policy has no learning rate,
-                        and the critic always has its own optimizer, with these settings or else those of ``adam``
-    schedule            of the learning rate: "linear" and "cosine" fall to zero over the budget, "adaptive" follows the KL; or
-                        a function
-    micro_batch         rows per backward pass, to bound memory; the gradient does not depend on it
-    compiled_rows       compile the steps on batches of exactly this many rows (single steps, sequences) of all ranks
-    warmup              fraction of the budget over which the learning rate rises linearly from zero, from step to step
-    micro_batch_tokens  tokens per backward pass, padding included: rows of similar length together, as many as fit
-    clip_schedule       of the clip's bounds, instead of the name in the objective; may be a function
-    kl_target           the KL that schedule = "adaptive" aims at
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How a learner moves θ."""
+
+    adam: AdamSettings
+    """for all parameters, or for all but the critic's if ``critic_adam`` is given"""
+    critic_adam: AdamSettings | None = None
+    """learning rate and gradient clip of the critic. Under a KL constraint the policy has no learning rate, and the critic
+    always has its own optimizer, with these settings or else those of ``adam``"""
+    schedule: Schedule = "constant"
+    """of the learning rate: "linear" and "cosine" fall to zero over the budget, "adaptive" follows the KL; or a function"""
+    warmup: float = 0.0
+    """fraction of the budget over which the learning rate rises linearly from zero, from step to step"""
+    kl_target: float = 0.01
+    """the KL that schedule = "adaptive" aims at"""
+    clip_schedule: Schedule | None = None
+    """of the clip's bounds, instead of the name in the objective; may be a function"""
+    micro_batch: int | None = None
+    """rows per backward pass, to bound memory; the gradient does not depend on it"""
+    micro_batch_tokens: int | None = None
+    """tokens per backward pass, padding included: rows of similar length together, as many as fit"""
+    stepper: Callable[[EagerPasses, Mapping[str, Optimizer], FlatParameters | None], Stepper] = eager_stepper
+    """makes what computes the steps: from its passes, the optimizers, and what a natural step moves"""
+
+
+class Learner:
+    """A policy, which is trained in place, its objective and its optimizers.
 
     Raises SurefootError if the critic needs its own optimizer but shares all of its parameters with the policy.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        objective: Objective,
-        adam: AdamSettings,
-        critic_adam: AdamSettings | None = None,
-        schedule: Schedule = "constant",
-        micro_batch: int | None = None,
-        compiled_rows: int | None = None,
-        warmup: float = 0.0,
-        micro_batch_tokens: int | None = None,
-        clip_schedule: Schedule | None = None,
-        kl_target: float = 0.01,
-    ) -> None:
+    def __init__(self, policy: Policy, objective: Objective, settings: LearnerSettings) -> None:
         objective.require_complete()
-        self.policy, self.objective = policy, objective
-        self.schedule, self.warmup, self.clip_schedule, self.kl_target = schedule, warmup, clip_schedule, kl_target
-        constraint = objective.constraint
-        if schedule == "adaptive":
-            check_adaptive(objective, warmup)
-        groups = parameter_groups(policy, objective, critic_adam is not None)
+        self.policy, self.objective, self.settings = policy, objective, settings
+        if settings.schedule == "adaptive":
+            check_adaptive(objective, settings.warmup)
+        groups = parameter_groups(policy, objective, settings.critic_adam is not None)
         if not groups.get("critic", True):
-            field = "optimizer.critic_learning_rate" if constraint is None else "objective.trust_region='constraint'"
+            constrained = objective.constraint is not None
+            field = "objective.trust_region='constraint'" if constrained else "optimizer.critic_learning_rate"
             raise SurefootError(
                 f"{field}: the critic has no parameters of its own to move separately; "
                 "unset it, or set network.shared_trunk = false"
             )
-        optimizer_of = ShardedOptimizer if is_sharded(policy) else FlatOptimizer
-        self.optimizers: dict[str, FlatParameters | ShardedOptimizer] = {
-            "policy": optimizer_of(groups["policy"], adam) if constraint is None else FlatParameters(groups["policy"])
-        }
-        if "critic" in groups:
-            self.optimizers["critic"] = optimizer_of(groups["critic"], critic_adam or adam)
-        self.steppable: dict[str, FlatOptimizer | ShardedOptimizer] = {
-            name: optimizer
-            for name, optimizer in self.optimizers.items()
-            if isinstance(optimizer, FlatOptimizer | ShardedOptimizer)
-        }
-        self.gradients = GradientSum(policy, objective, micro_batch, micro_batch_tokens)
-        self.natural: NaturalStepper | None = None
-        if constraint is None:
-            self.eager = EagerStepper(self.gradients, self.steppable)
-        else:  # the policy and the critic move separately
-            self.eager = EagerStepper(self.gradients, self.steppable, groups.get("critic"))
-            only = groups["policy"] if "critic" in groups else None
-            flat = self.optimizers["policy"]
-            assert isinstance(flat, FlatParameters), "natural steps are for control, which is never sharded"
-            self.natural = NaturalStepper(policy, EagerPasses(self.gradients, flat), flat, constraint, only)
-        self.compiled_rows = None if compiled_rows is None else compiled_rows // world_size()
-        self.compiled = None if self.compiled_rows is None else self._compiled_stepper(self.compiled_rows, micro_batch)
-        self.compiled_natural = None if self.compiled_rows is None else self._compiled_natural(self.compiled_rows, micro_batch)
+        self.own = None if objective.constraint is None else FlatParameters(groups.pop("policy"))
+        """what a natural step moves"""
+        adam = {"policy": settings.adam, "critic": settings.critic_adam or settings.adam}
+        self.steppable = {name: policy.optimizer(parameters, adam[name]) for name, parameters in groups.items()}
+        """the optimizers that have a learning rate"""
+        self.optimizers: dict[str, FlatParameters | Optimizer] = {} if self.own is None else {"policy": self.own}
+        self.optimizers |= self.steppable
+        self.passes = EagerPasses(policy, objective, settings.micro_batch, settings.micro_batch_tokens)
+        self.stepper = settings.stepper(self.passes, self.steppable, self.own)
         self.recorder: Recorder | None = None
         """traces some of the updates, without changing them"""
         self.auxiliary_loss: AuxiliaryLoss | None = None
         """a loss whose gradient is added to every step of the policy's Adam"""
 
-    def _compiled_stepper(self, rows: int, micro_batch: int | None) -> Stepper | None:
-        """Compiled steps; or compiled gradients with eager steps, for micro-batches and for ranks, which sum gradients between
-        the two. None if the minibatches or their parts differ in size.
-        """
-        flats = {name: each for name, each in self.steppable.items() if isinstance(each, FlatOptimizer)}
-        fixed = [each for name, each in self.optimizers.items() if name not in flats and isinstance(each, FlatParameters)]
-        size, rest = divmod(rows, self.objective.reuse.minibatches if self.objective.reuse else 1)
-        if not flats or rest or size % (micro_batch or size):
-            return None
-        if micro_batch is None and world_size() == 1:
-            return CompiledStepper(self.policy, self.objective, flats, rows, fixed)
-        moving = list(flats.values())
-        return EagerStepper(CompiledGradients(self.policy, self.objective, moving, micro_batch or size, fixed), flats)
-
-    def _compiled_natural(self, rows: int, micro_batch: int | None) -> NaturalStepper | None:
-        """Natural steps with compiled passes; None without a constraint, or if the micro-batches differ in size."""
-        if self.natural is None or rows % (micro_batch or rows):
-            return None
-        own, *fixed = [each for each in self.optimizers.values() if isinstance(each, FlatParameters)]
-        passes = CompiledPasses(self.policy, self.objective, own, micro_batch or rows, fixed)
-        return NaturalStepper(self.policy, passes, own, self.natural.constraint)
-
     def use_eager(self) -> None:
-        """Go on without compiled programs."""
-        self.compiled_rows = self.compiled = self.compiled_natural = None
+        """Go on with steps by autograd."""
+        self.stepper = eager_stepper(self.passes, self.steppable, self.own)
 
     def update(self, rollout: Rollout, credit: Credit, state: LearnerState) -> Metrics:
         """Update the policy on one rollout and return metrics of the update.
@@ -160,38 +123,40 @@ class Learner:
         # Otherwise backward() would reach the graph of the rollout.
         rollout, credit = map_tensors(Tensor.detach, (rollout, credit))
         context = self._context(rollout, credit, state)
-        batch = rows_of(rollout, credit, numbered=context.recording is not None)
+        batch = self.stepper.simplified(rows_of(rollout, credit, numbered=context.recording is not None))
         assert batch.old_log_probs is not None or not objective.reads_old_log_probs, "reusing a batch needs its old_log_probs"
-        if self.compiled_rows is not None and batch.mask is not None and batch.mask.all():
-            batch = replace(batch, mask=None)
         if objective.penalty is not None and objective.penalty.fraction < 1:
             batch = with_penalised(batch, objective.penalty.fraction)
         if objective.normalise_advantages == "batch":
             batch = context.normalised(batch)
-        steps = UpdateMetrics()
-        epochs, stopped = 0, False
-        if self.natural is not None:
-            natural = self.natural if self.compiled_natural is None or not self._fits(batch) else self.compiled_natural
-            self._passes(natural, batch, (1, 1), context, steps, rollout)
-        if self.steppable:
-            stepper = self.eager if self.compiled is None or not self._fits(batch) else self.compiled
-            context, passes = replace(context, first=state.updates), objective.passes
-            epochs, stopped = self._passes(stepper, batch, passes, context, steps, rollout)
+        steps = self._take_steps(batch, context, rollout)
         if objective.penalty is not None:
             steps.outcome = self._adapt_penalty(replace(batch, penalised=None), context)
-        metrics: Metrics = steps.summary() | {"epochs": float(epochs), "stopped_early": float(stopped)}
-        if self.steppable:
-            first = next(iter(self.steppable.values()))  # the policy's if it has one
-            metrics["learning_rate"] = first.settings.learning_rate * context.rate_scale(-1)
-            if self.schedule == "adaptive":
-                metrics["learning_rate"] = first.learning_rate
+        metrics = steps.summary()
+        for optimizer in [*self.steppable.values()][:1]:  # the policy's if it has one
+            metrics["learning_rate"] = optimizer.learning_rate
         if objective.baseline == "pair":
             metrics |= preference_metrics(rollout, credit, objective)
         return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
-    def _fits(self, batch: Batch) -> bool:
-        """Whether compiled programs can run this batch: shapes are static."""
-        return batch.mask is None and len(batch.advantages) == self.compiled_rows
+    def _take_steps(self, batch: Batch, context: UpdateContext, rollout: Rollout) -> "UpdateMetrics":
+        """Take one step after another, until the KL is too large."""
+        taken, state, largest_kl = UpdateMetrics(), context.state, self.objective.largest_kl
+        for step in self.stepper.steps(batch, context):
+            if not taken.terms:
+                taken.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact)
+            taken.stopped = largest_kl is not None and self._kl(step) > largest_kl
+            if taken.stopped:
+                taken.add(step)
+                break
+            self._check_finite(step, state)
+            if self.settings.schedule == "adaptive":
+                self._adapt_rate(step, state)
+            with state.timer.detail("optimizer"):
+                state.updates += step.take()
+            taken.add(step)
+            taken.add_norms(step.norms)
+        return taken
 
     def _context(self, rollout: Rollout, credit: Credit, state: LearnerState) -> UpdateContext:
         penalty, clip_scale = self.objective.penalty, self._clip_scale(state.remaining)
@@ -202,7 +167,7 @@ class Learner:
         if self.recorder is not None:
             recording = self.recorder.begin(rollout, credit, self.objective, state, clip_scale, beta)
         rates = self._rates(rollout, state)
-        return UpdateContext(state, rates, clip_scale, beta, recording, self.auxiliary_loss, state.updates)
+        return UpdateContext(state, rates, clip_scale, beta, recording, self.auxiliary_loss)
 
     def _rates(self, rollout: Rollout, state: LearnerState) -> Callable[[int], float]:
         """The factor of the learning rate at each step on a rollout: of the schedule, the same for all, and of the warm-up.
@@ -210,54 +175,22 @@ class Learner:
         The warm-up rises with the share of the budget that is used after the step, the rollout's shared out among its steps.
         """
         remaining, own = state.remaining, state.coefficients.get(RATE_SCALE, 1.0)
-        if self.schedule == "adaptive":
+        if self.settings.schedule == "adaptive":
             own *= state.coefficients.get(ADAPTED, 1.0)
         else:
-            own *= scheduled("optimizer.schedule", self.schedule, min(1.0, remaining / (1 - self.warmup)))
+            own *= scheduled("optimizer.schedule", self.settings.schedule, min(1.0, remaining / (1 - self.settings.warmup)))
         done = 1 - remaining
-        if done >= self.warmup:
+        if done >= self.settings.warmup:
             return lambda step: own
         share = sum_count(rollout.steps, rollout.rewards) / state.total_steps / math.prod(self.objective.passes)
-        return lambda step: own * min(1.0, (done + (step + 1) * share) / self.warmup)
+        return lambda step: own * min(1.0, (done + (step + 1) * share) / self.settings.warmup)
 
     def _clip_scale(self, remaining: float) -> float:
         """The factor of the clip's bounds; 1 without a clip."""
         if self.objective.clip is None:
             return 1.0
-        schedule: Any = self.clip_schedule or self.objective.clip.schedule
+        schedule: Any = self.settings.clip_schedule or self.objective.clip.schedule
         return scheduled("objective.trust_region.schedule", schedule, remaining)
-
-    def _passes(
-        self,
-        stepper: Stepper,
-        batch: Batch,
-        passes: tuple[int, int],
-        context: UpdateContext,
-        steps: "UpdateMetrics",
-        rollout: Rollout,
-    ) -> tuple[int, bool]:
-        """Take one step per minibatch. Returns how many epochs were finished, and whether the KL stopped them.
-
-        passes   epochs, minibatches
-        """
-        epochs, count = passes
-        largest_kl, timer = self.objective.largest_kl, context.state.timer
-        for epoch in range(epochs):
-            for minibatch in stepper.minibatches(batch, count, context):
-                step = stepper.prepare(minibatch, context)
-                if not steps.terms:
-                    steps.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact)
-                if largest_kl is not None and self._kl(step) > largest_kl:
-                    steps.add(step)
-                    return epoch, True
-                self._check_finite(step, context.state)
-                if self.schedule == "adaptive":
-                    self._adapt_rate(step, context.state)
-                with timer.detail("optimizer"):
-                    context.state.updates += step.take()
-                steps.add(step)
-                steps.add_norms(step.norms)
-        return epochs, False
 
     def _adapt_penalty(self, batch: Batch, context: UpdateContext) -> Metrics:
         """Measure the KL from θ_old over the whole batch, and set the next β from it."""
@@ -265,8 +198,8 @@ class Learner:
         assert penalty is not None
         denominator = global_count(batch, self.objective.aggregation)
         total = torch.zeros((), dtype=denominator.dtype, device=denominator.device)
-        with torch.no_grad(), gathered(self.policy):
-            for part in self.gradients.parts(batch):
+        with torch.no_grad(), self.policy.gathered():
+            for part in self.passes.parts(batch):
                 evaluation = self.policy(part.inputs, part.actions, part.mask)
                 total += mean_old_kl(evaluation, part, self.objective, denominator)
         kl = float(all_sum(total))
@@ -277,9 +210,9 @@ class Learner:
 
     def _adapt_rate(self, step: PendingStep, state: LearnerState) -> None:
         """Set the learning rate of this step, and of those after it, from the KL before it."""
-        assert isinstance(step, EagerStep), "a recipe with another engine is rejected"
+        assert step.rate_scale is not None, "a recipe with another engine is rejected"
         own = next(iter(self.steppable.values())).settings.learning_rate
-        factor = adapt_learning_rate(own * state.coefficients.get(ADAPTED, 1.0), self._kl(step), self.kl_target) / own
+        factor = adapt_learning_rate(own * state.coefficients.get(ADAPTED, 1.0), self._kl(step), self.settings.kl_target) / own
         state.coefficients[ADAPTED] = factor
         step.rate_scale = factor * state.coefficients.get(RATE_SCALE, 1.0)
 
@@ -296,13 +229,9 @@ class Learner:
             raise SurefootError("objective.kl_estimator='exact': this policy has no distribution to compare; set k3")
         return step.metrics[name]
 
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Keep the policy's ``idle_part``, with gradients and moments, on the CPU: for phases without updates."""
-        part = self.policy.idle_part()
-        flats = [optimizer for optimizer in self.steppable.values() if isinstance(optimizer, FlatOptimizer)]
-        with nullcontext() if part is None else leaving(part, flats):
-            yield
+    def resting(self) -> AbstractContextManager[None]:
+        """Free memory of the device for a phase without updates."""
+        return self.policy.resting(self.steppable.values())
 
     def state_dict(self) -> dict[str, Any]:
         """The moments of every optimizer; a policy under a KL constraint has none."""
@@ -314,33 +243,17 @@ class Learner:
             optimizer.load_state_dict(state[name])
 
 
-def check_adaptive(objective: Objective, warmup: float) -> None:
-    """Raise SurefootError if the learning rate can't follow the KL."""
-    if objective.reuse is None or objective.constraint is not None:
-        raise SurefootError(
-            "optimizer.schedule='adaptive': follows the KL of reused batches, which this objective does not have; set "
-            "constant, linear or cosine"
-        )
-    if warmup:
-        raise SurefootError(
-            f"optimizer.warmup={warmup:g}: schedule = 'adaptive' sets the learning rate of every step; set warmup = 0"
-        )
+def parameter_groups(policy: Policy, objective: Objective, critic_rate: bool) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each optimizer, by name.
 
-
-def scheduled(field: str, schedule: Schedule, left: float) -> float:
-    """The factor of a schedule when ``left`` of the budget remains. Raises SurefootError for a function that returns none."""
-    if not callable(schedule):
-        factors = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}
-        if schedule not in factors:
-            raise SurefootError(f"{field}={schedule!r}: is the name of a function; pass the function itself")
-        return factors[schedule]
-    try:
-        factor = float(schedule(left))
-    except Exception as error:
-        raise SurefootError(f"{field}: the function raised {cause_of(error)} for {left:g}; fix it") from error
-    if not 0 <= factor < math.inf:
-        raise SurefootError(f"{field}: the function returned {factor:g} for {left:g}; return a finite factor of at least 0")
-    return factor
+    Parameters that only the value loss reaches form the group "critic" if they have their own learning rate (``critic_rate``)
+    or the policy moves under a KL constraint. All others form the group "policy".
+    """
+    apart = critic_rate or (objective.constraint is not None and objective.baseline == "critic")
+    critic = list(policy.critic_parameters()) if apart else []
+    own = {id(p) for p in critic}
+    rest = [p for p in policy.parameters() if p.requires_grad and id(p) not in own]
+    return {"policy": rest, "critic": critic} if apart else {"policy": rest}
 
 
 class UpdateMetrics:
@@ -352,12 +265,15 @@ class UpdateMetrics:
         self.norms: dict[str, list[float]] = {}
         self.ratio_at_start = 1.0
         self.outcome: Metrics = {}
+        self.epochs, self.stopped = 0, False
+        """finished passes over the batch; whether the KL ended them"""
 
     def add(self, step: PendingStep) -> None:
         """Add a step, whether taken or not."""
         self.terms.append(step.terms | step.metrics)
         self.ratios.append(step.ratios)
         self.outcome |= step.outcome
+        self.epochs = step.epoch + (not self.stopped)
 
     def add_norms(self, norms: dict[str, float]) -> None:
         """Add the gradient norms of a step that was taken."""
@@ -372,7 +288,7 @@ class UpdateMetrics:
         metrics["ratio_at_start"] = self.ratio_at_start
         for name, norms in self.norms.items():
             metrics[f"gradient_norm_{name}"] = sum(norms) / len(norms)
-        return metrics | self.outcome
+        return metrics | self.outcome | {"epochs": float(self.epochs), "stopped_early": float(self.stopped)}
 
 
 def credit_metrics(rollout: Rollout, credit: Credit, critic: bool) -> Metrics:

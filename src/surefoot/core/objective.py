@@ -152,6 +152,15 @@ def mean_old_kl(evaluation: Evaluation, batch: Batch, objective: Objective, deno
     return aggregate(kl, batch.mask, mode, denominator, length)
 
 
+def further_sums(evaluation: Evaluation, batch: Batch, objective: Objective, denominator: Tensor) -> dict[str, Tensor]:
+    """What a line search reads besides the loss: mean KL(π_old‖π_θ), and the entropy bonus if there is one.   each []"""
+    further = {"kl_after": mean_old_kl(evaluation, batch, objective, denominator)}
+    if objective.entropy_coefficient:
+        mode, length = objective.aggregation, objective.aggregation_length
+        further["bonus"] = aggregate(keep_only(evaluation.entropy, batch.mask), batch.mask, mode, denominator, length)
+    return further
+
+
 def loss(
     evaluation: Evaluation,
     batch: Batch,

@@ -1,24 +1,21 @@
-"""Adam, AdamW or RMSprop on parameters that lie in one flat buffer; Adam's moments may be in 8 bits.
+"""Adam, AdamW or RMSprop on parameters that lie in one flat buffer.
 
 Parameters and gradients are views of two flat tensors. Zeroing, summing over ranks, the norm, clipping and the step are then
 one call each, however many tensors a network has. Of parameters in bfloat16, the views are their master weights.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam as fused_adam
 from torch.optim.rmsprop import rmsprop
 
-from surefoot.core.algorithms import Objective
-from surefoot.core.rollout import Policy
 from surefoot.errors import SurefootError
 from surefoot.ranks.collectives import MASTER, stored
-from surefoot.sharding.master import add_gradients_to, round_master
 
 BETAS = (0.9, 0.999)
 """Adam's decay rates β₁ and β₂"""
@@ -53,19 +50,6 @@ class Adam8BitSettings(AdamSettings):
     """Adam with moments in 8 bits, in blocks of ``BLOCK`` that share a scale (Dettmers et al. 2022, arXiv 2110.02861)."""
 
 
-def parameter_groups(policy: Policy, objective: Objective, critic_rate: bool) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each optimizer, by name.
-
-    Parameters that only the value loss reaches form the group "critic" if they have their own learning rate (``critic_rate``)
-    or the policy moves under a KL constraint. All others form the group "policy".
-    """
-    apart = critic_rate or (objective.constraint is not None and objective.baseline == "critic")
-    critic = list(policy.critic_parameters()) if apart else []
-    own = {id(p) for p in critic}
-    rest = [p for p in policy.parameters() if p.requires_grad and id(p) not in own]
-    return {"policy": rest, "critic": critic} if apart else {"policy": rest}
-
-
 def flatten_parameters(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
     """Move parameters into one tensor of values and one of gradients, of which they become views.   -> [n], [n]
 
@@ -88,6 +72,29 @@ def flatten_parameters(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tens
     return values, gradients
 
 
+def add_gradients_to(sums: Mapping[nn.Parameter, Tensor]) -> None:
+    """Add the gradients of these parameters to tensors in float32, as soon as a backward pass has one; it is then dropped."""
+
+    def adder(total: Tensor) -> Callable[[Tensor], None]:
+        def add(parameter: Tensor) -> None:
+            assert parameter.grad is not None, "called when it is complete"
+            total.add_(parameter.grad)
+            parameter.grad = None
+
+        return add
+
+    for parameter, total in sums.items():
+        parameter.register_post_accumulate_grad_hook(adder(total))  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def round_master(parameters: Iterable[nn.Parameter]) -> None:
+    """Set parameters to their rounded master weights; those without stay."""
+    rounded = [parameter for parameter in parameters if stored(parameter) is not parameter]
+    if rounded:
+        torch._foreach_copy_([parameter.detach() for parameter in rounded], [stored(parameter) for parameter in rounded])
+
+
 class FlatParameters:
     """One group of parameters and their gradients, each in one flat tensor."""
 
@@ -108,13 +115,25 @@ class FlatParameters:
         return float(torch.linalg.vector_norm(self.gradients))
 
 
-class FlatOptimizer(FlatParameters):
-    """One group of parameters with its optimizer: Adam, or RMSprop for ``RMSpropSettings``.
+class Optimizer(Protocol):
+    """What moves one group of parameters along its gradient: ``FlatOptimizer``, or that of a sharded policy."""
 
-    The steps are those of ``torch.optim.Adam(fused=True)``, or ``AdamW`` with ``weight_decay``, and ``torch.optim.RMSprop``,
-    through the functions below these classes. The classes import PyTorch's compiler, which takes more than a second at the
-    start of every run.
-    """
+    settings: AdamSettings
+    learning_rate: float
+    """of the last step"""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+    def zero(self) -> None: ...
+    def own_gradients(self) -> list[Tensor]: ...
+    def gradient_norm(self) -> float: ...
+    def step(self, norm: float, scale: float = 1.0) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class FlatOptimizer(FlatParameters):
+    """One group of parameters with its optimizer, whose steps are those of ``take_step``; Adam's moments may be in 8 bits."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> None:
         super().__init__(parameters)
@@ -129,77 +148,41 @@ class FlatOptimizer(FlatParameters):
     @torch.no_grad()
     def step(self, norm: float, scale: float = 1.0) -> None:
         """Clip the gradient, whose norm is ``norm``, and take one step at ``scale`` times the learning rate."""
-        limit = self.settings.max_grad_norm
-        if limit is not None and norm > limit:
-            self.gradients.mul_(limit / (norm + 1e-6))
+        self.begin()
         self.learning_rate = self.settings.learning_rate * scale
-        if self.settings.weight_decay:
-            matrices: list[Tensor] = [stored(p) for p in self.parameters if p.dim() > 1]  # norms and biases are vectors
-            torch._foreach_mul_(matrices, 1 - self.learning_rate * self.settings.weight_decay)
-        options: dict[str, Any] = {"lr": self.learning_rate, "eps": self.settings.epsilon}
-        options |= {"weight_decay": 0.0, "maximize": False}
-        if isinstance(self.settings, RMSpropSettings):
-            if not self.state:
-                self.state = {"step": torch.zeros(()), "square_avg": torch.zeros_like(self.values)}
-            square, steps = [self.state["square_avg"]], [self.state["step"]]
-            options |= {"alpha": ALPHA, "momentum": 0.0, "centered": False}
-            rmsprop([self.values], [self.gradients], square, [], [], steps, **options)
-        elif isinstance(self.settings, Adam8BitSettings):
-            self._step_in_8_bits()
-        else:
-            step, *moments = self.moments()
-            first, second = ([moment] for moment in moments)
-            options |= {"beta1": BETAS[0], "beta2": BETAS[1], "amsgrad": False, "fused": True}
-            fused_adam([self.values], [self.gradients], first, second, [], [step], **options)
-        if self.rounded:
-            round_master(self.rounded)
+        matrices: list[Tensor] = [stored(p) for p in self.parameters if p.dim() > 1]  # norms and biases are vectors
+        state = {name: [x] for name, x in self.state.items()}
+        take_step([self.values], [self.gradients], matrices, state, self.settings, norm, self.learning_rate)
+        round_master(self.rounded)
 
-    def _step_in_8_bits(self) -> None:
-        """Adam's step by ``bitsandbytes``, which rounds both moments again."""
-        import bitsandbytes.functional as bnb
-
-        if not self.state:
-            scales = -(-len(self.values) // BLOCK)
-            self.state = {"step": torch.zeros(())}
-            for name in ("exp_avg", "exp_avg_sq"):
+    def begin(self) -> None:
+        """Start from a step count and moments of 0, unless a step has been taken."""
+        if self.state:
+            return
+        plain = type(self.settings) is AdamSettings
+        self.state = {"step": torch.zeros((), device=self.values.device if plain else "cpu")}
+        for name in moments_of(self.settings):
+            if isinstance(self.settings, Adam8BitSettings):
                 self.state[name] = torch.zeros_like(self.values, dtype=torch.uint8)
-                self.state[f"{name}{SCALE}"] = self.values.new_zeros(scales)
-        self.state["step"] += 1
-        codes = {name: _codes(name, str(self.values.device)) for name in ("exp_avg", "exp_avg_sq")}
-        for start in range(0, len(self.values), AT_ONCE):
-            part, blocks = slice(start, start + AT_ONCE), slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
-            bnb.optimizer_update_8bit_blockwise(
-                "adam",
-                self.gradients[part],
-                self.values[part],
-                self.state["exp_avg"][part],
-                self.state["exp_avg_sq"][part],
-                *BETAS,
-                0.0,
-                0.0,
-                self.settings.epsilon,
-                int(self.state["step"]),
-                self.learning_rate,
-                codes["exp_avg"],
-                codes["exp_avg_sq"],
-                self.state[f"exp_avg{SCALE}"][blocks],
-                self.state[f"exp_avg_sq{SCALE}"][blocks],
-            )
+                self.state[f"{name}{SCALE}"] = self.values.new_zeros(-(-len(self.values) // BLOCK))
+            else:
+                self.state[name] = torch.zeros_like(self.values)
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Adam's number of steps [], and running means of gradient and squared gradient [n]; zeros before the first step."""
-        if not self.state:
-            step = torch.zeros((), dtype=torch.float32, device=self.values.device)
-            self.state = {"step": step, **{name: torch.zeros_like(self.values) for name in ("exp_avg", "exp_avg_sq")}}
+        self.begin()
         return self.state["step"], self.state["exp_avg"], self.state["exp_avg_sq"]
 
-    def move(self, values: Tensor, first: Tensor, second: Tensor, steps: int) -> None:
-        """Take steps that a compiled program computed: the parameters and both moments after them.   all [n]"""
+    def move(self, values: Tensor, first: Tensor, second: Tensor, steps: int, learning_rate: float) -> None:
+        """Take steps that a compiled program computed: the parameters and both moments after them, all [n], and the last
+        learning rate.
+        """
         step, own_first, own_second = self.moments()
         self.values.copy_(values)
         own_first.copy_(first)
         own_second.copy_(second)
         step += steps
+        self.learning_rate = learning_rate
 
     def state_dict(self) -> dict[str, Tensor]:
         """The optimizer's moments and step count; empty before the first step."""
@@ -211,6 +194,74 @@ class FlatOptimizer(FlatParameters):
         if state:
             device = self.values.device
             self.state = {name: tensor.to(device, copy=True) for name, tensor in state.items()}
+
+
+# ---- the steps ------------------------------------------------------------------------------------------------------------
+
+
+def moments_of(settings: AdamSettings) -> tuple[str, ...]:
+    """The names of the running means of an optimizer."""
+    return ("square_avg",) if isinstance(settings, RMSpropSettings) else ("exp_avg", "exp_avg_sq")
+
+
+def take_step(
+    values: list[Tensor],
+    gradients: list[Tensor],
+    matrices: list[Tensor],
+    state: Mapping[str, list[Tensor]],
+    settings: AdamSettings,
+    norm: float,
+    learning_rate: float,
+) -> None:
+    """Clip gradients whose norm is ``norm``, let the matrices decay, and take one step of Adam or RMSprop, all in place.
+
+    The steps are those of ``torch.optim.Adam(fused=True)``, or ``AdamW`` with ``weight_decay``, and ``torch.optim.RMSprop``,
+    through the functions below these classes. The classes import PyTorch's compiler, which takes more than a second at the
+    start of every run.
+    """
+    if not values:  # of a rank without rows
+        return
+    limit = settings.max_grad_norm
+    if limit is not None and norm > limit:
+        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+    if settings.weight_decay and matrices:
+        torch._foreach_mul_(matrices, 1 - learning_rate * settings.weight_decay)
+    options: dict[str, Any] = {"lr": learning_rate, "eps": settings.epsilon, "weight_decay": 0.0, "maximize": False}
+    if isinstance(settings, RMSpropSettings):
+        options |= {"alpha": ALPHA, "momentum": 0.0, "centered": False}
+        rmsprop(values, gradients, state["square_avg"], [], [], state["step"], **options)
+    elif isinstance(settings, Adam8BitSettings):
+        _step_in_8_bits(values[0], gradients[0], {name: x[0] for name, x in state.items()}, settings, learning_rate)
+    else:
+        options |= {"beta1": BETAS[0], "beta2": BETAS[1], "amsgrad": False, "fused": True}
+        fused_adam(values, gradients, state["exp_avg"], state["exp_avg_sq"], [], state["step"], **options)
+
+
+def _step_in_8_bits(
+    values: Tensor, gradients: Tensor, state: Mapping[str, Tensor], settings: AdamSettings, learning_rate: float
+) -> None:
+    """Adam's step by ``bitsandbytes``, which rounds both moments again."""
+    import bitsandbytes.functional as bnb
+
+    state["step"].add_(1)
+    moments = moments_of(settings)
+    codes = [_codes(name, str(values.device)) for name in moments]
+    for start in range(0, len(values), AT_ONCE):
+        part, blocks = slice(start, start + AT_ONCE), slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
+        bnb.optimizer_update_8bit_blockwise(
+            "adam",
+            gradients[part],
+            values[part],
+            *(state[name][part] for name in moments),
+            *BETAS,
+            0.0,
+            0.0,
+            settings.epsilon,
+            int(state["step"]),
+            learning_rate,
+            *codes,
+            *(state[f"{name}{SCALE}"][blocks] for name in moments),
+        )
 
 
 SCALE = "_scale"
@@ -243,12 +294,12 @@ def adam(
     correction: Tensor,
     settings: AdamSettings,
 ) -> list[Tensor]:
-    """The step of ``FlatOptimizer`` as a pure function: the values and both moments after it.   all [n]
+    """The step of ``take_step`` as a pure function: the values and both moments after it.   all [n]
 
     step_size   the learning rate over 1 − β₁^t
     correction  √(1 − β₂^t)
     """
-    # FlatOptimizer keeps PyTorch's fused kernel: it works in place, can't be traced, and rounds differently in the last bits.
+    # Eager steps keep PyTorch's fused kernel: it works in place, can't be traced, and rounds differently in the last bits.
     limit = settings.max_grad_norm
     if limit is not None:
         gradient = gradient * torch.where(norm > limit, limit / (norm + 1e-6), 1.0)

@@ -4,25 +4,24 @@ B is environments or responses, T is steps or response tokens. Time is the last 
 """
 
 import operator
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from surefoot.core.optimizer import AdamSettings, FlatOptimizer, Optimizer
 from surefoot.core.seeding import stream
+from surefoot.core.timer import Timer
 
 Metrics = dict[str, float | None]
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """A tree of dataclasses, dicts, tuples and lists with ``function`` applied to every tensor in it."""
     if isinstance(tree, Tensor):
         return function(tree)
@@ -75,9 +74,22 @@ class Policy(nn.Module, ABC):
         """Parameters that only the value loss reaches; none if the critic shares all of its parameters with the policy."""
         return ()
 
-    def idle_part(self) -> nn.Module | None:
-        """The part that is in the memory of the CPU while no update is made, except for its own passes."""
-        return None
+    @property
+    def sharded(self) -> bool:
+        """Whether passes with gradient are exchanges, of which all ranks make the same number."""
+        return False
+
+    def optimizer(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> Optimizer:
+        """What moves some of its parameters."""
+        return FlatOptimizer(parameters, settings)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Hold whole weights on every rank, so that passes without gradient need no exchange."""
+        return nullcontext()
+
+    def resting(self, optimizers: Iterable[Optimizer]) -> AbstractContextManager[None]:
+        """Free memory of the device for a phase without updates."""
+        return nullcontext()
 
     def prepare(self, parts: Sequence[tuple[Any, Tensor, Tensor | None]]) -> None:
         """Read a whole minibatch (inputs, actions and mask of each micro-batch) before scoring the first part with gradient.
@@ -174,77 +186,6 @@ class Collector(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         ...
-
-
-class Span:
-    """One visit of a section of time."""
-
-    seconds = 0.0
-    """set when it ends"""
-
-
-class SectionObserver(Protocol):
-    """Is called at the begin and end of every section of time, outside of what is measured."""
-
-    def enter(self, path: tuple[str, ...]) -> None: ...
-    def leave(self, path: tuple[str, ...]) -> None: ...
-
-
-class Timer:
-    """The seconds of a run by section: collecting, learning; and by the sections in them, such as acting.
-
-    A section belongs to the one that is open when it begins. The details cost about a microsecond each, so only a profile has
-    them. Only the thread that trains may open sections.
-    """
-
-    def __init__(self) -> None:
-        self.detailed = False
-        """whether ``detail`` and ``timed`` measure"""
-        self.seconds: dict[tuple[str, ...], float] = {}
-        """by path, such as (collecting, acting)"""
-        self.calls: dict[tuple[str, ...], int] = {}
-        self.synchronise: Callable[[], None] | None = None
-        """waits until the device has done what was launched, so that its time counts where it was launched"""
-        self.observer: SectionObserver | None = None
-        self._path: tuple[str, ...] = ()
-
-    @contextmanager
-    def section(self, name: str) -> Iterator[Span]:
-        """Measure a block, whether the timer is detailed or not."""
-        span, outer = Span(), self._path
-        path = self._path = (*outer, name)
-        if self.observer is not None:
-            self.observer.enter(path)
-        start = time.perf_counter()
-        try:
-            yield span
-        finally:
-            if self.synchronise is not None:
-                self.synchronise()
-            span.seconds = time.perf_counter() - start
-            self.seconds[path] = self.seconds.get(path, 0.0) + span.seconds
-            self.calls[path] = self.calls.get(path, 0) + 1
-            if self.observer is not None:
-                self.observer.leave(path)
-            self._path = outer
-
-    def detail(self, name: str) -> AbstractContextManager[Any]:
-        """Measure a block if the timer is detailed."""
-        return self.section(name) if self.detailed else UNTIMED
-
-    def timed(self, name: str, function: Callable[P, Result]) -> Callable[P, Result]:
-        """The function, whose calls are measured if the timer is detailed; otherwise the function itself."""
-        if not self.detailed:
-            return function
-
-        def measured(*args: P.args, **kwargs: P.kwargs) -> Result:
-            with self.section(name):
-                return function(*args, **kwargs)
-
-        return measured
-
-
-UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass

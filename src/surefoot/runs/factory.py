@@ -1,14 +1,18 @@
 """Make the parts of a run from its recipe: the world, the learner and the engine."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from surefoot.accel.programs import no_compiler
+from surefoot.accel.steps import compiled_stepper
 from surefoot.control.agent import Agent
 from surefoot.control.world import ControlWorld
-from surefoot.core.learner import Learner, scheduled
+from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.optimizer import Adam8BitSettings, AdamSettings, RMSpropSettings
 from surefoot.core.rollout import Policy, World
+from surefoot.core.schedules import scheduled
 from surefoot.ranks.collectives import exchange
 from surefoot.recipes.base import SCHEDULES, Recipe
 from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_function
@@ -91,19 +95,20 @@ def make_learner(recipe: Recipe, policy: Policy, functions: Functions | None = N
     critic, (rate_schedule, clip_schedule) = None, schedules_of(recipe, functions)
     if settings.critic_learning_rate is not None:
         critic = kind(settings.critic_learning_rate, settings.epsilon, settings.critic_max_grad_norm, settings.weight_decay)
-    return Learner(
-        policy,
-        recipe.objective,
-        kind(settings.learning_rate, settings.epsilon, settings.max_grad_norm, settings.weight_decay),
+    adam = kind(settings.learning_rate, settings.epsilon, settings.max_grad_norm, settings.weight_decay)
+    moving = LearnerSettings(
+        adam,
         critic,
         rate_schedule,
-        settings.micro_batch,
-        recipe.compiled_rows,
         settings.warmup,
-        settings.micro_batch_tokens,
-        clip_schedule,
         settings.kl_target,
+        clip_schedule,
+        settings.micro_batch,
+        settings.micro_batch_tokens,
     )
+    if recipe.compiled_rows is not None:
+        moving = replace(moving, stepper=partial(compiled_stepper, rows=recipe.compiled_rows))
+    return Learner(policy, recipe.objective, moving)
 
 
 def schedules_of(recipe: Recipe, functions: Functions | None = None) -> tuple[Any, Any]:

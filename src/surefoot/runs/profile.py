@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from surefoot.core.rollout import Timer
+from surefoot.core.timer import Timer
 from surefoot.store.manifest import write_listed
 from surefoot.store.reading import PROFILE, SUMMARY
 

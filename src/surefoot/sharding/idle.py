@@ -8,11 +8,11 @@ on the device. A trained part of a policy, such as its critic, leaves the device
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from surefoot.core.optimizer import FlatOptimizer, Optimizer
 from surefoot.ranks.collectives import MASTER, stored
 
 IDLE = "idle_weights"
@@ -73,22 +73,13 @@ def idle_weights(module: nn.Module) -> IdleWeights | None:
 # ---- trained parts --------------------------------------------------------------------------------------------------------
 
 
-class Flat(Protocol):
-    """The flat tensors of an optimizer (``core/optimizer.py``)."""
-
-    parameters: Sequence[nn.Parameter]
-    values: Tensor
-    gradients: Tensor
-    state: dict[str, Tensor]
-
-
 def has_own_memory(device: torch.device) -> bool:
     """Whether leaving a device makes room on it."""
     return device.type != "cpu"
 
 
 @contextmanager
-def leaving(module: nn.Module, optimizers: Iterable[Flat]) -> Iterator[None]:
+def leaving(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Keep the trained parameters of a module, their gradients and moments on the CPU; ``gathered`` copies the parameters back
     for a pass without gradient.
 
@@ -104,6 +95,7 @@ def leaving(module: nn.Module, optimizers: Iterable[Flat]) -> Iterator[None]:
     with ExitStack() as stack:
         host: dict[nn.Parameter, Tensor] = {}
         for optimizer in optimizers:
+            assert isinstance(optimizer, FlatOptimizer), "a sharded policy has no part that rests"
             if own := [parameter for parameter in optimizer.parameters if parameter in trained]:
                 host |= stack.enter_context(_without(optimizer, own))
         weights = IdleWeights(list(host), list(host.values()), device)
@@ -115,7 +107,7 @@ def leaving(module: nn.Module, optimizers: Iterable[Flat]) -> Iterator[None]:
 
 
 @contextmanager
-def _without(optimizer: Flat, own: Sequence[nn.Parameter]) -> Iterator[Mapping[nn.Parameter, Tensor]]:
+def _without(optimizer: FlatOptimizer, own: Sequence[nn.Parameter]) -> Iterator[Mapping[nn.Parameter, Tensor]]:
     """Move the last parameters of an optimizer to the CPU, and give their values there."""
     first = sum(parameter.numel() for parameter in optimizer.parameters) - sum(parameter.numel() for parameter in own)
     assert list(optimizer.parameters[-len(own) :]) == list(own), "flat tensors can only end earlier"

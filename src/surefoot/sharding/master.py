@@ -1,11 +1,11 @@
 """Whole models that compute in bfloat16: trained parameters keep float32 values beside them, their master weights.
 
-Passes read the parameters, which are rounded copies. The optimizer adds their gradients up in float32, moves the master
-weights, and rounds them again. So a step that is smaller than a rounding is not lost (Micikevicius et al. 2018, arXiv
-1710.03740, section 3.1). Checkpoints contain the master weights.
+Passes read the parameters, which are rounded copies. The optimizer (``core.optimizer``) adds their gradients up in float32,
+moves the master weights, and rounds them again. So a step that is smaller than a rounding is not lost (Micikevicius et al.
+2018, arXiv 1710.03740, section 3.1). Checkpoints contain the master weights.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -34,29 +34,6 @@ def to_bfloat16(module: nn.Module, device: str = "cpu", exact: Iterable[nn.Modul
         else:
             parameter.data = parameter.data.to(torch.bfloat16).to(device)
     module.to(device)
-
-
-def add_gradients_to(sums: Mapping[nn.Parameter, Tensor]) -> None:
-    """Add the gradients of these parameters to tensors in float32, as soon as a backward pass has one; it is then dropped."""
-
-    def adder(total: Tensor) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
-            assert parameter.grad is not None, "called when it is complete"
-            total.add_(parameter.grad)
-            parameter.grad = None
-
-        return add
-
-    for parameter, total in sums.items():
-        parameter.register_post_accumulate_grad_hook(adder(total))  # type: ignore[no-untyped-call]
-
-
-@torch.no_grad()
-def round_master(parameters: Iterable[nn.Parameter]) -> None:
-    """Set parameters to their rounded master weights; those without stay."""
-    rounded = [parameter for parameter in parameters if stored(parameter) is not parameter]
-    if rounded:
-        torch._foreach_copy_([parameter.detach() for parameter in rounded], [stored(parameter) for parameter in rounded])
 
 
 def stored_weights(module: nn.Module) -> dict[str, Tensor]:

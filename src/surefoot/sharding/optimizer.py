@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import adam as fused_adam
-from torch.optim.rmsprop import rmsprop
 
-from surefoot.core.optimizer import ALPHA, BETAS, AdamSettings, RMSpropSettings, check_moments
+from surefoot.core.optimizer import AdamSettings, check_moments, moments_of, take_step
 from surefoot.ranks.collectives import all_sum
 from surefoot.sharding import Shard, copies_of, is_writer, local_part, read_range, start_of
 
@@ -35,7 +33,7 @@ class ShardedOptimizer:
         self.values = [local_part(p) for p in self.mine]
         self.starts = [offset + start_of(p) for p, offset in mine]
         """of the rows in the flat tensor of all parameters"""
-        self.names = ("square_avg",) if isinstance(settings, RMSpropSettings) else ("exp_avg", "exp_avg_sq")
+        self.names = moments_of(settings)
         self.state: dict[str, list[Tensor]] = {}
         """step counts and moments of each parameter's rows; empty before the first step"""
         self.steps = 0
@@ -61,26 +59,14 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self, norm: float, scale: float = 1.0) -> None:
         """Clip the gradient, whose norm is ``norm``, and take one step at ``scale`` times the learning rate."""
-        settings, limit = self.settings, self.settings.max_grad_norm
         gradients = [
             torch.zeros_like(x) if p.grad is None else local_part(p.grad) for p, x in zip(self.mine, self.values, strict=True)
         ]
-        if limit is not None and norm > limit and gradients:
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
-        self.learning_rate = settings.learning_rate * scale
         matrices = [x for p, x in zip(self.mine, self.values, strict=True) if p.dim() > 1]
-        if settings.weight_decay and matrices:
-            torch._foreach_mul_(matrices, 1 - self.learning_rate * settings.weight_decay)
-        options: dict[str, Any] = {"lr": self.learning_rate, "eps": settings.epsilon, "weight_decay": 0.0, "maximize": False}
         self._start()
         self.steps += 1
-        if isinstance(settings, RMSpropSettings):
-            options |= {"alpha": ALPHA, "momentum": 0.0, "centered": False}
-            rmsprop(self.values, gradients, self.state["square_avg"], [], [], self.state["step"], **options)
-        elif self.values:
-            first, second = self.state["exp_avg"], self.state["exp_avg_sq"]
-            options |= {"beta1": BETAS[0], "beta2": BETAS[1], "amsgrad": False, "fused": True}
-            fused_adam(self.values, gradients, first, second, [], self.state["step"], **options)
+        self.learning_rate = self.settings.learning_rate * scale
+        take_step(self.values, gradients, matrices, self.state, self.settings, norm, self.learning_rate)
 
     def _start(self) -> None:
         if not self.state:

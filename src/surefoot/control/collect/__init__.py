@@ -21,8 +21,9 @@ from surefoot.control.environments.slices import concatenate, join_states, slice
 from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.replay import RawRollout, Replayable
 from surefoot.control.spaces import Array, Observations
-from surefoot.core.rollout import LearnerState, Rollout, Timer
+from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.core.seeding import any_algorithm, rank_generator
+from surefoot.core.timer import Timer
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.ranks.collectives import exchange, together, world_size
 

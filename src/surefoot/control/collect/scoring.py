@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from surefoot.accel.programs import Program, program_of, structure
-from surefoot.accel.steps import FAST
+from surefoot.accel.programs import FAST, Program, program_of, structure
 from surefoot.control.agent import Agent
 from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.networks import LSTM_STATE
 from surefoot.control.normalise import Normalise, as_inputs, true_fraction
 from surefoot.control.spaces import ObservationPart
-from surefoot.core.rollout import Evaluation, Metrics, Rollout, Timer, map_tensors, tensors_in
+from surefoot.core.rollout import Evaluation, Metrics, Rollout, map_tensors, tensors_in
+from surefoot.core.timer import Timer
 from surefoot.functional import gae, successor_values
 from surefoot.ranks.collectives import all_sum
 from surefoot.recipes.base import nearest_divisor

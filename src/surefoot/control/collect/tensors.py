@@ -20,8 +20,9 @@ from surefoot.control.environments.tensor import TensorEnvironments, TensorStep
 from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.normalise import sent_actions
 from surefoot.control.spaces import BARE, MASK
-from surefoot.core.rollout import LearnerState, Metrics, Rollout, Timer
+from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.core.seeding import rank_generator
+from surefoot.core.timer import Timer
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.ranks.collectives import all_sum, exact_device, exchange, together, world_size
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from surefoot.core.optimizer import round_master
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
 from surefoot.language.data.rows import check_unchanged
@@ -22,7 +23,7 @@ from surefoot.language.models.reward_model import RewardModel, new_head, read_he
 from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.reading import text_to_none
 from surefoot.sharding import fill, is_sharded, local_part, shard_of
-from surefoot.sharding.master import round_master, stored_weights
+from surefoot.sharding.master import stored_weights
 from surefoot.store.checkpoint import check_fits, check_shapes, non_finite_numbers
 from surefoot.store.manifest import check_folder
 from surefoot.store.tensors import read_tensors

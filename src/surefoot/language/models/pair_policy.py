@@ -5,17 +5,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from surefoot.core.rollout import Evaluation, Policy
+from surefoot.core.rollout import Evaluation
 from surefoot.language.models.padding_free import reason_for_padding
 from surefoot.language.models.policy.passes import checkpoint_layers, computing
 from surefoot.language.models.reward_model import RewardModel
+from surefoot.sharding.policy import ShardablePolicy
 
 CHOSEN, REJECTED = "chosen", "rejected"
 ANSWER, MISMATCHED = "answer", "mismatched"
 """sides of the inputs with a labelled answer in place of the two, and with the answer to another prompt"""
 
 
-class PairPolicy(Policy):
+class PairPolicy(ShardablePolicy):
     """Chooses the better of two answers by a reward model's raw scores, or labels one answer as good (0) or bad (1).
 
     ``inputs`` are {"chosen" [B, L], "chosen_mask" [B, L], "rejected" [B, M], "rejected_mask" [B, M]}, padded on the right; or

@@ -32,6 +32,7 @@ from surefoot.language.supervised.preferences import REFERENCE, side_of, side_te
 from surefoot.ranks.collectives import all_sum, in_float64
 from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
+from surefoot.sharding.policy import ShardablePolicy
 
 BASELINE = "baseline"
 """key of z₀ in the inputs   [B]"""
@@ -39,7 +40,7 @@ GOOD, BAD = 0, 1
 """the two actions: labels"""
 
 
-class KtoPolicy(Policy):
+class KtoPolicy(ShardablePolicy):
     """The value of a labelled answer by the log-ratio of a language model to its reference.
 
     model   the trained policy, without a critic

@@ -34,6 +34,7 @@ from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Row
 from surefoot.ranks.collectives import in_float64
 from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe
+from surefoot.sharding.policy import ShardablePolicy
 
 REFERENCE = "reference"
 """key of Σ log π_ref of both sides in the inputs   [B, 2]"""
@@ -73,7 +74,7 @@ def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
 # ---- DPO, IPO, SimPO and ORPO -------------------------------------------------------------------------------------------
 
 
-class DpoPolicy(Policy):
+class DpoPolicy(ShardablePolicy):
     """Chooses the better of two answers by the scores that a language model gives them.
 
     model   the trained policy, without a critic

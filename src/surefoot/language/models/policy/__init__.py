@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.rollout import Evaluation, Policy, Shared
+from surefoot.core.optimizer import Optimizer
+from surefoot.core.rollout import Evaluation, Shared
 from surefoot.functional import chunked_likelihood
 from surefoot.language.data.batches import PackedBatch, around_switch, pack_batch, row_lengths
 from surefoot.language.models.adapters import SharedBase
@@ -28,6 +29,8 @@ from surefoot.language.models.policy.passes import Inputs, checkpoint_layers, co
 from surefoot.language.models.policy.readout import Readout
 from surefoot.language.models.policy.routers import Routers
 from surefoot.ranks.collectives import world_size
+from surefoot.sharding.idle import leaving
+from surefoot.sharding.policy import ShardablePolicy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +45,7 @@ def positions_at_once(vocabulary: int, size: int = 4) -> int:
     return max(1, CHUNK // (max(4, size) * vocabulary))
 
 
-class LanguagePolicy(Policy):
+class LanguagePolicy(ShardablePolicy):
     """A language model and an optional critic.
 
     model          an AutoModelForCausalLM, trained in place
@@ -202,9 +205,9 @@ class LanguagePolicy(Policy):
         critic = self.value_head if self.critic is None else self.critic
         return () if critic is None else [p for p in critic.parameters() if p.requires_grad]
 
-    def idle_part(self) -> nn.Module | None:
-        """The critic, if it is on the CPU while it is not used."""
-        return self.critic if self.idle_critic else None
+    def resting(self, optimizers: Iterable[Optimizer]) -> AbstractContextManager[None]:
+        """Keep the critic, with gradients and moments, on the CPU, except for its own passes."""
+        return leaving(self.critic, optimizers) if self.idle_critic and self.critic is not None else nullcontext()
 
     def train(self, mode: bool = True) -> "LanguagePolicy":
         """Stay in evaluation mode: dropout would make π_θ differ from π_old before the first step."""
