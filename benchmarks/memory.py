@@ -3,20 +3,15 @@
     python benchmarks/memory.py                     every configuration; writes docs/benchmarks/memory.md from the results
     python benchmarks/memory.py --only shared own   some of them
 
-Each configuration is one JSON file in benchmarks/results/memory; an existing one is skipped.
-
-Two tools measure the same two iterations. *Tensors* counts every storage that an operation returns, from allocation to release
-(``surefoot.language.memory.passes``). *Allocator* counts the allocations and releases of PyTorch's CPU allocator in the
-profiler's records, including temporary buffers of kernels. Resident memory is neither: it includes freed pages.
+Each configuration is a line of benchmarks/results/memory.jsonl; an existing one is skipped. Two iterations are measured by the
+records of PyTorch's CPU allocator in the profiler, which include temporary buffers of kernels. Resident memory includes freed
+pages.
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +28,7 @@ from surefoot.core.rollout import LearnerState
 from surefoot.language.memory import estimate
 from surefoot.language.memory.check import workload_of
 from surefoot.language.memory.parameters import count_parameters
-from surefoot.language.memory.storages import StorageTracker
+from surefoot.language.memory.probe import HeapTracker
 from surefoot.language.models.pocket import character_tokenizer
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world
@@ -46,6 +41,12 @@ PHASES = ("sampling", "scoring", "learning")
 LETTERS = "abcdefghij "
 RANK = 8
 """of adapters"""
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64},
+    "gemma2": {"head_dim": 64, "num_key_value_heads": 4},
+}
+"""what configurations of these families have besides"""
 
 
 def built(folder: Path, family: str, width: int, layers: int, vocabulary: int, context: int = 256, tied: bool = False) -> Path:
@@ -70,6 +71,7 @@ def built(folder: Path, family: str, width: int, layers: int, vocabulary: int, c
             "num_key_value_heads": heads // 2 if family == "qwen2" else heads,
             "max_position_embeddings": context,
             "tie_word_embeddings": tied,
+            **EXPERTS.get(family, {}),
         }
     config = AutoConfig.for_model(family, vocab_size=vocabulary, eos_token_id=1, pad_token_id=0, **shape)
     with torch.random.fork_rng():
@@ -117,120 +119,63 @@ def online(model: Path, files: dict[str, str], tokens: int = 32, **fields: Any) 
     return table
 
 
-class _HeapUse(ctypes.Structure):
-    """``struct mallinfo2`` of the GNU C library."""
-
-    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
-
-
-class HeapTracker:
-    """The bytes that are allocated by ``malloc``, above those at the beginning; counted every millisecond. Linux with glibc.
-
-    It sees what the profiler does not: memory that a thread of gloo frees. What is imported in the meantime counts too.
-    """
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libc.so.6")
-        self._library.mallinfo2.restype = _HeapUse
-        self._before = 0
-        self._before = self.live
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._poll, daemon=True)
-        self.peak = 0
-
-    @property
-    def live(self) -> int:
-        """Bytes."""
-        use = self._library.mallinfo2()
-        return int(use.uordblks + use.hblkhd) - self._before
-
-    def restart(self) -> None:
-        """Reset the peak to the live bytes."""
-        with self._lock:
-            self.peak = self.live
-
-    def count(self, tensors: object) -> None:
-        """Nothing: tensors that are mapped from files are not of the heap."""
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _poll(self) -> None:
-        while not self._over.is_set():
-            with self._lock:
-                self.peak = max(self.peak, self.live)
-            time.sleep(0.001)
-
-
 class Watched:
-    """Runs a recipe and measures its phases.
+    """Runs a recipe and measures the peak of each phase: of the allocator, or of a ``tracker`` of live bytes."""
 
-    allocator   count the allocator's records
-    tracker     counts live bytes; by default the storages that operations return, which is not possible for sharded models
-    """
-
-    def __init__(self, recipe: Any, allocator: bool = False, tracker: StorageTracker | HeapTracker | None = None) -> None:
-        self.recipe, self.tracker, self.allocator = recipe, tracker or StorageTracker(), allocator
+    def __init__(self, recipe: Any, tracker: HeapTracker | None = None) -> None:
+        self.recipe, self.tracker = recipe, tracker
         self.peaks: dict[str, int] = {}
-        """peak bytes of live tensors, by phase"""
-        self.given: dict[str, int] = {}
-        """peak bytes allocated by the allocator, by phase"""
+        """bytes by phase"""
 
     def run(self, iterations: int = 2) -> None:
         """Run the iterations; Adam's moments are allocated in the first."""
         torch.set_num_threads(self.recipe.threads)
         gc.collect()  # memory of an earlier run, if freed during this one, would be counted by the profiler
-        if not self.allocator:
-            self._iterate(iterations)
+        if self.tracker is not None:
+            with self.tracker:
+                self._iterate(iterations)
             return
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             self._iterate(iterations)
-        self.given = by_phase(seen)
+        self.peaks = by_phase(seen)
 
     def _iterate(self, iterations: int) -> None:
-        with self.tracker:
-            world = make_world(self.recipe)
-            learner = make_learner(self.recipe, world.policy)
-            learner.auxiliary_loss = world.auxiliary_loss
-            state = LearnerState.seeded(self.recipe.seed, self.recipe.steps)
-            reference = getattr(world, "reference", None)  # of DPO: log-probabilities, and no module
-            held = [world.policy, *([reference] if isinstance(reference, torch.nn.Module) else [])]
-            for part in getattr(getattr(world, "reward", None), "rewards", [getattr(world, "reward", None)]):
-                held += [part.model] if hasattr(part, "model") else []
-            self.tracker.count([t for module in held for t in (*module.parameters(), *module.buffers())])
-            collector = world.collector
-            if hasattr(collector, "respond"):
-                respond = collector.respond
+        world = make_world(self.recipe)
+        learner = make_learner(self.recipe, world.policy)
+        learner.auxiliary_loss = world.auxiliary_loss
+        gc.collect()  # weights as they were read, before they were rounded or quantised
+        state = LearnerState.seeded(self.recipe.seed, self.recipe.steps)
+        collector = world.collector
+        if hasattr(collector, "respond"):
+            respond = collector.respond
 
-                def sampling(*args: Any) -> Any:
-                    with self.phase("sampling"):
-                        output = respond(*args)
+            def sampling(*args: Any) -> Any:
+                with self.phase("sampling"):
+                    output = respond(*args)
+                if self.tracker is not None:
                     self.tracker.restart()  # what follows in collect is scoring
-                    return output
+                return output
 
-                collector.respond = sampling
-            for _ in range(iterations):
-                with self.phase("scoring"):
-                    rollout = collector.collect(state)
-                with self.phase("learning"):
-                    learner.update(rollout, assign_credit(rollout, learner.objective), state)
-                state.steps += rollout.steps
-                if getattr(world, "demonstrations", None) is not None:
-                    with self.phase("evaluating"):
-                        world.evaluate()
+            collector.respond = sampling
+        for _ in range(iterations):
+            with self.phase("scoring"):
+                rollout = collector.collect(state)
+            with self.phase("learning"):
+                learner.update(rollout, assign_credit(rollout, learner.objective), state)
+            state.steps += rollout.steps
+            if getattr(world, "demonstrations", None) is not None:
+                with self.phase("evaluating"):
+                    world.evaluate()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a phase."""
-        self.tracker.restart()
+        if self.tracker is not None:
+            self.tracker.restart()
         with record_function(f"phase {name}"):
             yield
-        self.peaks[name] = max(self.peaks.get(name, 0), self.tracker.peak)
+        if self.tracker is not None:
+            self.peaks[name] = max(self.peaks.get(name, 0), self.tracker.peak)
 
 
 def by_phase(seen: Any) -> dict[str, int]:
@@ -286,6 +231,9 @@ def configurations(folder: Path) -> dict[str, Any]:
     qwen = built(folder / "qwen2", "qwen2", width=384, layers=8, vocabulary=16384, tied=True)
     gpt2 = built(folder / "gpt2", "gpt2", width=512, layers=4, vocabulary=8192)
     rows = {"max_length": 128, "batch": 16}
+    sft = {"kind": "sft", "model": str(llama), "steps": 64, "data": {"train": files["demonstrations"], **rows}}
+    pairs = {"model": str(llama), "steps": 64, "data": {"train": files["pairs"], **rows}}
+    dpo = {"kind": "dpo", **pairs}
     return {
         "shared": online(llama, files),
         "own": online(llama, files, critic={"own_model": True}),
@@ -297,9 +245,21 @@ def configurations(folder: Path) -> dict[str, Any]:
         "bf16_weights": online(llama, files, critic={"own_model": True}, precision="bfloat16-weights"),
         "qwen2": online(qwen, files, sampling={"samples": 2, "prompts": 8}),
         "gpt2": online(gpt2, files),
-        "sft": {"kind": "sft", "model": str(llama), "steps": 64, "data": {"train": files["demonstrations"], **rows}},
-        "reward": {"kind": "reward", "model": str(llama), "steps": 64, "data": {"train": files["pairs"], **rows}},
+        "sft": sft,
+        "reward": {"kind": "reward", **pairs},
+        "dpo": dpo,
+        "dpo_checkpointed": {**dpo, "gradient_checkpointing": True},
+        "dpo_bf16": {**dpo, "precision": "bfloat16"},
         "adapters": online(llama, files, critic={"own_model": True}, adapter={"rank": RANK}),
+        "adapters_bf16": online(llama, files, adapter={"rank": RANK}, precision="bfloat16-weights"),
+        "nf4": {**sft, "adapter": {"rank": RANK, "quantize": "nf4"}},
+        "int8": {**sft, "adapter": {"rank": RANK, "quantize": "int8"}},
+        "qwen2_adapters": {**sft, "model": str(qwen), "adapter": {"rank": RANK}, "gradient_checkpointing": True},
+        "gpt2_bf16": {**sft, "model": str(gpt2), "precision": "bfloat16"},
+        "gpt2_adapters": online(gpt2, files, adapter={"rank": RANK}),
+        "gemma2": online(built(folder / "gemma2", "gemma2", width=512, layers=4, vocabulary=8192), files),
+        "mixtral": online(built(folder / "mixtral", "mixtral", width=256, layers=4, vocabulary=8192), files),
+        "qwen3_moe": {**sft, "model": str(built(folder / "qwen3_moe", "qwen3_moe", width=256, layers=4, vocabulary=8192))},
         **{name: partial(large, folder, files, name) for name in ("large_own", "large_shared", "large_adapters")},
     }
 
@@ -317,7 +277,19 @@ TITLES = {
     "gpt2": "GPT-2, PPO, shared trunk",
     "sft": "Llama, SFT",
     "reward": "Llama, reward model",
+    "dpo": "Llama, DPO",
+    "dpo_checkpointed": "DPO, `gradient_checkpointing`",
+    "dpo_bf16": 'DPO, `precision = "bfloat16"`',
     "adapters": "Llama, PPO, policy and value model as adapters of one base",
+    "adapters_bf16": 'adapters, shared trunk, `precision = "bfloat16-weights"`',
+    "nf4": "Llama, SFT, adapters of a base in nf4",
+    "int8": "Llama, SFT, adapters of a base in int8",
+    "qwen2_adapters": "Qwen2, SFT, adapters, `gradient_checkpointing`",
+    "gpt2_bf16": 'GPT-2, SFT, `precision = "bfloat16"`',
+    "gpt2_adapters": "GPT-2, PPO, adapters",
+    "gemma2": "Gemma 2, PPO, shared trunk",
+    "mixtral": "Mixtral (4 experts), PPO, shared trunk",
+    "qwen3_moe": "Qwen3-MoE (8 experts), SFT",
     "large_own": "112 M parameters, four separate models",
     "large_shared": "112 M, value head on a shared trunk; reference and reward model apart",
     "large_adapters": "112 M, one base: policy, value and reward are adapters, reference is the base",
@@ -325,19 +297,18 @@ TITLES = {
 
 
 def measured(name: str, table: dict[str, Any]) -> dict[str, Any]:
-    """Measure one configuration: first the estimate, then the run with both tools."""
+    """Measure one configuration, beside its estimate."""
     recipe = make_recipe(table)
     response = 0 if recipe.kind == "reward" else ANSWER
     setup = workload_of(recipe, prompt=PROMPT + ANSWER - response, response=response)
     estimated = estimate(setup)
-    watched = Watched(recipe, allocator=True)
+    watched = Watched(recipe)
     watched.run()
     phases = {
-        phase: {"estimate": estimated.at(phase), "tensors": peak, "allocator": watched.given[phase]}
+        phase: {"estimate": estimated.at(phase), "allocator": peak}
         for phase, peak in watched.peaks.items()
         if phase in estimated.phases
     }
-    assert not estimated.uncounted, estimated.uncounted
     return {"name": name, "parameters": count_parameters(setup.policy).total, "stays": estimated.permanent, "phases": phases}
 
 
@@ -346,25 +317,25 @@ def lines(cell: dict[str, Any]) -> Iterator[list[str]]:
     for phase in PHASES:
         if phase in cell["phases"]:
             peaks = cell["phases"][phase]
-            sizes = (cell["stays"], peaks["estimate"], peaks["tensors"], peaks["allocator"])
+            sizes = (cell["stays"], peaks["estimate"], peaks["allocator"])
             error = peaks["estimate"] / peaks["allocator"] - 1
             yield [TITLES[cell["name"]], phase, *(f"{x / 1e6:,.0f}" for x in sizes), f"{error:+.1%}"]
 
 
 def main() -> None:
     """Measure missing configurations, and write the page from all results."""
+    from record import finished, write  # the tests import this file from elsewhere
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     options = parser.parse_args()
-    RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         for name, recipe in configurations(Path(temporary)).items():
-            path = RESULTS / f"{name}.json"
-            if name in options.only and not path.exists():
-                path.write_text(json.dumps(measured(name, recipe() if callable(recipe) else recipe)) + "\n")
-                print(path.read_text(), end="", flush=True)
-    cells = [json.loads((RESULTS / f"{name}.json").read_text()) for name in TITLES if (RESULTS / f"{name}.json").exists()]
-    header = ["run", "phase", "stays", "estimate", "tensors", "allocator", "error"]
+            if name in options.only and not finished(RESULTS / name):
+                write(RESULTS / name, measured(name, recipe() if callable(recipe) else recipe))
+                print(finished(RESULTS / name), flush=True)
+    header = ["run", "phase", "stays", "estimate", "measured", "error"]
+    cells = [cell for name in TITLES if (cell := finished(RESULTS / name))]
     table = markdown_table(header, [line for cell in cells for line in lines(cell)])
     text = PAGE.read_text("utf-8")
     begin, end = "<!-- begin: benchmarks/memory.py -->", "<!-- end -->"

@@ -73,9 +73,9 @@ def memory_cell(critic: str) -> Cell:
         recipe = make_recipe(online(model, files, **CRITICS[critic]))
         assert isinstance(recipe, LanguageRecipe)
         estimated = estimate(workload_of(recipe, prompt=PROMPT, response=ANSWER))
-        watched = Watched(recipe, allocator=True)
+        watched = Watched(recipe)
         watched.run()
-        peaks = {"peak": max(watched.given.values()), "estimated_peak": estimated.peak, "stays": estimated.permanent}
+        peaks = {"peak": max(watched.peaks.values()), "estimated_peak": estimated.peak, "stays": estimated.permanent}
         return {"critic": critic, "engine": "eager", **peaks}
 
     return Cell(f"memory-{critic}", work, LEDGER / "E2" / f"memory-{critic}")

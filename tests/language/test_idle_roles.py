@@ -16,7 +16,7 @@ from surefoot.core.rollout import LearnerState
 from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, estimate
-from surefoot.language.memory.check import MemoryCheck, running_peak, upper_bound
+from surefoot.language.memory.check import MemoryCheck, running_peak
 from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.planner import model_config
 from surefoot.language.memory.roles import host_bytes, permanent_bytes
@@ -303,7 +303,6 @@ def test_idle_critic_needs_device_memory_for_updates_and_its_passes(workload: Wo
     assert any(
         name == 'offload = ["reference", "reward", "critic"]' for name, _ in alternatives(replace(workload, value="own"))
     )
-    assert upper_bound(replace(own, idle=("critic",))) >= away.peak
 
 
 def test_idle_models_change_no_estimate_on_a_cpu_device(workload: Workload) -> None:

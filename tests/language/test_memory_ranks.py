@@ -17,6 +17,7 @@ from surefoot.language.memory import check, estimate
 from surefoot.language.memory.check import MemoryCheck, available_to_a_rank, readable_workload, running_peak, workload_of
 from surefoot.language.memory.layout import Layout, ModelSize, held_after_forward, held_at_the_end, held_in_layers, whole_bytes
 from surefoot.language.memory.planner import MemoryPlan, model_config, settings, to_json
+from surefoot.language.memory.probe import HeapTracker
 from surefoot.language.memory.roles import host_bytes, permanent_bytes
 from surefoot.language.memory.savings import alternatives
 from surefoot.language.memory.workload import Workload, with_ranks
@@ -24,7 +25,7 @@ from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_world
 
-from .test_memory import MEASURING, PROMPT, TOKENS, here, online, supervised  # noqa: F401
+from .test_memory import MEASURING, PROMPT, TOKENS, equal, here, online, state_of, supervised, trial  # noqa: F401
 
 FULL = Layout(2, "full", 2)
 GPU = "cuda"
@@ -137,9 +138,9 @@ def test_estimates_for_two_sharded_ranks_are_within_15_percent(
 
     def body(_: int) -> dict[str, int]:
         join_ranks()
-        MEASURING.Watched(make_recipe(small), tracker=MEASURING.HeapTracker()).run()  # imports must not count
+        MEASURING.Watched(make_recipe(small), tracker=HeapTracker()).run()  # imports must not count
         gc.collect()
-        watched = MEASURING.Watched(make_recipe(table), tracker=MEASURING.HeapTracker())
+        watched = MEASURING.Watched(make_recipe(table), tracker=HeapTracker())
         watched.run()
         return dict(watched.peaks)
 
@@ -151,6 +152,29 @@ def test_estimates_for_two_sharded_ranks_are_within_15_percent(
     for phase in phases:
         measured = max(peak[phase] for peak in peaks)
         assert measured == pytest.approx(planned.at(phase), rel=0.15), phase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_the_longest_micro_batch_changes_nothing_on_two_ranks(sharding: str, here: Path, tmp_path: Path) -> None:  # noqa: F811
+    table = online(here, critic={"own_model": True}) | {"sharding": sharding}
+
+    def body(_: int) -> tuple[bool, list[str]]:
+        join_ranks()
+        world, learner, before = trial(table)
+        world.memory.available = 2 * running_peak(estimate(world.memory.full)) - 1
+        lines = world.try_longest(learner)
+        return all(same(a, b) for a, b in zip(before, state_of(world, learner), strict=True)), lines
+
+    (unchanged, lines), other = on_ranks(2, body, tmp_path / "lines")
+    assert (unchanged, lines) == other
+    assert unchanged
+    assert "on each of 2 ranks while learning" in lines[0]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two states are equal, of sharded tensors this rank's part."""
+    return equal(*(getattr(x, "_local_tensor", x) for x in (a, b)))
 
 
 def test_every_rank_rejects_whole_models_that_fit_only_when_sharded(
@@ -227,7 +251,6 @@ def test_ranks_share_cpu_memory_and_plan_for_the_smallest_gpu(monkeypatch: pytes
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_only_plans_for_one_process_have_settings_for_several_gpus(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for several ranks has variants of its sharding instead."""
     monkeypatch.setattr("surefoot.language.memory.planner.GPUS", (2,))

@@ -22,7 +22,6 @@ OWN = {
     "inspector/clip_table.py": "pages of the package",
     "language/data/cache.py": "a map of a file that was checked",
     "language/memory/check.py": "files of the kernel",
-    "language/memory/counts.py": "counts and source of the package",
     "language/language_model.py": "a temporary folder of this process",
     "language/models/mapped.py": "a temporary file of this process",
     "recipes/control.py": "source of an installed package",

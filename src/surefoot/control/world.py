@@ -187,6 +187,10 @@ class ControlWorld:
         """None: an agent writes no text."""
         return []
 
+    def try_longest(self, learner: Any) -> list[str]:
+        """Nothing: the steps of a batch all have one size."""
+        return []
+
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """How to replay these steps, for ``surefoot watch RUN --traced last``."""
         raw = self.collector.raw

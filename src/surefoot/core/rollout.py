@@ -288,6 +288,13 @@ class World(Protocol):
         """Parameter counts and the batch arithmetic, for a dry run."""
         ...
 
+    def try_longest(self, learner: Any) -> Sequence[str]:
+        """Train on the longest micro-batch before the first rollout, without a step, if memory may be short.
+
+        Returns lines to print. Raises SurefootError if the memory does not suffice.
+        """
+        ...
+
     def checkpoint_parts(self) -> dict[str, Any]:
         """The contents of a checkpoint that load without the run: weights, and what is needed to use them."""
         ...

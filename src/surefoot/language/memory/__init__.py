@@ -5,14 +5,13 @@ parameter also has a gradient (4) and Adam's two moments (8): 16 bytes, against 
 is 18 bytes (2, and 4 for the float32 copy) against 2. With adapters there is one frozen copy of the weights for all roles, and
 only adapters and heads are trained, in float32.
 
-**Memory of the phases** is counted by ``passes``. Phases come one after another, so the peak is the permanent memory plus the
-largest:
+**Memory of the phases** is arithmetic on the layers of a model (``passes``). Phases come one after another, so the peak is the
+permanent memory plus the largest:
 
 - *sampling*: the larger of reading all prompts at once, and the last token of all responses;
 - *scoring*: the largest of the passes of policy, reference and reward models, without gradient;
 - *learning*: a micro-batch forward and backward: activations kept for the backward pass, plus the largest temporary memory, a
-chunk
-  of logits or the gradients of one layer;
+  chunk of logits or the gradients of one layer;
 - *saving*: a checkpoint is written from copies of trained weights and Adam's moments, in the host's memory.
 
 Of several ranks, the estimate is that of one: its share of the rows and, with sharding, its part of every model plus what is
@@ -22,10 +21,8 @@ Not counted: Python and its libraries, temporary buffers of kernels, memory held
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
-from surefoot.core.algorithms import REINFORCE
 from surefoot.language.memory import passes
 from surefoot.language.memory.layout import (
     LOW_WEIGHT,
@@ -37,14 +34,13 @@ from surefoot.language.memory.layout import (
     whole_bytes,
 )
 from surefoot.language.memory.parameters import adapter_size, count_parameters, linear_sizes
-from surefoot.language.memory.passes import BatchShape, PassMemory, PassOptions
+from surefoot.language.memory.passes import BatchShape, PassOptions
 from surefoot.language.memory.roles import (
     GRADIENT,
     critic_in_updates,
     moment_bytes,
     on_device_and_host,
     permanent,
-    permanent_bytes,
 )
 from surefoot.language.memory.workload import PROMPT_BYTES, Workload, model_size
 from surefoot.language.rewards.model import BATCH_TOKENS
@@ -81,8 +77,6 @@ class Estimate:
 
     always: dict[str, dict[str, int]]
     phases: dict[str, PhaseMemory]
-    uncounted: tuple[str, ...] = field(default=())
-    """phases whose passes can't run on fake tensors; they count as 0"""
     host: dict[str, dict[str, int]] = field(default_factory=dict)
     """of ``always``, what offloading keeps in the memory of the CPU instead; it is not part of ``permanent``"""
 
@@ -107,14 +101,8 @@ class Estimate:
 
 
 def estimate(workload: Workload) -> Estimate:
-    """Estimate a run's memory. Takes about a second per phase."""
+    """Estimate a run's memory."""
     return _Estimator(workload).estimate()
-
-
-def quick_peak(workload: Workload) -> int:
-    """A lower bound of a run's peak: that of the phase which is quick to count, and for which few settings matter."""
-    more = _Estimator(workload).sampling().total if workload.kind == "language" else 0
-    return permanent_bytes(workload) + more
 
 
 class _Estimator:
@@ -124,9 +112,6 @@ class _Estimator:
         self.workload = workload.of_one_rank()
         self.each = LOW_WEIGHT if workload.low else WEIGHT
         """bytes of a gathered weight"""
-        switches = {"low": workload.low, "bf16": workload.bf16}
-        self.low: dict[str, Any] = {name: True for name, is_on in switches.items() if is_on}
-        self.failed: list[str] = []
 
     def estimate(self) -> Estimate:
         s = self.workload
@@ -144,11 +129,11 @@ class _Estimator:
         trained = sum(parts.get("gradients", 0) for parts in permanent(s).values()) // GRADIENT
         if s.quantize is not None:
             width = LOW_WEIGHT if s.bf16 or s.low_weights else WEIGHT
-            whole = {"weights of a layer": width * max(map(int, linear_sizes(s.policy).layers))}
+            whole = {"weights of a layer": width * max(linear_sizes(s.policy).layers)}
             phases = {name: with_parts(phase, whole) for name, phase in phases.items()}
         copies = PhaseMemory({"copies": WEIGHT * trained + moment_bytes(trained, s.low_moments)})
         phases["saving"] = with_parts(copies, critic_in_updates(s))
-        return Estimate(always, phases, tuple(self.failed), host)
+        return Estimate(always, phases, host)
 
     @cached_property
     def rollout(self) -> int:
@@ -160,24 +145,21 @@ class _Estimator:
 
     def learning(self) -> PhaseMemory:
         s = self.workload
+        read = s.micro(s.rows)
         if s.kind == "reward":
-            needed = self.counted(
-                "learning", lambda: passes.pair_learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows), s.sides)
-            )
+            needed = passes.pair_learning(s.policy, s.pass_options(), read, s.sides)
         else:
-            needed = self.counted("learning", lambda: passes.learning(s.policy, s.objective, s.pass_options(), s.micro(s.rows)))
+            needed = passes.learning(s.policy, s.pass_options(), read, s.sides)
         if s.mixed is not None:
-            read = s.at_once(s.mixed)
-            mixed = self.counted("learning", lambda: passes.learning(s.policy, REINFORCE, self._plain, read))
+            mixed = passes.learning(s.policy, self._plain, s.at_once(s.mixed))
             needed = max(needed, mixed, key=lambda passing: passing.peak)
         parts = {f"{role} activations": size for role, size in needed.kept.items()}
         copies = 0
         if s.rows < s.responses:
             copies = s.responses * (PROMPT_BYTES * s.prompt + BATCH_BYTES * s.response)
-        work = needed.peak - sum(needed.kept.values())
         if s.layout.sharded:
-            return self.sharded_learning(parts, work, copies)
-        return PhaseMemory({**parts, "logits and work": work, "batch": copies})
+            return self.sharded_learning(parts, needed.work, copies)
+        return PhaseMemory({**parts, "logits and work": needed.work, "batch": copies})
 
     def sharded_learning(self, kept: dict[str, int], work: int, batch: int) -> PhaseMemory:
         """The largest of three moments: after the forward pass, in the backward pass of the last layer, and at its end.
@@ -189,7 +171,7 @@ class _Estimator:
         # What a layer needs is known only together with the logits. It is about what it keeps, if it is not computed again.
         of_layer = work if s.checkpointing else min(work, sum(kept.values()) // max(1, models[0].count))
         in_layers = {**held_in_layers(models, self.each, reshard), **kept, "work": of_layer}
-        if s.micro(s.rows).rows >= s.rows * s.least_rows:  # a single pass: the step's gradients come only now
+        if s.micro(s.rows).rows >= s.rows:  # a single pass: the step's gradients come only now
             absent = {"gradients not yet made": 0 if s.layout.offloaded else -self.gradients}
             after_forward, in_layers = after_forward | absent, in_layers | absent
         moments = (after_forward, in_layers, held_at_the_end(models, self.each))
@@ -222,7 +204,7 @@ class _Estimator:
         """The reference scores answers; its weights are in memory only for that."""
         s = self.workload
         other, read = s.reference or s.policy, s.micro(s.rows)
-        needed = self.counted("scoring by the reference", lambda: passes.scoring(other, s.pass_options(value=False), read))
+        needed = passes.scoring(other, s.pass_options(value=False), read)
         copied = s.adapter is None or s.reference is not None
         parts = {"reference": s.layout.part(self.each * count_parameters(other).total) if copied else 0}
         return PhaseMemory({**parts, **self.layer_by_layer([model_size(other)]), "passes": needed.peak})
@@ -249,33 +231,30 @@ class _Estimator:
         width = LOW_WEIGHT if s.bf16 or s.rounded else WEIGHT
         rows = s.sampled or rows_that_fit(s.policy, s.prompt + s.max_tokens, width, s.memory)
         some, part = chunk_of(prompts, samples, rows)
-        read = self.counted("sampling", lambda: passes.prompt_reading(s.policy, some, s.prompt, s.adapter, **self.low))
-        shape = (some, part, s.prompt, s.max_tokens)
-        last = self.counted("sampling", lambda: passes.decoding(s.policy, *shape, s.temperature, s.adapter, **self.low))
+        options = replace(s.pass_options(), critic=None, value_role=False)
+        read = passes.prompt_reading(s.policy, options, some, s.prompt)
+        last = passes.decoding(s.policy, options, some, part, s.prompt, s.max_tokens)
         batch = prompts * samples * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens)
         if read.peak > last.peak:
             return PhaseMemory({"reading prompts": read.peak, "batch": batch})
-        return PhaseMemory({**last.kept, "logits and work": last.peak - sum(last.kept.values()), "batch": batch})
+        return PhaseMemory({**last.kept, "logits and work": last.work, "batch": batch})
 
     def scoring(self) -> PhaseMemory:
         s = self.workload
         read = s.micro(max(s.responses, s.evaluated))
         held = {"batch": self.rollout, **({"earlier rounds": s.held} if s.held else {})}
         needs: list[tuple[list[ModelSize], int]] = []
-        own = self.counted("scoring", lambda: passes.scoring(s.policy, s.pass_options(), read)).peak
+        own = passes.scoring(s.policy, s.pass_options(), read).peak
         needs += [(self.trained_models, own + self.brought("value"))]
         if s.reference is not None and s.reference is not s.policy:
-            other = s.reference
-            peak = self.counted("scoring", lambda: passes.scoring(other, s.pass_options(value=False), read)).peak
-            needs.append(([model_size(other)], peak + self.brought("reference")))
+            peak = passes.scoring(s.reference, s.pass_options(value=False), read).peak
+            needs.append(([model_size(s.reference)], peak + self.brought("reference")))
         texts = BatchShape(min(max(s.responses, s.evaluated), max(1, BATCH_TOKENS // s.width)), s.width, 0)
         rewards = [model_size(config, head=False) for config in s.rewards]  # gathered all together
         for config in s.rewards:
-            count = partial(passes.reward_scoring, config, texts, **self.low)
-            needs.append((rewards, self.counted("scoring", count).peak + self.brought("reward")))
-        for adapter in s.reward_adapters:
-            count = partial(passes.reward_scoring, s.policy, texts, adapter, **self.low)
-            peak = self.counted("scoring", count).peak + self.brought("reward")
+            needs.append((rewards, passes.reward_scoring(config, s.pass_options(), texts).peak + self.brought("reward")))
+        for _ in s.reward_adapters:
+            peak = passes.reward_scoring(s.policy, s.pass_options(), texts).peak + self.brought("reward")
             needs.append(([*rewards, *self.trained_models[:1]], peak))
         phases = [PhaseMemory({**self.whole(*models), "passes": peak, **held}) for models, peak in needs]
         return max(phases, key=lambda phase: phase.total)
@@ -289,30 +268,18 @@ class _Estimator:
     def evaluating(self) -> PhaseMemory:
         s = self.workload
         read = s.micro(min(s.rows, s.evaluated))
-        if s.kind == "reward":
-            needed = self.counted("evaluating", lambda: passes.reward_scoring(s.policy, read, s.adapter, **self.low))
-        else:
-            needed = self.counted("evaluating", lambda: passes.scoring(s.policy, s.pass_options(), read))
+        count = passes.reward_scoring if s.kind == "reward" else passes.scoring
+        needed = count(s.policy, s.pass_options(), read)
         return PhaseMemory({**self.layer_by_layer(self.trained_models), "passes": needed.peak})
 
     def demonstration_scoring(self) -> PhaseMemory:
         """The likelihood of demonstrations, as in SFT, without a critic."""
         s = self.workload
         read = s.at_once(s.demonstrated, s.rows)
-        needed = self.counted("evaluating", lambda: passes.scoring(s.policy, self._plain, read))
+        needed = passes.scoring(s.policy, self._plain, read)
         return PhaseMemory({**self.whole(*self.trained_models), "passes": needed.peak})
 
     @property
     def _plain(self) -> PassOptions:
         """Options of the policy in SFT."""
-        return replace(self.workload.pass_options(), critic=None, head=False, value_role=False, temperature=1.0)
-
-    def counted(self, phase: str, count: Any) -> PassMemory:
-        """A pass; 0, with the phase marked as uncounted, for a family whose layers read tensor data."""
-        try:
-            memory: PassMemory = count()
-        except Exception:
-            if phase not in self.failed:
-                self.failed.append(phase)
-            return PassMemory((0,))
-        return memory
+        return replace(self.workload.pass_options(), critic=None, value_role=False)

@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
+from surefoot.core.learner import Learner
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
 from surefoot.language.language_model import model_folder
 from surefoot.language.memory import Estimate, estimate
 from surefoot.language.memory.layout import Layout
-from surefoot.language.memory.parameters import count_parameters, layer_count
 from surefoot.language.memory.passes import BatchShape
-from surefoot.language.memory.roles import critic_in_updates, host_bytes, on_device_and_host, permanent, permanent_bytes
+from surefoot.language.memory.probe import measured_work
+from surefoot.language.memory.roles import host_bytes, on_device_and_host, permanent, permanent_bytes
 from surefoot.language.memory.savings import alternatives, is_whole
-from surefoot.language.memory.workload import Workload, unquantised, with_prompts, with_ranks
+from surefoot.language.memory.workload import Workload, family_note, unknown_families, unquantised, with_prompts, with_ranks
 from surefoot.language.models.adapter_files import BASE, adapter_folder
 from surefoot.language.models.adapters import is_print_of
 from surefoot.language.models.loading import load_config
-from surefoot.language.models.policy import CHUNK
-from surefoot.language.rewards.model import BATCH_TOKENS
 from surefoot.ranks.collectives import exchange, world_size
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.models import AdapterSettings, ModelRecipe
@@ -39,9 +39,12 @@ from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SupervisedRecip
 from surefoot.sharding import ranks_per_machine
 
 Measure = Callable[[Workload], int]
+MicroBatch = tuple[Any, Tensor, Tensor]
 
 TOLERANCE = 0.15
 """largest error of the passes' bytes; docs/benchmarks/memory.md has the measurements"""
+UNKNOWN_TOLERANCE = 0.5
+"""the same of families that are read as a Llama"""
 
 
 class MemoryCheck:
@@ -56,6 +59,8 @@ class MemoryCheck:
         self.available = available_to_a_rank(recipe.device) if recipe.check_memory else None
         self.full: Workload | None = None
         """the workload with the longest rows, once they are known"""
+        self.certain = False
+        """whether those rows are certainly read"""
         if self.workload is None or self.available is None:
             return
         need = permanent_bytes(self.workload)
@@ -91,22 +96,53 @@ class MemoryCheck:
             return []
         watched, trained = (None if rows is None else BatchShape(*rows) for rows in (demonstrated, mixed))
         full = replace(self.workload, prompt=prompt, response=most, evaluated=evaluated, demonstrated=watched, mixed=trained)
-        self.full = full
-        if upper_bound(full) <= self.available:
-            return []
-        least = replace(full, prompt=max(1, prompt // together), response=response, rounds=1)
-        lower = estimate(least)
-        if least_needed(lower) > self.available:
-            self._reject(least, running_peak(lower), f"({peak_text(lower)})", lambda other: running_peak(estimate(other)))
+        self.full, self.certain = full, response == most and together == 1
         whole = estimate(full)
         if whole.peak <= self.available:
             return []
+        least = replace(full, prompt=max(1, prompt // together), response=response, rounds=1)
+        lower = estimate(least)
+        if least_needed(lower, UNKNOWN_TOLERANCE if unknown_families(least) else TOLERANCE) > self.available:
+            self._reject(least, running_peak(lower), f"({peak_text(lower)})", lambda other: running_peak(estimate(other)))
         setting, _ = self._best_setting(full, lambda other: estimate(other).peak)
         helps = f"; {setting} would help" if setting else ""
         return [
             f"memory: may need {readable(whole.peak)}{self._each} ({whole.worst}), and {readable(self.available)} are "
-            f"available{helps}"
+            f"available{helps}",
+            *([note] if (note := family_note(full)) else []),
         ]
+
+    def try_longest(self, learner: Learner, longest: Callable[[BatchShape], MicroBatch]) -> list[str]:
+        """Train on the longest micro-batch, without a step, if the plan takes more than half of the available memory.
+
+        longest   makes it: inputs, actions and mask
+
+        Not on a CPU if the plan exceeds the memory, where it could end the run. Returns a line if the run needs more than is
+        available. Raises SurefootError if it certainly does.
+        """
+        full, device = self.full, self.recipe.device
+        if full is None or self.available is None:
+            return []
+        planned, one = estimate(full), full.of_one_rank()
+        peak = running_peak(planned)
+        if 2 * peak <= self.available or (peak > self.available and not device.startswith("cuda")):
+            return []
+        try:
+            work = measured_work(learner, *longest(one.micro(one.rows)), device=device)
+        except torch.OutOfMemoryError:
+            work = self.available
+        if work is None:
+            return []
+        absent = sum(parts.get("gradients", 0) for parts in planned.always.values()) if full.layout.sharded else 0
+        needed = planned.permanent - absent + work + planned.phases["learning"].parts["batch"]
+        shown = f"{readable(needed)}{self._each} while learning, by a pass of the longest micro-batch"
+        if needed <= self.available:
+            return [f"memory: {shown}; {readable(self.available)} were available"]
+        setting, _ = self._best_setting(full, lambda other: running_peak(estimate(other)))
+        line = f"memory: needs {shown}, and {readable(self.available)} were available"
+        if self.certain:
+            raise SurefootError(f"{line}; set {setting or 'a smaller model'}, or check_memory = false to try anyway")
+        return [f"{line}; {setting} would help" if setting else line]
 
     def summary(self) -> list[str]:
         """Lines for a dry run: the peak, its phase, and the available memory."""
@@ -117,6 +153,7 @@ class MemoryCheck:
             f"memory: {readable(running_peak(whole))}{self._each} at its peak ({peak_text(whole)}), {readable(self.available)} "
             "available"
         ]
+        lines += [note] if (note := family_note(self.full)) else []
         if whole.host:
             lines.append(f"memory of the CPU: {readable(host_bytes(whole.host))}{self._each}, because of offload")
         return lines
@@ -145,7 +182,7 @@ class MemoryCheck:
         raise SurefootError(
             f"memory: this run needs {readable(need)}{self._each} {what}, and device={self.recipe.device!r} has "
             f"{readable(self.available)} available{' for each' if self._each else ''}; {remedy}, or check_memory = false to "
-            "try anyway"
+            f"try anyway{f' ({note})' if (note := family_note(workload)) else ''}"
         )
 
     def _best_setting(self, workload: Workload, measure: Measure) -> tuple[str, int]:
@@ -256,7 +293,6 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         reference=reference,
         rewards=tuple(model for name in names if name not in adapters and _is_decoder(model := config(name))),
         reward_adapters=tuple(adapters[name] for name in names if name in adapters),
-        temperature=recipe.sampling.temperature,
         idle=recipe.idle_roles,
         rows=recipe.responses // (reuse.minibatches if reuse else 1),
         responses=recipe.responses,
@@ -322,9 +358,9 @@ def running_peak(estimated: Estimate) -> int:
     return max(estimated.at(phase) for phase in estimated.phases if phase != "saving")
 
 
-def least_needed(estimated: Estimate) -> int:
-    """A lower bound of a run's bytes: the passes may be overestimated by ``TOLERANCE``."""
-    return estimated.permanent + int((1 - TOLERANCE) * (running_peak(estimated) - estimated.permanent))
+def least_needed(estimated: Estimate, tolerance: float = TOLERANCE) -> int:
+    """A lower bound of a run's bytes: the passes may be overestimated by ``tolerance``."""
+    return estimated.permanent + int((1 - tolerance) * (running_peak(estimated) - estimated.permanent))
 
 
 def peak_text(estimated: Estimate) -> str:
@@ -336,31 +372,6 @@ def peak_text(estimated: Estimate) -> str:
 def readable(count: float) -> str:
     """Bytes as text, with 10⁹ bytes to the GB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
-
-
-def upper_bound(workload: Workload) -> int:
-    """An upper bound of a run's bytes, without counting passes: 40 numbers per token, layer and unit of width (a Llama has 10
-    to 25, attention scores included), and a few times all logits that are held.
-    """
-    largest = 0
-    for config in {
-        id(c): c for c in (workload.policy, workload.critic, workload.reference, *workload.rewards) if c is not None
-    }.values():
-        text, counts, layers = config.get_text_config(), count_parameters(config), layer_count(config)
-        wide = max(counts.width, int(getattr(text, "intermediate_size", 0) or 4 * counts.width))
-        heads = int(getattr(text, "num_attention_heads", 1) or 1)
-        learned, width = (
-            workload.micro(max(workload.rows, workload.evaluated)),
-            workload.prompt + max(workload.response, workload.max_tokens),
-        )
-        texts = workload.responses + workload.evaluated
-        tokens = 2 * learned.rows * width + texts * width + BATCH_TOKENS
-        demonstrated, mixed = workload.at_once(workload.demonstrated, workload.rows), workload.at_once(workload.mixed)
-        tokens += demonstrated.rows * demonstrated.width + 2 * mixed.rows * mixed.width
-        each = layers * (40 * wide + 8 * heads * width)
-        logits = 8 * (texts * counts.vocabulary + CHUNK) + 8 * counts.total  # and as much for weights that are gathered
-        largest += 4 * (tokens * each + logits)
-    return permanent_bytes(workload) + sum(critic_in_updates(workload).values()) + largest + workload.held
 
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")

@@ -14,12 +14,21 @@ from rich.text import Text
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers, require_transformers
 from surefoot.language.language_model import model_folder
-from surefoot.language.memory import Estimate, estimate, quick_peak
+from surefoot.language.memory import Estimate, estimate
 from surefoot.language.memory.check import peak_text, readable, running_peak
 from surefoot.language.memory.parameters import count_parameters, layer_count
 from surefoot.language.memory.roles import host_bytes, permanent_bytes
 from surefoot.language.memory.savings import alternatives, is_whole
-from surefoot.language.memory.workload import Value, Workload, can_quantise, with_adapters, with_prompts, with_ranks
+from surefoot.language.memory.workload import (
+    Value,
+    Workload,
+    can_quantise,
+    family_note,
+    unknown_families,
+    with_adapters,
+    with_prompts,
+    with_ranks,
+)
 from surefoot.language.models.loading import check_causal, load_config, read_only_config
 from surefoot.recipes.models import AdapterSettings
 
@@ -87,7 +96,7 @@ def cheapest(workload: Workload) -> dict[int, Fit | None]:
         largest = max((card * 1e9 for card, fit in fits_by_card.items() if fit is None), default=0)
         if not largest:
             break
-        if permanent_bytes(other) <= largest and quick_peak(other) <= largest:
+        if permanent_bytes(other) <= largest:
             needed = estimate(other)
             fits_by_card |= {card: (names, needed) for card in fits(needed) if fits_by_card[card] is None}
     return fits_by_card
@@ -148,7 +157,7 @@ def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if not workload.checkpointing:
         yield "gradient checkpointing", replace(workload, checkpointing=True)
     tokens = workload.width * workload.sides
-    if workload.micro(workload.rows).rows > workload.least_rows:
+    if workload.micro(workload.rows).rows > 1:
         yield f"micro-batches of one row ({tokens} tokens)", replace(workload, micro_batch_tokens=tokens)
 
 
@@ -260,7 +269,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "peak": running_peak(needed),
         "peak_with_saving": needed.peak,
         "fits": fits(needed),
-        "uncounted": list(needed.uncounted),
+        "read_as_llama": unknown_families(s),
         "cheapest": {
             str(card): None if fit is None else {"settings": list(fit[0]), "peak": running_peak(fit[1])}
             for card, fit in plan.cheapest.items()
@@ -284,8 +293,8 @@ def tables(plan: MemoryPlan) -> Iterator[Text | Table]:
     yield _card_table(plan)
     yield _role_table(plan.estimate)
     yield _phase_table(plan.estimate)
-    if plan.estimate.uncounted:
-        yield Text(f"not counted for this family: {', '.join(plan.estimate.uncounted)} (shown as 0)", style="yellow")
+    if note := family_note(s):
+        yield Text(note, style="yellow")
     yield _variant_table(plan)
     if s.kind == "language":
         yield _textbook_table(plan)

@@ -102,7 +102,7 @@ def _base_bytes(workload: Workload, parameters: int, each: int) -> dict[str, int
     if workload.quantize == "int8":
         low = linear.weights + WEIGHT * linear.rows
     else:
-        low = sum(count * _nf4_bytes(int(size)) for size, count in linear.layers.items())
+        low = sum(count * _nf4_bytes(size) for size, count in linear.layers.items())
     return {"weights": each * (parameters - linear.weights) + low}
 
 

@@ -16,7 +16,7 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if not workload.checkpointing:
         yield "gradient_checkpointing = true", replace(workload, checkpointing=True)
     learned = workload.micro(workload.rows)
-    if learned.rows > workload.least_rows:
+    if learned.rows > 1:
         tokens = workload.width * workload.sides
         yield f"optimizer.micro_batch_tokens = {tokens}", replace(workload, micro_batch_tokens=tokens)
     lower = replace(workload, bf16=False, low_weights=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from surefoot.core.algorithms import Objective
 from surefoot.language.memory.layout import SINGLE, Layout, ModelSize
 from surefoot.language.memory.parameters import ParameterCounts, count_parameters, layer_count, linear_sizes
-from surefoot.language.memory.passes import BatchShape, PassOptions
+from surefoot.language.memory.passes import KNOWN, BatchShape, PassOptions
 from surefoot.language.models.policy import positions_at_once
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class Workload:
     low_moments: bool = False
     """Adam's moments in 8 bits"""
     checkpointing: bool = False
-    temperature: float = 1.0
     rows: int = 16
     """rows of a minibatch"""
     responses: int = 64
@@ -76,7 +75,7 @@ class Workload:
     adapter: "AdapterSettings | None" = None
     """the adapter trained on frozen weights that all roles share, except a separate ``reference``"""
     quantize: Literal["int8", "nf4"] | None = None
-    """of the base of adapters; ``adapter`` is without it, since passes are counted alike"""
+    """of the base of adapters; ``adapter`` is without it"""
     reward_adapters: "tuple[AdapterSettings, ...]" = ()
     """reward models that are adapters of the same base"""
     idle: tuple[str, ...] = ()
@@ -116,11 +115,6 @@ class Workload:
             mixed=None if self.mixed is None else replace(self.mixed, rows=share(self.mixed.rows)),
         )
 
-    @property
-    def least_rows(self) -> int:
-        """Rows of the smallest micro-batch: the answers of one row, if a pass has them below each other."""
-        return self.sides if self.kind == "dpo" else 1
-
     def at_once(self, rows_of: BatchShape | None, batch: int | None = None) -> BatchShape:
         """The micro-batch of demonstrations, of which ``batch`` are padded together."""
         whole = rows_of or BatchShape(0, 1, 0)
@@ -135,32 +129,41 @@ class Workload:
         return (self.rounds - 1) * self.responses * (PROMPT_BYTES * self.prompt + HELD_BYTES * self.max_tokens)
 
     def micro(self, rows: int) -> BatchShape:
-        """The micro-batch for this many rows of full length."""
+        """The micro-batch for this many rows of full length; in DPO of each side."""
         read = self.width * self.sides
         if self.micro_batch_tokens is not None:
             rows = min(rows, max(1, self.micro_batch_tokens // max(1, read)))
-        rows = min(rows, self.micro_batch or rows) * self.least_rows
+        rows = min(rows, self.micro_batch or rows)
         return BatchShape(rows, self.width, 0 if self.kind == "reward" else self.response)
 
     def pass_options(self, value: bool = True) -> PassOptions:
         """Options of the policy's passes; without ``value``, those of the reference."""
-        vocabulary = max(1, count_parameters(self.policy).vocabulary)
         apart = self.value == "own" and value and self.adapter is None
         own = (self.critic or self.policy) if apart else None
         role = self.value == "own" and value and self.adapter is not None
         return PassOptions(
-            own,
-            self.value == "head" and value,
-            self.bf16,
-            self.checkpointing and value,
-            positions_at_once(vocabulary),
-            self.temperature,
-            self.adapter if value else None,
-            role,
-            self.low,
-            self.rounded,
-            self.layout.sharded,
+            critic=own,
+            bf16=self.bf16 and not self.low,
+            checkpointing=self.checkpointing and value,
+            chunk=positions_at_once(max(1, count_parameters(self.policy).vocabulary)),
+            adapter=self.adapter if value else None,
+            value_role=role,
+            low=self.low,
+            rounded=self.rounded,
+            quantised=self.quantize is not None,
         )
+
+
+def unknown_families(workload: Workload) -> list[str]:
+    """The families of the workload's models whose layers are read as those of a Llama."""
+    configs = [workload.policy, workload.critic, workload.reference, *workload.rewards]
+    return sorted({kind for each in configs if each is not None and (kind := each.get_text_config().model_type) not in KNOWN})
+
+
+def family_note(workload: Workload) -> str:
+    """A line about those families; empty if all are known."""
+    kinds = ", ".join(unknown_families(workload))
+    return kinds and f"memory: layers of {kinds} are read as those of a Llama, so their activations may be other ones"
 
 
 def can_quantise(workload: Workload) -> bool:

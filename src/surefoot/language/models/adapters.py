@@ -291,6 +291,11 @@ class DropoutGenerator:
         self._seed = derived_seed(self.seed, "batch", iteration, faults, rank())
         self._generator: torch.Generator | None = None
 
+    def replace_generator(self, generator: torch.Generator | None) -> torch.Generator | None:
+        """Draw from another generator from now on; None: from a new one. Returns the one before."""
+        before, self._generator = self._generator, generator
+        return before
+
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator; always on the same device."""
         if self._generator is None:

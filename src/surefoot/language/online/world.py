@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from surefoot.core.learner import Learner
 from surefoot.core.rollout import EvaluationReport, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
@@ -33,6 +35,7 @@ from surefoot.language.language_model import (
     save_result,
 )
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length
+from surefoot.language.memory.passes import BatchShape
 from surefoot.language.metrics import distinct_n, eos_rate, mean_log_likelihood
 from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, reward_role, trained_weights
 from surefoot.language.models.adapters import VALUE, RoleTrunk, SharedBase, weights_hash
@@ -516,6 +519,18 @@ class LanguageWorld:
             turns=None if responses.conversations is None else [len(one.turns) for one in responses.conversations],
             rows=responses.rows(columns),
         )
+
+    def try_longest(self, learner: Learner) -> list[str]:
+        """Train on rows of the longest prompts and responses; see ``MemoryCheck``."""
+        return self.memory.try_longest(learner, self._longest)
+
+    def _longest(self, shape: BatchShape) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """A micro-batch of this shape, in which every row begins with another prompt."""
+        prompts = torch.zeros(shape.rows, shape.width - shape.decisions, dtype=torch.long, device=self.recipe.device)
+        prompts[:, 0] = torch.arange(shape.rows) % self.policy.readout.vocabulary
+        actions = prompts.new_zeros(shape.rows, shape.decisions)
+        inputs = {"prompt": prompts, "prompt_mask": torch.ones_like(prompts, dtype=torch.bool)}
+        return inputs, actions, torch.ones_like(actions, dtype=torch.bool)
 
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text, and the β of the KL penalty."""

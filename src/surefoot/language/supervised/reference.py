@@ -37,7 +37,7 @@ class ReferenceLogProbs:
     """
 
     def __init__(self, rows: Rows, compute: Callable[[RowTensors, int], Tensor], read: Iterable[int]) -> None:
-        self._plain, self._compute, self._read = rows.tensors, compute, frozenset(read)
+        self.plain, self._compute, self._read = rows.tensors, compute, frozenset(read)
         self._values = torch.full((rows.count, 2), torch.nan)
         self._known = torch.zeros(rows.count, dtype=torch.bool)
         rows.tensors = self.tensors
@@ -58,12 +58,12 @@ class ReferenceLogProbs:
         wanted, self._read = torch.tensor(sorted(self._read.union(rows)), dtype=torch.long), frozenset()
         missing = wanted[~self._known[wanted]].tolist()
         if missing:
-            self._values[missing] = self._compute(lambda some: self._plain([missing[n] for n in some]), len(missing)).cpu()
+            self._values[missing] = self._compute(lambda some: self.plain([missing[n] for n in some]), len(missing)).cpu()
             self._known[missing] = True
 
     def tensors(self, rows: Sequence[int]) -> Batch:
         """The rows with their reference log-probabilities."""
-        inputs, actions, mask = self._plain(rows)
+        inputs, actions, mask = self.plain(rows)
         self._make(rows)
         return {**inputs, REFERENCE: self._values[list(rows)]}, actions, mask
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surefoot.core.learner import Learner
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
 from surefoot.errors import SurefootError
 from surefoot.language.blocks import compile_blocks, eager_blocks
@@ -31,6 +32,7 @@ from surefoot.language.language_model import (
     save_result,
 )
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length
+from surefoot.language.memory.passes import BatchShape
 from surefoot.language.metrics import loses_chosen, mean_log_likelihood
 from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, trained_weights
 from surefoot.language.models.adapters import DropoutGenerator
@@ -41,9 +43,9 @@ from surefoot.language.models.placement import place, shard_role, sharding_of
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.lengths import check_length
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
-from surefoot.language.supervised.demonstrations import Rows, batches, demonstration_rows, row_log_probs
-from surefoot.language.supervised.labels import KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
-from surefoot.language.supervised.preferences import DpoPolicy, dpo_rows, pair_rows, trained_tokens
+from surefoot.language.supervised.demonstrations import Batch, Rows, batches, demonstration_rows, row_log_probs
+from surefoot.language.supervised.labels import BASELINE, KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
+from surefoot.language.supervised.preferences import REFERENCE, DpoPolicy, dpo_rows, pair_rows, trained_tokens
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
 from surefoot.language.supervised.steps import StepPolicy, step_rows, step_scores
 from surefoot.ranks.collectives import check_device, exchanging, sum_count
@@ -332,6 +334,20 @@ class SupervisedWorld:
     def samples(self) -> list[dict[str, Any]]:
         """None: nothing is sampled."""
         return []
+
+    def try_longest(self, learner: Learner) -> list[str]:
+        """Train on the longest rows; see ``MemoryCheck``."""
+        return self.memory.try_longest(learner, self._longest)
+
+    def _longest(self, shape: BatchShape) -> Batch:
+        """The longest rows, with zeros in place of what models score."""
+        rows, tensors = self.collector.rows, self.collector.rows.tensors if self.reference is None else self.reference.plain
+        longest = sorted(range(rows.count), key=lambda row: rows.lengths[row], reverse=True)[: shape.rows]
+        inputs, actions, mask = tensors(longest)
+        if self.reference is not None:
+            inputs = {**inputs, REFERENCE: torch.zeros(len(longest), 2), BASELINE: torch.zeros(len(longest))}
+        made: Batch = map_tensors(lambda x: x.to(self.recipe.device), (inputs, actions, mask))
+        return made
 
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Prompt and tokens as text; nothing for a choice between two answers."""

@@ -221,6 +221,7 @@ class Session:
             with self.signals, announced(self.message), arithmetic(self.recipe):
                 self._publish_initial_samples()
                 self._write_missing_best()
+                self._try_memory()
                 self._begin_profile()
                 if not self._finish_pending():
                     self._train()
@@ -242,6 +243,12 @@ class Session:
                 closing.callback(self._close_saver)
                 if self.profile is not None:
                     closing.callback(self.profile.close)
+
+    def _try_memory(self) -> None:
+        """Train on the longest micro-batch, if memory may be short; all ranks have the same lines."""
+        for line in self.world.try_longest(self.learner):
+            if rank() == 0:
+                self.message(line)
 
     def _close_saver(self) -> None:
         """Wait for the last checkpoint, and show an error in writing it."""
