@@ -56,8 +56,6 @@ def _cpu() -> str:
 
 def read(experiment: Path) -> dict[str, Result]:
     """The finished cells of an experiment by name, sorted; none before the first."""
-    if experiment.is_dir() and (files := sorted(experiment.glob("*.json"))):  # a file each
-        return {each.stem: json.loads(each.read_text("utf-8")) for each in files}
     file = experiment.with_name(f"{experiment.name}.jsonl")
     return dict(_lines(file, file.stat().st_mtime_ns)) if file.exists() else {}
 

@@ -85,12 +85,6 @@ SENTENCES: list[tuple[str, str, dict[str, Any], str]] = [
         {**CONTROL, "algorithm": "REINFORCE", "rollout": {"backend": "native"}},
         "rollout.backend='native': can't collect whole episodes",
     ),
-    (
-        "log-to-trackers",
-        "so `group` and `kind` can't be `tracking.tags`",
-        {**CONTROL, "trackers": ["mlflow"], "tracking": {"tags": {"kind": "x"}}},
-        "tracking.tags",
-    ),
 ]
 
 
