@@ -15,8 +15,9 @@ from surefoot.cli import lasting_imports
 from surefoot.cli.main import COMMANDS, cli, fail
 from surefoot.cli.options import changes_from
 from surefoot.demos import command_here
+from surefoot.files import parse_value
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import make_recipe, merge_tables, parse_value
+from surefoot.recipes.reading import make_recipe, merge_tables
 from surefoot.terminal import LOG_COLUMNS
 
 

@@ -10,7 +10,7 @@ import surefoot
 from surefoot import Callback, Interrupted, SurefootError
 from surefoot.control.world import ControlWorld
 from surefoot.diagnostics.metrics import TIMING
-from surefoot.runs.session.saving import CheckpointWriter
+from surefoot.runs.session.saving import Saver
 from surefoot.store.metrics import read_metrics
 
 FIELDS = {
@@ -77,13 +77,13 @@ def test_a_run_whose_export_fails_has_failed(tmp_path, monkeypatch):
 
 def test_a_run_that_is_interrupted_while_it_waits_for_its_last_checkpoint_ends_for_every_listener(tmp_path, monkeypatch):
     """Otherwise their threads, processes and files would stay."""
-    close = CheckpointWriter.close
+    close = Saver.close
 
-    def interrupted(writer):
-        close(writer)
+    def interrupted(saver):
+        close(saver)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(CheckpointWriter, "close", interrupted)
+    monkeypatch.setattr(Saver, "close", interrupted)
     diary = Diary()
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, diary)

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from surefoot import SurefootError
 from surefoot.control.agent import Agent
-from surefoot.files import read_json, read_table, read_toml, steps_named
+from surefoot.files import parse_value, read_json, read_table, read_toml, steps_named
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import parse_value
 from surefoot.runs import api
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.store.manifest import MANIFEST, fault_of

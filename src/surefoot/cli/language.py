@@ -32,7 +32,7 @@ from surefoot.cli.options import (
 from surefoot.cli.output import echo, echo_json, echo_result
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
-from surefoot.recipes.reading import parse_value
+from surefoot.files import parse_value
 from surefoot.terminal import is_terminal
 
 if TYPE_CHECKING:

@@ -17,9 +17,7 @@ from click.shell_completion import CompletionItem
 from surefoot.core.algorithms import ALGORITHMS, MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
-from surefoot.files import RUNS
-from surefoot.recipes.base import BOOLEAN_WORDS
-from surefoot.recipes.reading import parse_value
+from surefoot.files import BOOLEAN_WORDS, RUNS, parse_value
 
 TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
 """recipe fields whose types need no explanation"""

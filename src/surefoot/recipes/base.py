@@ -16,8 +16,6 @@ from surefoot.core.algorithms import MAX_COUNT, MAX_LENGTH, Objective
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError, did_you_mean
 
-BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-"""texts that are a boolean"""
 # The upper bounds are far beyond any use; they catch typing errors before memory or time runs out.
 Steps = Annotated[int, Field(ge=1, le=1_000_000_000_000_000)]
 """of a budget, or between two events"""

@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field
 
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
+from surefoot.files import BOOLEAN_WORDS
 from surefoot.recipes.base import (
-    BOOLEAN_WORDS,
     Cores,
     Count,
     EvaluationSettings,

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from surefoot.core.algorithms import MAX_LENGTH
 from surefoot.errors import SurefootError
-from surefoot.recipes.base import BOOLEAN_WORDS, EvaluationSettings, OptimizerSettings, Recipe, Section, Width, names_in
+from surefoot.files import BOOLEAN_WORDS
+from surefoot.recipes.base import EvaluationSettings, OptimizerSettings, Recipe, Section, Width, names_in
 
 
 class LanguageEvaluation(EvaluationSettings):

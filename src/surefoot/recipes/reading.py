@@ -18,7 +18,6 @@ from surefoot.core.algorithms import (
     switches_that_are_on,
 )
 from surefoot.errors import SurefootError, did_you_mean
-from surefoot.files import parsed
 from surefoot.recipes.base import Recipe, none_to_text
 from surefoot.recipes.base import to_table as to_table
 from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE, SYMMETRY
@@ -75,14 +74,6 @@ OTHER_LIBRARIES = {
 
 
 # ---- from tables to a recipe ------------------------------------------------------------------------------------------
-
-
-def parse_value(text: str) -> Any:
-    """The value of a flag, read as TOML (0.9, true, [64, 64]); a bare word is a string."""
-    try:
-        return parsed(f"value = {text}", tomllib.loads)["value"]
-    except ValueError:
-        return text
 
 
 def make_recipe(table: Mapping[str, Any]) -> Recipe:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
+from surefoot.files import parse_value
 from surefoot.language.calls import DeadlineExceeded, with_deadline
 from surefoot.language.data.steps import split_steps
 from surefoot.language.data.tokens import Tokens
@@ -40,7 +41,6 @@ from surefoot.language.rewards.scores import (
 )
 from surefoot.language.rewards.signatures import signature_of
 from surefoot.recipes.callables import Functions, find_function, import_object, term_field
-from surefoot.recipes.reading import parse_value
 from surefoot.recipes.rewards import RewardTerm, term_error, term_from_text
 
 

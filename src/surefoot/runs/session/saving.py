@@ -2,11 +2,11 @@
 
 Training copies what it saves (``take_snapshot``) and goes on. The thread writes the copies, flushes them and renames the folder
 last; with sharded models every rank's thread writes its shards first, and they exchange whether that worked. An error of the
-thread is raised by ``finished``, ``wait`` or the next ``begin``.
+thread is raised by ``report``, ``wait`` or the next ``copy``.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -43,44 +43,106 @@ class Writing:
     shards: RankShards | None = None
 
 
-class CheckpointWriter:
-    """The thread of one rank.
+class Saver:
+    """The checkpoints of a run that are copied or being written. All ranks call the same methods.
 
-    rank   its number
-    group  the ranks, for exchanges of the threads, if models are sharded
+    on_disk   called with the folder of each checkpoint that has been written
+    sharded   whether every rank writes its own part of a checkpoint
     """
 
-    def __init__(self, rank: int = 0, group: Any = None) -> None:
-        self.rank, self.group = rank, group
+    def __init__(self, on_disk: Callable[[Path], None], sharded: bool = False) -> None:
+        self.on_disk, self.sharded = on_disk, sharded
+        self.rank, self.group = rank(), thread_group(rank_timeout()) if sharded else None
+        """the number of this rank, and the ranks, for exchanges of the threads"""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[list[Path]] | None = None
+        self.copies: list[Writing] = []
+        """of this iteration, whose end begins to write them"""
+        self.reads_back = True
+        """whether the next checkpoint to resume from is the first, which is read back before the run goes on"""
+        self.waits = False
 
-    def begin(self, writings: Sequence[Writing]) -> None:
-        """Write checkpoints in this order. Those begun before have been collected by ``finished`` or ``wait``."""
-        assert self._future is None, "one at a time"
-        self._future = self._pool.submit(self._write, list(writings))
+    def copy(
+        self,
+        folder: Path | None,
+        parts: Callable[[], dict[str, Any]],
+        clean: Callable[[Path], None],
+        metrics: MetricsFile | None = None,
+        resumable: bool = False,
+    ) -> None:
+        """Copy the parts of a checkpoint, once the one before is on the disk. ``write`` begins to write the copy.
 
-    def finished(self) -> list[Path]:
-        """The checkpoints on the disk that are not reported yet; none while the thread is writing.
-
-        Raises the thread's error.
+        folder    of the checkpoint; None on a rank that does not commit it
+        clean     removes what it replaces
+        metrics   the rows that it continues
+        resumable   whether runs resume from it; the first such checkpoint of a process is read back
         """
-        return self.wait() if self._future is not None and self._future.done() else []
+        with together():
+            self._report()
+            own = parts() if folder is not None or self.sharded else {}
+        place, commit, shards = folder, None, None
+        everyone: list[RankShards] = []
+        if self.sharded:
+            place = from_first(None if folder is None else folder.absolute())
+            with together():
+                if folder is not None:
+                    shutil.rmtree(shards_folder(folder), ignore_errors=True)
+                    shards_folder(folder).mkdir(parents=True)
+                shards = shards_of_rank(own, rank())
+            everyone = exchange(RankShards({name: {} for name in shards.files}, shards.pieces))
+        with together():
+            if folder is not None:
+                snapshot = take_snapshot(own, everyone, None if metrics is None else metrics.fingerprint())
+                commit = partial(_commit, folder, snapshot, metrics, clean, resumable and self.reads_back)
+        self.waits = self.waits or (resumable and self.reads_back)
+        self.reads_back = self.reads_back and not resumable
+        if place is not None:
+            self.copies.append(Writing(place, commit, shards))
 
-    def wait(self) -> list[Path]:
-        """The same after waiting for the thread."""
-        future, self._future = self._future, None
-        return [] if future is None else future.result()
+    def write(self) -> None:
+        """Begin to write the copies; wait for the first checkpoint, which is read back."""
+        if self.copies:
+            assert self._future is None, "one at a time"
+            self._future = self._pool.submit(self._write, self.copies)
+        self.copies, waits, self.waits = [], self.waits, False
+        if waits:
+            self.wait()
+
+    def write_first(self) -> None:
+        """Write the first checkpoint of a run before the best weights of its iteration."""
+        self.copies.reverse()
+        self.write()
+
+    def report(self) -> None:
+        """Report the checkpoints that have been written since the last call. Raises an error of the thread."""
+        if self._future is not None and self._future.done():
+            self._report()
+
+    def wait(self) -> None:
+        """Wait until all are written, and report them. Raises an error of the thread on all ranks."""
+        with together():
+            self._report()
 
     def close(self) -> str | None:
-        """Let the thread end what it has begun; its error as one line."""
+        """Wait for the last checkpoint, which is not reported; the error in writing it as one line."""
         try:
-            self.wait()
+            self._written()
         except Exception as error:
             return str(error) if isinstance(error, SurefootError) else cause_of(error)
         finally:
             self._pool.shutdown()
         return None
+
+    def _written(self) -> list[Path]:
+        """The checkpoints that the thread has written, once it is done. Raises its error."""
+        future, self._future = self._future, None
+        return [] if future is None else future.result()
+
+    def _report(self) -> None:
+        for path in self._written():
+            self.on_disk(path)
+
+    # ---- in the thread ----
 
     def _write(self, writings: list[Writing]) -> list[Path]:
         for writing in writings:
@@ -105,90 +167,6 @@ class CheckpointWriter:
             raise mine
         if others := [error for error in errors if error]:
             raise SurefootError(others[0])
-
-
-class Saver:
-    """The checkpoints of a run that are copied or being written. All ranks call the same methods.
-
-    on_disk   called with the folder of each checkpoint that has been written
-    sharded   whether every rank writes its own part of a checkpoint
-    """
-
-    def __init__(self, on_disk: Callable[[Path], None], sharded: bool = False) -> None:
-        self.on_disk, self.sharded = on_disk, sharded
-        self.writer = CheckpointWriter(rank(), thread_group(rank_timeout()) if sharded else None)
-        self.copies: list[Writing] = []
-        """of this iteration, whose end begins to write them"""
-        self.reads_back = True
-        """whether the next checkpoint to resume from is the first, which is read back before the run goes on"""
-        self.waits = False
-
-    def copy(
-        self,
-        folder: Path | None,
-        parts: Callable[[], dict[str, Any]],
-        clean: Callable[[Path], None],
-        metrics: MetricsFile | None = None,
-        resumable: bool = False,
-    ) -> None:
-        """Copy the parts of a checkpoint, once the one before is on the disk. ``write`` begins to write the copy.
-
-        folder    of the checkpoint; None on a rank that does not commit it
-        clean     removes what it replaces
-        metrics   the rows that it continues
-        resumable   whether runs resume from it; the first such checkpoint of a process is read back
-        """
-        with together():
-            self._report(self.writer.wait())
-            own = parts() if folder is not None or self.sharded else {}
-        place, commit, shards = folder, None, None
-        everyone: list[RankShards] = []
-        if self.sharded:
-            place = from_first(None if folder is None else folder.absolute())
-            with together():
-                if folder is not None:
-                    shutil.rmtree(shards_folder(folder), ignore_errors=True)
-                    shards_folder(folder).mkdir(parents=True)
-                shards = shards_of_rank(own, rank())
-            everyone = exchange(RankShards({name: {} for name in shards.files}, shards.pieces))
-        with together():
-            if folder is not None:
-                snapshot = take_snapshot(own, everyone, None if metrics is None else metrics.fingerprint())
-                commit = partial(_commit, folder, snapshot, metrics, clean, resumable and self.reads_back)
-        self.waits = self.waits or (resumable and self.reads_back)
-        self.reads_back = self.reads_back and not resumable
-        if place is not None:
-            self.copies.append(Writing(place, commit, shards))
-
-    def write(self) -> None:
-        """Begin to write the copies; wait for the first checkpoint, which is read back."""
-        if self.copies:
-            self.writer.begin(self.copies)
-        self.copies, waits, self.waits = [], self.waits, False
-        if waits:
-            self.wait()
-
-    def write_first(self) -> None:
-        """Write the first checkpoint of a run before the best weights of its iteration."""
-        self.copies.reverse()
-        self.write()
-
-    def report(self) -> None:
-        """Report the checkpoints that have been written since the last call. Raises an error of the thread."""
-        self._report(self.writer.finished())
-
-    def wait(self) -> None:
-        """Wait until all are written, and report them. Raises an error of the thread on all ranks."""
-        with together():
-            self._report(self.writer.wait())
-
-    def close(self) -> str | None:
-        """Wait for the last checkpoint; the error in writing it as one line."""
-        return self.writer.close()
-
-    def _report(self, written: Sequence[Path]) -> None:
-        for path in written:
-            self.on_disk(path)
 
 
 def _commit(
