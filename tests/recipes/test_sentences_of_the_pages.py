@@ -42,7 +42,7 @@ SENTENCES: list[tuple[str, str, dict[str, Any], str]] = [
         "plan-memory",
         "can't be offloaded",
         {**TEXT, "offload": ["critic"], "critic": {"own_model": False}},
-        "offload: names the critic",
+        r"offload=\['critic'\]: names the critic",
     ),
     ("train-faster", UNSUPPORTED, {**COMPILED, "adapter": {"rank": 4, "dropout": 0.1}}, "engine='compiled': .* dropout"),
     ("train-faster", UNSUPPORTED, {**COMPILED, "adapter": {"rank": 4, "quantize": "nf4"}}, "engine='compiled': .* 4 or 8 bits"),
