@@ -74,11 +74,6 @@ def test_arguments_that_a_function_does_not_take_are_rejected(arguments, what):
     assert what in rejection("surefoot.verifiers:numeric", arguments=arguments)
 
 
-def test_a_model_takes_no_arguments():
-    with pytest.raises(SurefootError, match=r"reward\.terms\[0\]\.arguments=.*are for functions, not for models"):
-        load_reward([Term(model="folder", arguments={"a": 1})])
-
-
 def test_function_with_kwargs_gets_prompts_and_all_columns():
     seen = {}
 
