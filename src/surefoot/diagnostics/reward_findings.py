@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.diagnostics import Curve, Evidence, Finding, RunCurves, Severity, in_words
+from surefoot.diagnostics import BLOCKS, Curve, Evidence, Finding, RunCurves, Severity, in_words
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
@@ -264,7 +264,7 @@ def gold_lost(curves: RunCurves, recipe: Recipe | None, risen: float) -> Lost:
     for name, same_answers in GOLD.items():
         gold = curves[name]
         proxy = curves[same_answers] if len(curves[same_answers]) else curves["reward"]
-        if len(gold) < (10 if name == "gold" else IN_A_ROW):
+        if len(gold) < (2 * BLOCKS if name == "gold" else IN_A_ROW):  # the gold of one batch is noise
             continue
         blocks, (top, now, blur) = gold.blocks(), fall(gold)
         best = max(blocks, key=lambda block: float(block.values.mean()))
