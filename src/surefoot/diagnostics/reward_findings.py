@@ -71,8 +71,11 @@ def scores_of_ended(curves: RunCurves, recipe: Recipe | None) -> tuple[Curve, Ar
     Where few end, they may be equal by chance.
     """
     mean, spread, ended = curves["reward"], curves["score_std"], curves["eos_rate"]
-    penalised = isinstance(recipe, LanguageRecipe) and recipe.reward.missing_eos == "penalty"
-    if not penalised or not len(mean) == len(spread) == len(ended):
+    if (
+        not isinstance(recipe, LanguageRecipe)
+        or recipe.reward.missing_eos != "penalty"
+        or not len(mean) == len(spread) == len(ended)
+    ):
         return mean.part(0, 0), np.empty(0, bool)
     value = recipe.reward.missing_eos_value
     share = np.maximum(ended.values, 0.5)
