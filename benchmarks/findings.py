@@ -1,51 +1,87 @@
 """How often findings are false, and how often they are there: healthy runs and runs with planted faults, one table.
 
-    python benchmarks/findings.py train               # what is missing in results/findings; repeat it until all is there
-    python benchmarks/findings.py judge               # check every run; writes results/findings/judged.json
-    python benchmarks/findings.py page                # writes the table into docs/benchmarks/findings.md
+    python benchmarks/findings.py          # train what results/findings.jsonl lacks, check every run, write the page's table
+    python benchmarks/findings.py train    # or one of these steps alone; an interrupted one goes on where it was
+    python benchmarks/findings.py judge
+    python benchmarks/findings.py page
 
 A cell is a case with a seed; add a case to ``CASES`` or seeds to it. Healthy runs are those of the cases without a fault, and
-the returns in ``results/`` of every preset's runs on single tasks, all of them. A run is checked as during training, after each
+the returns or rewards in ``results/`` of all runs that a benchmark reports. A run is checked as during training, after each
 twentieth of its budget, and at its end; an alarm at any time counts. Runs with even seeds are held out: thresholds may be
-chosen by the others alone. The rows that checks read are stored, so changed checks need no training.
+chosen by the others alone. The metrics that checks read are stored, so changed checks need no training.
 """
 
 import argparse
+import copy
+import csv
 import json
 import math
 import random
-import sys
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gymnasium
 import numpy as np
 from record import made_with, read
 
 from surefoot.compare.statistics import markdown_table
-from surefoot.diagnostics.curves import CHECKED_METRICS, Curve, RunCurves
-from surefoot.diagnostics.findings import CHECKS_PER_RUN, RUN_CHECKS, check_curves
+from surefoot.diagnostics.curves import CHECKED_METRICS, RunCurves
+from surefoot.diagnostics.findings import CHECKS_PER_RUN, check_curves
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import merge_tables
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-OUT = RESULTS / "findings"
-JUDGED = OUT / "judged.json"
+OUT = RESULTS / "findings.jsonl"
+DEMOS = {"control": "control", "sft": "sft", "reward_model": "reward", "ppo": "language", "ppo_2": "language"}
+"""stored metrics of whole demos -> kind of run; thresholds were chosen with them, so none is held out"""
 PAGE = HERE.parent / "docs" / "benchmarks" / "findings.md"
 BEGIN, END = "<!-- the table of benchmarks/findings.py page -->", "<!-- end of the table -->"
+RETURNS = ("episode_return", "reward")
+READS = {
+    "chosen_less_likely": ("held_out_chosen_moved",),
+    "clip_idle": ("clip_active",),
+    "clip_saturated": ("clip_active",),
+    "critic_misleads": ("explained_variance",),
+    "entropy_collapsed": ("entropy",),
+    "few_groups_with_signal": ("groups_without_signal",),
+    "kl_runaway": ("kl",),
+    "left_reference": ("kl_reference",),
+    "loss_flat": ("policy_loss",),
+    "loss_rose": ("policy_loss", "held_out_loss"),
+    "negative_kl": ("kl_reference",),
+    "no_reward_signal": ("score_std",),
+    "no_step_taken": ("step_taken",),
+    "normaliser_saturated": ("observations_clipped", "rewards_clipped"),
+    "observation_constant": ("observations_constant",),
+    "observation_outside": ("observations_outside",),
+    "passes_end_at_once": ("stopped_early",),
+    "preferences_at_chance": ("held_out_accuracy",),
+    "responses_cut": ("eos_rate",),
+    "return_collapsed": RETURNS,
+    "return_flat": RETURNS,
+    "reward_hacked": ("gold", "held_out_gold", "distinct_2", "held_out_log_likelihood"),
+    "sampler_differs": ("sampler_kl",),
+    "special_tokens_dropped": ("special_tokens",),
+    "unusable_start": ("entropy", "policy_loss"),
+    "wrong_start": ("ratio_at_start",),
+}
+"""finding -> the metrics of which a run has one, if the finding can appear in it"""
 KINDS = {
-    "preferences_at_chance": ("reward", "dpo"),
-    "chosen_less_likely": ("dpo",),
     "loss_flat": ("sft",),
     "loss_rose": ("sft", "reward", "dpo"),
     "unusable_start": ("sft", "language"),
 }
-"""kinds of runs that a check is about, where it also reads metrics of others"""
+"""the same for kinds of runs, where others have such a metric too"""
+NOTES = ("clip_idle",)
+"""findings that are never more than a note"""
 Row = dict[str, Any]
 Table = dict[str, Any]
 SERIOUS = ("serious", "warning")
@@ -107,9 +143,46 @@ class Coin(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.float32), float(self.np_random.random() < 0.5), True, False, {}
 
 
+class Degrees(gymnasium.ObservationWrapper):
+    """Observations in other units than the bounds of their space."""
+
+    def observation(self, observation: Any) -> Any:
+        """In degrees."""
+        return np.degrees(observation)
+
+
 def cartpole(wrapper: Callable[..., Any], *arguments: Any, **settings: Any) -> Callable[[], Any]:
     """Makes a CartPole with a fault."""
     return lambda: wrapper(gymnasium.make("CartPole-v1", **settings), *arguments)
+
+
+# ---- faults of the library's own parts ----------------------------------------------------------------------------------
+
+
+def old_weights() -> AbstractContextManager[Any]:
+    """The sampler never gets the trained weights."""
+    from surefoot.language.sampling.choose_engine import InProcess
+
+    from surefoot.language.online import world
+
+    class Old(InProcess):
+        exact = False
+
+    return patch.object(world, "make_engine", lambda recipe, model, tokens, longest: Old(copy.deepcopy(model)))
+
+
+def other_temperature() -> AbstractContextManager[Any]:
+    """Passes with a gradient have another temperature than those without."""
+    import torch
+
+    from surefoot.language.models.policy import LanguagePolicy
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        with patch.object(self, "temperature", 2.0 if torch.is_grad_enabled() else self.temperature):
+            return usual(self, *arguments, **options)
+
+    usual = LanguagePolicy.forward
+    return patch.object(LanguagePolicy, "forward", forward)
 
 
 # ---- cases ------------------------------------------------------------------------------------------------------------
@@ -121,6 +194,7 @@ class Case:
 
     faults   the finding that must appear, and others that show the same fault; none: the run is healthy
     text     takes the folder of a start (SFT model and files) for its recipe
+    plant    is entered while it trains
     """
 
     recipe: str
@@ -128,7 +202,8 @@ class Case:
     faults: tuple[str, ...] = ()
     task: Callable[[], Any] | None = None
     text: Callable[[Path], Table] | None = None
-    seeds: tuple[int, ...] = (1, 2, 3, 4)
+    seeds: tuple[int, ...] = (1, 2)
+    plant: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def table(self, seed: int, start: Path) -> Table:
         """What the recipe changes."""
@@ -144,12 +219,18 @@ class Case:
 SMALL = {"rollout": {"environments": 4, "steps": 32}}
 FEW = {"reuse": {"epochs": 4, "minibatches": 1}}
 CART = {**SMALL, "steps": 3_840}
+FOUR = (1, 2, 3, 4)
 REWARDS = """
+import zlib
+
 def letters(responses):
     return [text.count("e") / 10 for text in responses]
 
 def nothing(responses):
     return [0.0 for text in responses]
+
+def lottery(responses):
+    return [float(zlib.crc32(text.encode()) % 30 == 0) for text in responses]
 
 def shame(prompts, responses):
     from surefoot.language.tasks.reviews import gold
@@ -158,20 +239,19 @@ def shame(prompts, responses):
 GOLD = "surefoot.language.tasks.reviews:gold"
 
 
-def online(reward: str, gold: bool = True) -> Callable[[Path], Table]:
-    """PPO from the SFT model of a start, on one of its functions, or on gold itself."""
+def online(reward: str, gold: bool = True, model: str = "sft") -> Callable[[Path], Table]:
+    """PPO from a model of a start, on one of its functions, on gold itself, or on its reward model."""
 
     def table(start: Path) -> Table:
-        function = GOLD if reward == "gold" else f"{start / 'rewards.py'}:{reward}"
+        term = {"function": GOLD if reward == "gold" else f"{start / 'rewards.py'}:{reward}"}
         terms = {
-            "terms": [{"function": function}],
-            "missing_eos": "penalty",
-            "missing_eos_value": -1.0,
+            "terms": [{"model": str(start / "reward")} if reward == "model" else term],
+            **({} if reward == "lottery" else {"missing_eos": "penalty", "missing_eos_value": -1.0}),
             **({"gold": GOLD} if gold else {}),
         }
         data = {"train": str(start / "prompts.jsonl"), "held_out": str(start / "held_out_prompts.jsonl")}
         critic = {"own_model": False, "start": None}
-        return {"model": str(start / "sft"), "data": data, "reward": terms, "critic": critic, "traces": {"rows": 0}}
+        return {"model": str(start / model), "data": data, "reward": terms, "critic": critic, "traces": {"rows": 0}}
 
     return table
 
@@ -184,36 +264,54 @@ def rows(kind: str, model: str = "sft") -> Callable[[Path], Table]:
         data = {"train": str(start / f"{kind}.jsonl"), "held_out": str(start / f"held_out_{held_out}.jsonl")}
         if kind == "random_pairs":
             data["held_out"] = str(start / "random_pairs.jsonl")
-        return {"model": model if model == "pocket" else str(start / model), "data": {**data, "max_length": 96, "batch": 16}}
+        return {"model": str(start / model), "data": {**data, "max_length": 64, "batch": 16}}
 
     return table
 
 
-PPO_TEXT = {"steps": 640, "sampling": {"prompts": 32, "max_tokens": 56}, "evaluation": {"every": 160, "rows": 32}}
-GRPO_TEXT = {**PPO_TEXT, "algorithm": "GRPO", "sampling": {"prompts": 8, "samples": 4, "max_tokens": 56}}
-EVERY = {"evaluation": {"every": 160, "rows": 128}}
+PPO_TEXT = {"steps": 640, "sampling": {"prompts": 32, "max_tokens": 24}, "evaluation": {"every": 160, "rows": 32}}
+SHORT = {**PPO_TEXT, "steps": 320}
+GRPO_TEXT = {**PPO_TEXT, "algorithm": "GRPO", "sampling": {"prompts": 8, "samples": 4, "max_tokens": 24}}
+LOOSE = {"reference": {"beta": 0.0, "measure": True}, "optimizer": {"learning_rate": 1e-3}}
+UNSEEN = {"evaluation": {"rows": 0}}
+EVERY = {"evaluation": {"every": 320, "rows": 128}}
 PAIRED = {"steps": 960, **EVERY}
 FAST = {"learning_rate": 0.1, "schedule": "constant", "max_grad_norm": None}
 CASES: dict[str, Case] = {
     # healthy
-    "cartpole": Case("cartpole", {"steps": 12_800}, seeds=(1, 2, 3, 4, 5, 6, 7, 8)),
-    "cartpole_trpo": Case("CartPole-v1", {"algorithm": "TRPO", "steps": 12_800, **SMALL}),
-    "cartpole_penalty": Case("cartpole", {"algorithm": "PPO_PENALTY_ADAPTIVE", "steps": 12_800}),
-    "cartpole_normalised": Case("cartpole", {"steps": 12_800, "normalise": {"observations": True, "rewards": True}}),
-    "ppo_gold": Case("reviews", {**PPO_TEXT, "reference": {"beta": 0.1}}, text=online("gold"), seeds=(1, 2, 3, 4, 5, 6)),
-    "grpo_gold": Case("language", GRPO_TEXT | {"optimizer": {"learning_rate": 2e-4}}, text=online("gold", gold=False)),
-    "sft": Case("reviews_sft", {"steps": 1_600, **EVERY}, text=rows("demonstrations", "pocket")),
-    "reward": Case("reviews_reward", {"steps": 3_200, **EVERY}, text=rows("pairs")),
-    "dpo": Case("dpo", {**PAIRED, "optimizer": {"learning_rate": 2e-5}}, text=rows("pairs")),
+    "cartpole": Case("cartpole", {"steps": 12_800}, seeds=FOUR),
+    "cartpole_trpo": Case("CartPole-v1", {"algorithm": "TRPO", "steps": 12_800, **SMALL}, seeds=FOUR),
+    "cartpole_penalty": Case("cartpole", {"algorithm": "PPO_PENALTY_ADAPTIVE", "steps": 12_800}, seeds=FOUR),
+    "cartpole_normalised": Case(
+        "cartpole", {"steps": 12_800, "normalise": {"observations": True, "rewards": True}}, seeds=FOUR
+    ),
+    "sft": Case("reviews_sft", {"steps": 1_600, **EVERY}, text=rows("demonstrations", "small"), seeds=FOUR),
+    "reward": Case("reviews_reward", {"steps": 1_600, **EVERY}, text=rows("pairs"), seeds=FOUR),
+    "dpo": Case("dpo", {**PAIRED, "optimizer": {"learning_rate": 2e-5}}, text=rows("pairs"), seeds=FOUR),
+    "ppo_gold": Case("reviews", {**PPO_TEXT, "reference": {"beta": 0.1}}, text=online("gold"), seeds=FOUR),
+    "ppo_learned": Case("reviews", PPO_TEXT, text=online("model"), seeds=FOUR),
+    "ppo_bfloat16": Case("reviews", {**SHORT, "precision": "bfloat16"}, text=online("gold")),
+    "grpo_gold": Case(  # seed 1 did not learn in 20 iterations at 2e-4, and left its reference at 5e-4
+        "language",
+        {**GRPO_TEXT, "steps": 1_280, "optimizer": {"learning_rate": 3e-4}},
+        text=online("gold", gold=False),
+    ),
     # control with a fault
-    "still": Case("CartPole-v1", {**CART, "optimizer": {"learning_rate": 1e-9}}, ("return_flat",)),
+    "still": Case("CartPole-v1", {**CART, "optimizer": {"learning_rate": 1e-9}}, ("return_flat",), seeds=(1, 2, 3)),
     "no_updates_clip": Case("CartPole-v1", {**CART, "optimizer": {"learning_rate": 1e-9}}, ("clip_idle",), seeds=(5, 6)),
     "fast": Case(
-        "CartPole-v1", {**CART, "optimizer": FAST, "objective": {"reuse": {"epochs": 20, "minibatches": 2}}}, ("kl_runaway",)
+        "CartPole-v1",
+        {**CART, "optimizer": FAST, "objective": {"reuse": {"epochs": 20, "minibatches": 2}}},
+        ("kl_runaway",),
+        seeds=(1, 2, 3),
     ),
     "blind": Case(
-        "CartPole-v1", {**CART, "steps": 6_400}, ("observation_constant", "return_flat", "return_collapsed"), cartpole(Blind)
+        "CartPole-v1",
+        {**CART, "steps": 6_400},
+        ("observation_constant", "return_flat", "return_collapsed"),
+        cartpole(Blind),
     ),
+    "degrees": Case("CartPole-v1", CART, ("observation_outside",), cartpole(Degrees), seeds=FOUR),
     "endless": Case("CartPole-v1", CART, ("return_flat",), cartpole(Endless, max_episode_steps=40)),
     "silent": Case("CartPole-v1", CART, ("return_flat",), cartpole(Silent)),
     "turning": Case("cartpole", {"steps": 25_600}, ("return_collapsed",), cartpole(Turning, 1_800)),
@@ -255,36 +353,34 @@ CASES: dict[str, Case] = {
         Coin,
     ),
     # text with a fault
-    "hackable": Case(
-        "reviews",
-        {**PPO_TEXT, "reference": {"beta": 0.0, "measure": True}, "optimizer": {"learning_rate": 1e-3}},
-        ("reward_hacked",),
-        text=online("letters"),
-    ),
-    "negated": Case(
-        "reviews",
-        {**PPO_TEXT, "reference": {"beta": 0.0, "measure": True}, "optimizer": {"learning_rate": 1e-3}},
-        ("reward_hacked",),
-        text=online("shame"),
-    ),
+    "hackable": Case("reviews", {**PPO_TEXT, **LOOSE}, ("reward_hacked",), text=online("letters")),
+    "negated": Case("reviews", {**PPO_TEXT, **LOOSE}, ("reward_hacked",), text=online("shame")),
     "no_anchor": Case(
         "reviews",
-        {**PPO_TEXT, "reference": {"beta": 0.0, "measure": True}, "optimizer": {"learning_rate": 2e-3}},
+        {**PPO_TEXT, **LOOSE, "optimizer": {"learning_rate": 2e-3}},
         ("left_reference",),
         text=online("letters", gold=False),
     ),
-    "no_reward": Case("reviews", {**PPO_TEXT, "steps": 320}, ("no_reward_signal",), text=online("nothing", gold=False)),
-    "short_limit": Case(
-        "reviews",
-        {**PPO_TEXT, "steps": 320, "sampling": {"prompts": 32, "max_tokens": 8}},
-        ("responses_cut",),
-        text=online("gold"),
+    "no_reward": Case("reviews", SHORT, ("no_reward_signal",), text=online("nothing", gold=False)),
+    "rare_reward": Case(
+        "language",
+        {**GRPO_TEXT, "sampling": {"prompts": 16, "samples": 4, "max_tokens": 24}, "optimizer": {"learning_rate": 1e-5}},
+        ("few_groups_with_signal", "no_reward_signal"),
+        text=online("lottery", gold=False),
     ),
-    "untrained_start": Case(
+    "short_limit": Case(
+        "reviews", {**SHORT, "sampling": {"prompts": 32, "max_tokens": 8}}, ("responses_cut",), text=online("gold")
+    ),
+    "untrained_start": Case("reviews", SHORT, ("unusable_start",), text=online("gold", model="untrained")),
+    "special_stops": Case("reviews", SHORT, ("special_tokens_dropped",), text=online("letters", False, model="dotted")),
+    "old_sampler": Case("reviews", {**SHORT, **LOOSE}, ("sampler_differs",), text=online("gold"), plant=old_weights),
+    "old_sampler_kl": Case("reviews", {**SHORT, **LOOSE}, ("negative_kl",), text=online("shame"), plant=old_weights),
+    "other_temperature": Case(
         "reviews",
-        {**PPO_TEXT, "steps": 320},
-        ("unusable_start",),
-        text=lambda s: online("gold")(s) | {"model": str(s / "untrained")},
+        {**SHORT, "steps": 160, "precision": "bfloat16"},
+        ("wrong_start",),
+        text=online("gold"),
+        plant=other_temperature,
     ),
     "random_labels": Case("reviews_reward", {"steps": 1_600, **EVERY}, ("preferences_at_chance",), text=rows("random_pairs")),
     "wrong_labels": Case("reviews_reward", {"steps": 1_600, **EVERY}, ("preferences_at_chance",), text=rows("wrong_pairs")),
@@ -299,15 +395,15 @@ CASES: dict[str, Case] = {
         "reviews_sft",
         {"steps": 1_600, **EVERY, "optimizer": {"learning_rate": 0.2}},
         ("loss_rose", "loss_flat", "unusable_start"),
-        text=rows("demonstrations", "pocket"),
+        text=rows("demonstrations", "small"),
     ),
     "still_sft": Case(
         "reviews_sft",
         {"steps": 1_600, **EVERY, "optimizer": {"learning_rate": 1e-8}},
         ("loss_flat", "unusable_start"),
-        text=rows("demonstrations", "pocket"),
+        text=rows("demonstrations", "small"),
     ),
-    "few_rows": Case("reviews_sft", {"steps": 3_200, **EVERY}, ("loss_rose",), text=rows("few", "pocket")),
+    "few_rows": Case("reviews_sft", {"steps": 3_200, **EVERY}, ("loss_rose",), text=rows("few", "small")),
 }
 """name -> case"""
 
@@ -316,19 +412,20 @@ CASES: dict[str, Case] = {
 
 
 def make_start(folder: Path, seed: int) -> Path:
-    """The files and the SFT models that text cases of a seed begin with, made once."""
+    """The files and the models that text cases of a seed begin with, made once."""
     from surefoot.language.data.rows import write_rows
     from surefoot.language.tasks import reviews
     from surefoot.runs import api
 
     if (folder / "done").exists():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    shown = reviews.demonstrations(4_000, seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shown = first_sentences(reviews.demonstrations(4_000, seed))
     write_rows(folder / "demonstrations.jsonl", shown)
     write_rows(folder / "few.jsonl", shown[:32])
     for name in ("held_out_demonstrations", "held_out_few"):
-        write_rows(folder / f"{name}.jsonl", reviews.demonstrations(128, seed + 100))
+        write_rows(folder / f"{name}.jsonl", first_sentences(reviews.demonstrations(128, seed + 100)))
     for name, count, of in (("prompts", 1_000, seed), ("held_out_prompts", 64, seed + 100)):
         write_rows(folder / f"{name}.jsonl", [{"prompt": prompt} for prompt in reviews.prompts(count, of)])
     pairs = reviews.label(paired(shown), noise=0.25, seed=seed)
@@ -339,12 +436,49 @@ def make_start(folder: Path, seed: int) -> Path:
     write_rows(folder / "wrong_pairs.jsonl", swapped[128:])
     write_rows(folder / "random_pairs.jsonl", [draw.choice(both) for both in zip(pairs, swapped, strict=True)])
     (folder / "rewards.py").write_text(REWARDS)
-    for name, changes in (("sft", {"steps": 3_200}), ("untrained", {"steps": 16, "optimizer": {"learning_rate": 1e-9}})):
-        data = {"train": str(folder / "demonstrations.jsonl")}
-        recipe = find_recipe("reviews_sft", {"seed": seed, "data": data, "evaluation": {"rows": 0}, **changes})
-        api.start(recipe, folder / name)
+    still = {"optimizer": {"learning_rate": 1e-9}}
+    small_model(folder / "small", seed)
+    started: list[tuple[str, str, str, str, Table]] = [
+        ("sft", "reviews_sft", "small", "demonstrations", {"steps": 4_800}),
+        ("untrained", "reviews_sft", "small", "demonstrations", {"steps": 16, **still}),
+        ("reward", "reviews_reward", "sft", "pairs", {"steps": 1_600}),
+    ]
+    for name, recipe, model, data, changes in started:
+        own = {"seed": seed, "model": str(folder / model), "data": {"train": str(folder / f"{data}.jsonl")}, **UNSEEN}
+        api.start(find_recipe(recipe, {**own, **changes}), folder / name)
+    with_special_stops(folder / "sft", folder / "dotted")
     (folder / "done").touch()
     return folder
+
+
+def small_model(folder: Path, seed: int) -> None:
+    """A quarter of the pocket model, with random weights."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from surefoot.language.models.pocket import character_tokenizer, pocket_config
+
+    config = pocket_config(tokenizer := character_tokenizer())
+    config.update({"hidden_size": 96, "intermediate_size": 264, "num_hidden_layers": 2})
+    config.head_dim = 96 // config.num_attention_heads
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def with_special_stops(model: Path, folder: Path) -> None:
+    """A model whose tokenizer takes the full stop, which ends every sentence, for a special token."""
+    from surefoot.language.models.language_model import load_language_model
+
+    shutil.copytree(model / "model", folder, ignore=shutil.ignore_patterns("manifest.json"))
+    tokenizer = load_language_model(str(model)).tokens.tokenizer
+    tokenizer.add_tokens(["."], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+
+
+def first_sentences(shown: list[Row]) -> list[Row]:
+    """Reviews of one sentence each, which take half the time."""
+    return [{**row, "completion": row["completion"].partition(".")[0] + "."} for row in shown]
 
 
 def paired(shown: list[Row]) -> list[tuple[str, str, str]]:
@@ -367,10 +501,11 @@ def train(name: str, seed: int, starts: Path, steps: int | None = None) -> Row:
     case, found = CASES[name], list[Row]()
     start = starts if case.text is None else make_start(starts / f"{2 - seed % 2}", 2 - seed % 2)
     table = case.table(seed, start) | ({} if steps is None else {"steps": steps})
-    api.start(find_recipe(case.recipe, table), None, case.task, callback=lambda row: found.append(dict(row)))
+    with case.plant():
+        api.start(find_recipe(case.recipe, table), None, case.task, callback=lambda row: found.append(dict(row)))
     present = [key for key in CHECKED_METRICS if any(row.get(key) is not None for row in found)]
     columns = {key: [short(row.get(key)) for row in found] for key in ("steps", *present)}
-    return {"case": name, "seed": seed, "columns": columns, "made_with": made_with()}
+    return {"cell": f"{name}-{seed}", "name": name, "seed": seed, "columns": columns, "made_with": made_with()}
 
 
 def short(value: float | None) -> float | None:
@@ -378,9 +513,21 @@ def short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
-def cell_file(name: str, seed: int) -> Path:
-    """Where a cell's rows are."""
-    return OUT / f"{name}-{seed}.json"
+def read_results() -> list[Row]:
+    """The lines of the results."""
+    return [json.loads(line) for line in OUT.read_text("utf-8").splitlines()] if OUT.exists() else []
+
+
+def train_missing(cases: list[str], starts: Path) -> None:
+    """Train the cells that the results lack, the first seed of every case first, and add a line for each."""
+    done = {(line["name"], line["seed"]) for line in read_results()}
+    cells = [(case, seed) for case in cases for seed in CASES[case].seeds]
+    for name, seed in sorted(cells, key=lambda cell: cell[1]):
+        if (name, seed) not in done:
+            print(f"{name} {seed}", flush=True)
+            line = json.dumps(train(name, seed, starts)) + "\n"
+            with OUT.open("ab", buffering=0) as file:
+                file.write(line.encode())
 
 
 # ---- judging ----------------------------------------------------------------------------------------------------------
@@ -388,61 +535,45 @@ def cell_file(name: str, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A run to judge: its rows, and which findings it must have (none: it is healthy)."""
+    """A run to judge."""
 
     name: str
     seed: int
+    kind: str
     rows: list[Row]
-    recipe: Recipe | None
-    faults: tuple[str, ...] = ()
-
-    @property
-    def held_out(self) -> bool:
-        """Whether thresholds may not be chosen by it."""
-        return self.seed % 2 == 0
+    recipe: Recipe | None = None
 
 
-def trained_runs() -> Iterator[Run]:
-    """The finished cells of ``CASES``."""
-    for name, case in CASES.items():
-        for seed in case.seeds:
-            if cell_file(name, seed).exists():
-                yield stored(name, seed, json.loads(cell_file(name, seed).read_text())["columns"])
-
-
-def stored(name: str, seed: int, columns: Mapping[str, list[Any]]) -> Run:
-    """A cell as a run."""
+def trained_run(line: Row) -> Run:
+    """A trained cell."""
+    columns = line["columns"]
     lines = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    return Run(name, seed, lines, CASES[name].made(seed, Path("start")), CASES[name].faults)
+    recipe = CASES[line["name"]].made(line["seed"], Path("start"))
+    return Run(line["name"], line["seed"], recipe.kind, lines, recipe)
 
 
 def stored_runs() -> Iterator[Run]:
-    """The returns of this library's runs in ``results/``, one folder for each task and preset."""
-    found = (
-        (file.stem, result) for file in sorted(RESULTS.glob("*-*.jsonl")) for result in read(file.with_suffix("")).values()
-    )
-    for name, result in found:
-        if result["library"] != "surefoot" or "curve" not in result:
-            continue
-        lines = [{"steps": steps, "episode_return": earned} for steps, earned in result["curve"]]
-        yield Run(f"results/{name}", result["seed"], lines, None)
+    """The demos, and this library's runs in ``results/`` with their returns or rewards: of presets, tensor tasks, verifiers."""
+    for name, kind in DEMOS.items():
+        with (HERE.parent / "tests" / "diagnostics" / "tables" / f"{name}.csv").open(encoding="utf-8") as file:
+            lines = [{key: float(value) if value else None for key, value in row.items()} for row in csv.DictReader(file)]
+        yield Run(f"demo/{name}", 1, kind, lines)
+    for file in sorted((*RESULTS.glob("*-*.jsonl"), *RESULTS.glob("tensor/*.jsonl"))):
+        for result in read(file.with_suffix("")).values():
+            lines = [{"steps": steps, "episode_return": earned} for steps, earned in result.get("curve", ())]
+            if result["library"] == "surefoot" and lines:
+                yield Run(f"results/{file.relative_to(RESULTS).with_suffix('')}", result["seed"], "control", lines)
+    for file in sorted(RESULTS.glob("verifier/*.jsonl")):
+        for result in read(file.with_suffix("")).values():
+            lines = [{"steps": steps, "reward": earned} for steps, earned, *_ in result.get("curve", ())]
+            if lines:
+                yield Run(f"results/verifier/{result['task']}/{result['algorithm']}", result["seed"], "language", lines)
 
 
-class Noting(RunCurves):
-    """Curves that remember which of them a check has read and found values in."""
-
-    read = False
-
-    def __getitem__(self, metric: str) -> Curve:
-        curve = super().__getitem__(metric)
-        self.read |= len(curve) > 0
-        return curve
-
-
-def judge(run: Run) -> Row:
-    """The worst severity of each finding at any check during the run or at its end, and which checks had something to read."""
+def judge(run: Run) -> dict[str, str]:
+    """The worst severity of each finding at any check during the run or at its end."""
     budget = int(run.rows[-1]["steps"])
-    curves = Noting(budget=budget)
+    curves = RunCurves(budget=budget)
     alarms: dict[str, str] = {}
     done = 0
     for row in run.rows:
@@ -451,22 +582,51 @@ def judge(run: Run) -> Row:
         if due > done:
             done = due
             for finding in check_curves(curves, run.recipe):
-                if alarms.get(finding.name) != "serious":
+                if alarms.get(finding.name) not in SERIOUS:
                     alarms[finding.name] = finding.severity
-    tested = []
-    for check in RUN_CHECKS:
-        curves.read = False
-        check(curves, run.recipe)
-        kind = "control" if run.recipe is None else run.recipe.kind
-        tested += [check.__name__] if curves.read and kind in KINDS.get(check.__name__, (kind,)) else []
-    return {
-        "name": run.name,
-        "seed": run.seed,
-        "held_out": run.held_out,
-        "faults": list(run.faults),
-        "alarms": alarms,
-        "tested": tested,
-    }
+                elif finding.severity == "serious":
+                    alarms[finding.name] = "serious"
+    return alarms
+
+
+def judge_all() -> None:
+    """Write what checks find in every run into the results."""
+    order = list(CASES)
+    lines = [line for line in read_results() if line["name"] in CASES]
+    lines.sort(key=lambda line: (order.index(line["name"]), line["seed"]))
+    judged = [{**line, "alarms": judge(trained_run(line))} for line in lines]
+    for run in stored_runs():
+        metrics = sorted({key for row in run.rows for key, value in row.items() if value is not None})
+        own = {"cell": f"{run.name}-{run.seed}", "name": run.name, "seed": run.seed, "kind": run.kind}
+        judged.append({**own, "metrics": metrics, "alarms": judge(run)})
+    text = "".join(json.dumps(line) + "\n" for line in judged)
+    (partial := OUT.with_suffix(".partial")).write_text(text, "utf-8")
+    partial.rename(OUT)
+
+
+# ---- the table --------------------------------------------------------------------------------------------------------
+
+
+def faults(line: Row) -> tuple[str, ...]:
+    """The findings of which a run must have one; none if it is healthy."""
+    return CASES[line["name"]].faults if line["name"] in CASES else ()
+
+
+def held_out(line: Row) -> bool:
+    """Whether thresholds may not be chosen by a run."""
+    return bool(line["seed"] % 2 == 0)
+
+
+def can_appear(name: str, line: Row) -> bool:
+    """Whether a run has the metrics that a finding needs, and is of its kind."""
+    kind = line.get("kind") or CASES[line["name"]].made(1, Path("start")).kind
+    present = line.get("metrics") or list(line["columns"])
+    return any(metric in present for metric in READS[name]) and kind in KINDS.get(name, (kind,))
+
+
+def alarmed(name: str, line: Row) -> bool:
+    """Whether a run has a finding that counts as an alarm."""
+    return line["alarms"].get(name) in SERIOUS or (name in NOTES and name in line["alarms"])
 
 
 def exact_interval(count: int, of: int) -> tuple[float, float]:
@@ -496,22 +656,16 @@ def share(count: int, of: int) -> str:
 
 
 def tables(judged: list[Row]) -> str:
-    """False alarms of held-out healthy runs and planted faults caught, for each finding, and the runs with a serious one."""
-    healthy = [run for run in judged if not run["faults"]]
-    names = sorted({check.__name__ for check in RUN_CHECKS} | {"few_groups_with_signal"})
+    """False alarms in healthy runs and planted faults caught, for each finding, and the healthy runs with a serious one."""
+    halves = [[line for line in judged if not faults(line) and held_out(line) == half] for half in (False, True)]
     lines = []
-    for name in names:
-        check = "no_reward_signal" if name == "few_groups_with_signal" else name
-        tested = [run for run in healthy if check in run["tested"]]
-        cells = [name]
-        for held_out in (False, True):
-            of = [run for run in tested if run["held_out"] == held_out]
-            cells.append(share(sum(run["alarms"].get(name) in SERIOUS for run in of), len(of)))
-        planted = [run for run in judged if name in run["faults"][:1]]
-        cells.append(share(sum(any(fault in run["alarms"] for fault in run["faults"]) for run in planted), len(planted)))
-        lines.append(cells)
-    halves = [[run for run in healthy if run["held_out"] == held_out] for held_out in (False, True)]
-    serious = [share(sum("serious" in run["alarms"].values() for run in of), len(of)) for of in halves]
+    for name in READS:
+        of = [[line for line in half if can_appear(name, line)] for half in halves]
+        planted = [line for line in judged if faults(line)[:1] == (name,)]
+        caught = sum(any(alarmed(fault, line) for fault in faults(line)) for line in planted)
+        false = (share(sum(alarmed(name, line) for line in half), len(half)) for half in of)
+        lines.append([f"`{name}`", *false, share(caught, len(planted))])
+    serious = [share(sum("serious" in line["alarms"].values() for line in half), len(half)) for half in halves]
     lines.append(["**any serious finding**", *serious, ""])
     return markdown_table(["finding", "false alarms, tuned on", "false alarms, held out", "planted, caught"], lines)
 
@@ -525,25 +679,18 @@ def with_table(page: str, table: str) -> str:
 def main(words: list[str] | None = None) -> None:
     """Train, judge, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("train", "judge", "page"))
+    parser.add_argument("what", choices=("train", "judge", "page"), nargs="?", help="default: all three")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    parser.add_argument("--seeds", nargs="+", type=int, help="only these of each case")
     parser.add_argument("--starts", type=Path, default=Path(tempfile.gettempdir()) / "surefoot-findings")
     args = parser.parse_args(words)
-    if args.what == "train":
-        for seed in args.seeds or sorted({seed for name in args.cases for seed in CASES[name].seeds}):
-            for name in args.cases:
-                if seed in CASES[name].seeds and not cell_file(name, seed).exists():
-                    print(f"{name} {seed}", flush=True)
-                    cell_file(name, seed).write_text(json.dumps(train(name, seed, args.starts)) + "\n", "utf-8")
-    elif args.what == "judge":
-        judged = [judge(run) for run in (*trained_runs(), *stored_runs())]
-        JUDGED.write_text(json.dumps({"runs": judged}) + "\n", "utf-8")
-    else:
-        table = tables(json.loads(JUDGED.read_text())["runs"])
-        PAGE.write_text(with_table(PAGE.read_text("utf-8"), table), "utf-8")
+    if args.what in ("train", None):
+        train_missing(args.cases, args.starts)
+    if args.what in ("judge", None):
+        judge_all()
+    if args.what in ("page", None):
+        PAGE.write_text(with_table(PAGE.read_text("utf-8"), table := tables(read_results())), "utf-8")
         print(table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from surefoot.diagnostics.findings import RUN_CHECKS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,13 +23,12 @@ def battery() -> Iterator[Any]:
 
 
 def test_a_planted_fault_is_trained_judged_and_caught(battery: Any, tmp_path: Path) -> None:
-    cell = json.loads(json.dumps(battery.train("still", 1, tmp_path, steps=1_280)))
-    run = battery.stored("still", 1, cell["columns"])
-    judged = battery.judge(run)
-    assert set(judged["alarms"]) & set(judged["faults"]), judged
-    assert {"return_flat", "kl_runaway"} <= set(judged["tested"])
-    assert not {"reward_hacked", "chosen_less_likely"} & set(judged["tested"]), "there is nothing to read"
-    assert "1 of 1 (2% to 100%)" in battery.tables([judged])
+    line = json.loads(json.dumps(battery.train("still", 1, tmp_path, steps=2_560)))
+    line["alarms"] = battery.judge(battery.trained_run(line))
+    assert set(line["alarms"]) & set(battery.faults(line)), line
+    assert battery.can_appear("kl_runaway", line)
+    assert not battery.can_appear("reward_hacked", line), "there is nothing to read"
+    assert "1 of 1 (2% to 100%)" in battery.tables([line])
 
 
 def test_exact_intervals_are_those_of_clopper_and_pearson(battery: Any) -> None:
@@ -35,17 +36,20 @@ def test_exact_intervals_are_those_of_clopper_and_pearson(battery: Any) -> None:
         assert battery.exact_interval(count, of) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
-def test_every_case_is_a_valid_recipe_and_names_checks(battery: Any) -> None:
-    names = {check.__name__ for check in battery.RUN_CHECKS}
+def test_every_case_is_a_valid_recipe_and_every_finding_of_a_run_has_a_case(battery: Any) -> None:
+    names = {check.__name__ for check in RUN_CHECKS} | {"few_groups_with_signal"}
+    assert names == set(battery.READS) == {case.faults[0] for case in battery.CASES.values() if case.faults}
     for name, case in battery.CASES.items():
         assert set(case.faults) <= names, name
         case.made(1, Path("start"))
 
 
-def test_the_page_has_the_table_of_the_results_and_few_healthy_runs_have_a_serious_finding(battery: Any) -> None:
-    judged = json.loads(battery.JUDGED.read_text("utf-8"))["runs"]
+def test_the_page_has_the_table_of_all_cells_and_few_healthy_runs_have_a_serious_finding(battery: Any) -> None:
+    lines = battery.read_results()
+    trained = {(line["name"], line["seed"]) for line in lines if "columns" in line}
+    assert trained == {(name, seed) for name, case in battery.CASES.items() for seed in case.seeds}
     page = battery.PAGE.read_text("utf-8")
-    assert battery.with_table(page, battery.tables(judged)) == page, "run: python benchmarks/findings.py page"
-    healthy = [run for run in judged if run["held_out"] and not run["faults"]]
-    serious = [run for run in healthy if "serious" in run["alarms"].values()]
+    assert battery.with_table(page, battery.tables(lines)) == page, "run: python benchmarks/findings.py page"
+    healthy = [line for line in lines if battery.held_out(line) and not battery.faults(line)]
+    serious = [line["name"] for line in healthy if "serious" in line["alarms"].values()]
     assert len(serious) <= 0.05 * len(healthy), serious

@@ -11,7 +11,7 @@ import pytest
 
 import surefoot
 from surefoot.diagnostics.curves import CHECKED_METRICS, RunCurves
-from surefoot.diagnostics.findings import RUN_CHECKS, RunMonitor, findings_of, of_run
+from surefoot.diagnostics.findings import RUN_CHECKS, RunMonitor, check_curves, findings_of, of_run
 from surefoot.diagnostics.metrics import METRICS
 from surefoot.recipes.presets import find_recipe
 from surefoot.store.finding import in_words
@@ -62,9 +62,9 @@ def test_reward_hacking_is_reported_while_there_is_time() -> None:
     monitor = RunMonitor(recipe, messages.append)
     for row in stored("hacked"):
         monitor.add(row)
-    assert [line.split(",")[0] for line in messages] == sorted({line.split(",")[0] for line in messages}), "each once, in order"
-    hacked = next(line for line in messages if "the reward rises" in line)
-    assert int(hacked.split(",")[0].split()[-1]) <= recipe.steps / 2
+    steps = {line: int(line.split()[2].replace(",", "")) for line in messages}
+    assert list(steps.values()) == sorted(set(steps.values())), "each once, in order"
+    assert next(steps[line] for line in messages if "the reward rises" in line) <= recipe.steps / 2
     monitor.end(Path("runs/x"))
     assert messages[-1] == "findings: reward hacked, left reference; more: surefoot check runs/x"
 
@@ -151,6 +151,25 @@ def test_a_reward_that_rises_after_ten_noisy_iterations_is_not_flat() -> None:
     for stop in range(1, 21):
         curves = RunCurves(rows_of(stop, reward=lambda i: earned[i - 1]), budget=40)
         assert not [check for check in RUN_CHECKS if check(curves, None)]
+
+
+def test_gold_that_is_low_in_one_batch_is_not_lost() -> None:
+    """The first thirteen iterations of the demo: the gold of 64 answers, and their reward."""
+    gold = [0.44, 0.43, 0.43, 0.37, 0.59, 0.6, 0.52, 0.61, 0.59, 0.79, 0.73, 0.51, 0.34]
+    rows = rows_of(13, gold=lambda i: gold[i - 1], reward=lambda i: min(0.9, i / 10))
+    assert "reward_hacked" not in names(rows)
+    lost = rows_of(26, gold=lambda i: gold[(i - 1) // 2], reward=lambda i: min(0.9, i / 20))
+    assert "reward_hacked" in names(lost)
+
+
+def test_preferences_may_be_at_chance_in_the_first_half() -> None:
+    """A reward model of the battery: evaluated five times, at chance twice."""
+    accuracy, loss = [0.48, 0.54, 0.65, 0.69, 0.67], [0.717, 0.714, 0.656, 0.62, 0.581]
+    for stop in range(1, 6):
+        rows = [{"steps": 320 * (i + 1), "held_out_accuracy": accuracy[i], "held_out_loss": loss[i]} for i in range(stop)]
+        assert [finding.name for finding in check_curves(RunCurves(rows, 1_600))] == []
+        rows = [{**row, "held_out_accuracy": 0.48, "held_out_loss": 0.71} for row in rows]
+        assert [finding.name for finding in check_curves(RunCurves(rows, 1_600))] == ["preferences_at_chance"] * (stop > 2)
 
 
 def test_a_few_lucky_episodes_in_a_constant_return_are_no_improvement_to_lose() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.diagnostics.curves import Curve, RunCurves
+from surefoot.diagnostics.curves import BLOCKS, Curve, RunCurves
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
@@ -72,9 +72,11 @@ def scores_of_ended(curves: RunCurves, recipe: Recipe | None) -> tuple[Curve, Ar
     Where few end, they may be equal by chance.
     """
     mean, spread, ended = curves["reward"], curves["score_std"], curves["eos_rate"]
-    if not isinstance(recipe, LanguageRecipe) or recipe.reward.missing_eos != "penalty":
-        return mean.part(0, 0), np.empty(0, bool)
-    if not len(mean) == len(spread) == len(ended):
+    if (
+        not isinstance(recipe, LanguageRecipe)
+        or recipe.reward.missing_eos != "penalty"
+        or not len(mean) == len(spread) == len(ended)
+    ):
         return mean.part(0, 0), np.empty(0, bool)
     value = recipe.reward.missing_eos_value
     share = np.maximum(ended.values, 0.5)
@@ -266,7 +268,7 @@ def gold_lost(curves: RunCurves, recipe: Recipe | None, risen: float) -> Lost:
     for name, same_answers in GOLD.items():
         gold = curves[name]
         proxy = curves[same_answers] if len(curves[same_answers]) else curves["reward"]
-        if len(gold) < (10 if name == "gold" else IN_A_ROW):
+        if len(gold) < (2 * BLOCKS if name == "gold" else IN_A_ROW):  # the gold of one batch is noise
             continue
         blocks, (top, now, blur) = gold.blocks(), fall(gold)
         best = max(blocks, key=lambda block: float(block.values.mean()))

@@ -23,7 +23,8 @@ ENOUGH = 0.25
 def preferences_at_chance(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Held-out pairs, or without them a reward model's trained ones, are ranked as by guessing."""
     accuracy, loss, trained = curves["held_out_accuracy"], curves["held_out_loss"], curves["policy_loss"]
-    if curves.steps < ENOUGH * curves.planned:
+    measured = accuracy if len(accuracy) else trained
+    if not len(measured) or measured.steps[-1] < 0.5 * curves.planned:  # the first half may pass at chance
         return None
     if len(accuracy):
         accuracy = accuracy.part(max(0, len(accuracy) - 3), len(accuracy))
