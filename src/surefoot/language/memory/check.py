@@ -59,8 +59,6 @@ class MemoryCheck:
         self.available = available_to_a_rank(recipe.device) if recipe.check_memory else None
         self.full: Workload | None = None
         """the workload with the longest rows, once they are known"""
-        self.certain = False
-        """whether those rows are certainly read"""
         if self.workload is None or self.available is None:
             return
         need = permanent_bytes(self.workload)
@@ -96,7 +94,7 @@ class MemoryCheck:
             return []
         watched, trained = (None if rows is None else BatchShape(*rows) for rows in (demonstrated, mixed))
         full = replace(self.workload, prompt=prompt, response=most, evaluated=evaluated, demonstrated=watched, mixed=trained)
-        self.full, self.certain = full, response == most and together == 1
+        self.full = full
         whole = estimate(full)
         if whole.peak <= self.available:
             return []
@@ -117,8 +115,8 @@ class MemoryCheck:
 
         longest   makes it: inputs, actions and mask
 
-        Not on a CPU if the plan exceeds the memory, where it could end the run. Returns a line if the run needs more than is
-        available. Raises SurefootError if it certainly does.
+        Not on a CPU if the plan exceeds the memory, where it could end the run. Returns a line with what learning needs. It is
+        no error if that is more than is available, since the longest rows may never be in one micro-batch.
         """
         full, device = self.full, self.recipe.device
         if full is None or self.available is None:
@@ -127,22 +125,19 @@ class MemoryCheck:
         peak = running_peak(planned)
         if 2 * peak <= self.available or (peak > self.available and not device.startswith("cuda")):
             return []
-        try:
-            work = measured_work(learner, *longest(one.micro(one.rows)), device=device)
-        except torch.OutOfMemoryError:
-            work = self.available
+        work = measured_work(learner, *longest(one.micro(one.rows)), device=device)
         if work is None:
             return []
+        setting, _ = self._best_setting(full, lambda other: running_peak(estimate(other)))
+        helps = f"; {setting} would help" if setting else ""
+        if work == math.inf:
+            return [f"memory: {readable(self.available)} have no room for a pass of the longest micro-batch{helps}"]
         absent = sum(parts.get("gradients", 0) for parts in planned.always.values()) if full.layout.sharded else 0
         needed = planned.permanent - absent + work + planned.phases["learning"].parts["batch"]
         shown = f"{readable(needed)}{self._each} while learning, by a pass of the longest micro-batch"
         if needed <= self.available:
             return [f"memory: {shown}; {readable(self.available)} were available"]
-        setting, _ = self._best_setting(full, lambda other: running_peak(estimate(other)))
-        line = f"memory: needs {shown}, and {readable(self.available)} were available"
-        if self.certain:
-            raise SurefootError(f"{line}; set {setting or 'a smaller model'}, or check_memory = false to try anyway")
-        return [f"{line}; {setting} would help" if setting else line]
+        return [f"memory: needs {shown}, and {readable(self.available)} were available{helps}"]
 
     def summary(self) -> list[str]:
         """Lines for a dry run: the peak, its phase, and the available memory."""

@@ -4,6 +4,7 @@ Memory allocated is read from the GPU's allocator, or from glibc's heap every mi
 """
 
 import ctypes
+import math
 import threading
 import time
 from typing import Any
@@ -64,16 +65,17 @@ class HeapTracker:
             time.sleep(0.001)
 
 
-def measured_work(learner: Learner, inputs: Any, actions: Tensor, mask: Tensor, device: str) -> int | None:
+def measured_work(learner: Learner, inputs: Any, actions: Tensor, mask: Tensor, device: str) -> float | None:
     """Bytes that forward and backward pass of a micro-batch need on top of what is allocated: the most over all ranks, which
-    all call this. None where they can't be measured, or if the policy is compiled in its first pass.
+    all call this; infinity if a GPU has no room. None where they can't be measured, or if the first pass compiles the policy.
 
     No step is taken: weights stay, gradients are zero again, and no generator of the run moves. Raises
-    torch.OutOfMemoryError if a GPU has no room.
+    torch.OutOfMemoryError if the policy is sharded and has no room: the other ranks are in an exchange of the pass.
     """
-    policy = learner.policy
-    if getattr(policy, "before_first_pass", None) is not None or (tracker := _tracker(device)) is None:
+    policy, tracker = learner.policy, _tracker(device)
+    if getattr(policy, "before_first_pass", None) is not None or None in exchange(tracker and device):
         return None
+    assert tracker is not None
     noise = next((part.noise for part in policy.modules() if isinstance(part, Dropout)), None)
     generator = None if noise is None else noise.replace_generator(None)
     fields = ("old_log_probs", "advantages", "returns", "old_values", "ref_log_probs")
@@ -84,12 +86,17 @@ def measured_work(learner: Learner, inputs: Any, actions: Tensor, mask: Tensor, 
                 evaluation = policy(inputs, actions, mask)
                 loss(evaluation, batch, learner.objective, denominator=mask.sum(), beta=0.0).total.backward()  # type: ignore[no-untyped-call]
             del evaluation
+        peak: float = tracker.peak
+    except torch.OutOfMemoryError:
+        if policy.sharded:
+            raise
+        peak = math.inf
     finally:
         for optimizer in learner.optimizers.values():
             optimizer.zero()
         if noise is not None:
             noise.replace_generator(generator)
-    return max(exchange(tracker.peak))
+    return max(exchange(peak))
 
 
 class GpuTracker:

@@ -342,7 +342,11 @@ class SupervisedWorld:
     def _longest(self, shape: BatchShape) -> Batch:
         """The longest rows, with zeros in place of what models score."""
         rows, tensors = self.collector.rows, self.collector.rows.tensors if self.reference is None else self.reference.plain
-        longest = sorted(range(rows.count), key=lambda row: rows.lengths[row], reverse=True)[: shape.rows]
+        longest = sorted(range(rows.count), key=lambda row: rows.lengths[row], reverse=True)
+        many = shape.rows
+        if self.recipe.optimizer.micro_batch_tokens is not None:
+            many = max(1, many * shape.width // rows.lengths[longest[0]])
+        longest = longest[:many]
         inputs, actions, mask = tensors(longest)
         if self.reference is not None:
             inputs = {**inputs, REFERENCE: torch.zeros(len(longest), 2), BASELINE: torch.zeros(len(longest))}
