@@ -161,7 +161,7 @@ def cartpole(wrapper: Callable[..., Any], *arguments: Any, **settings: Any) -> C
 
 def old_weights() -> AbstractContextManager[Any]:
     """The sampler never gets the trained weights."""
-    from surefoot.language.sampling.choose_engine import InProcess
+    from surefoot.language.online.engine import InProcess
 
     from surefoot.language.online import world
 

@@ -528,8 +528,8 @@ def _learning(workload: Workload, epochs: int) -> Work:
     """Forward and backward passes of all updates, their exchanges, and the steps of Adam."""
     models, layout, each = _trunks(workload), workload.layout, _each(workload)
     updates = epochs * max(1, round(workload.responses / workload.rows))
-    at_once = workload.micro(workload.rows).rows / workload.least_rows
-    passes = -(-workload.rows // max(1, int(at_once)))
+    at_once = workload.micro(workload.rows).rows
+    passes = -(-workload.rows // max(1, at_once))
     tokens, logits = workload.rows * workload.width * workload.sides, workload.rows * workload.response * workload.sides
     forward = _forward(models, workload, workload.rows, workload.response)
     backward = sum(backward_flops(model, tokens, logits, workload.width / 2, workload.checkpointing) for model in models)
