@@ -93,7 +93,8 @@ def in_python_words(call: Call) -> Call:
         try:
             return call(*arguments, **named)
         except (RuntimeError, MemoryError) as error:
-            limit = None if type(error).__name__ == "OutOfMemoryError" else limit_reached(error)  # torch's, of a GPU
+            of_gpu = type(error).__name__ == "OutOfMemoryError" or "cuda" in str(error).lower()
+            limit = None if of_gpu else limit_reached(error)
             if limit is None:
                 raise
             raise SurefootError(limit) from error

@@ -5,6 +5,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -464,3 +465,17 @@ def test_an_environment_that_masks_otherwise_when_replayed_is_lost() -> None:
     assert list(lost) == [1]
     for path, values in seen.items():
         assert np.array_equal(restored[path][0], values[0])
+
+
+def test_a_mask_that_only_some_environments_of_a_vector_have_is_an_error() -> None:
+    from surefoot.control.environments.observations import masks_of_rows
+
+    class Masked(gymnasium.Wrapper):
+        def action_masks(self) -> list[bool]:
+            return [True, False]
+
+    plain = gymnasium.make("CartPole-v1")
+    some = gymnasium.vector.SyncVectorEnv([lambda: Masked(gymnasium.make("CartPole-v1")), lambda: plain])
+    with pytest.raises(SurefootError, match=r"action_masks\(\): environments \[1\] lack it; give it to all"):
+        masks_of_rows(some)
+    some.close()

@@ -149,14 +149,14 @@ def test_an_object_of_a_script_is_compared_by_its_source_and_what_it_uses() -> N
 def test_imports_by_a_call_are_followed(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "import importlib\nimport runpy\nWORLDS = {'one': 'worlds.one', 'two': 'worlds.two'}\nOTHER = 'unused'\n"
-        "importlib.import_module(WORLDS[input()])\n__import__('b')\nrunpy.run_path('c.py')\n"
+        "importlib.import_module(WORLDS[input()])\nM = 'b'\nM: str = 'd'\n__import__(name=M)\nrunpy.run_path('c.py')\n"
     )
     (tmp_path / "worlds").mkdir()
     (tmp_path / "worlds" / "__init__.py").write_text("from importlib import import_module\nimport_module('.three', __name__)")
-    for name in ("worlds/one", "worlds/two", "worlds/three", "b", "c", "unused"):
+    for name in ("worlds/one", "worlds/two", "worlds/three", "b", "c", "d", "unused"):
         (tmp_path / f"{name}.py").write_text("")
     found = follow(["a"], [], tmp_path)
-    assert sorted(found["code"]) == ["a", "b", "c.py", "worlds", "worlds.one", "worlds.three", "worlds.two"]
+    assert sorted(found["code"]) == ["a", "b", "c.py", "d", "worlds", "worlds.one", "worlds.three", "worlds.two"]
 
 
 def test_the_settings_of_rounds_and_comparisons_have_the_code_that_they_name(

@@ -82,7 +82,7 @@ def scores_of_ended(curves: RunCurves, recipe: Recipe | None) -> tuple[Curve, Ar
     share = np.maximum(ended.values, 0.5)
     of_ended = (mean.values - (1 - share) * value) / share
     variance = (spread.values**2 + mean.values**2 - (1 - share) * value**2) / share - of_ended**2
-    constant = (ended.values >= 0.5) & (variance < 1e-5 * (of_ended - value) ** 2)
+    constant = (ended.values >= 0.5) & (np.abs(variance) < 1e-5 * (of_ended - value) ** 2)
     return Curve(mean.metric, mean.steps, of_ended), constant
 
 

@@ -130,10 +130,13 @@ def process_group(backend: str = "gloo", timeout: float = DEFAULT_TIMEOUT) -> It
     """
     import torch.distributed as dist
 
+    from surefoot.ranks import collectives
+
     _open_group(timeout, backend)
     try:
         yield dist.get_rank()
     finally:
+        collectives.forget_groups()
         dist.destroy_process_group()
 
 

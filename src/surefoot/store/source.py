@@ -113,17 +113,18 @@ def imports_of(file: Path, package: str = "") -> list[str]:
     names: set[str] = set()
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
         tree = ast.parse(read_bytes(file))
-        values = {
-            target.id: node.value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
+        values: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    if isinstance(target, ast.Name):
+                        values.setdefault(target.id, []).append(node.value)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", None)) in IMPORTING:
-                parts = [part for argument in node.args for part in ast.walk(argument)]
-                parts += [part for each in parts if isinstance(each, ast.Name) for part in ast.walk(values.get(each.id, each))]
+                given = [*node.args, *(keyword.value for keyword in node.keywords)]
+                parts = [part for argument in given for part in ast.walk(argument)]
+                named = [value for each in parts if isinstance(each, ast.Name) for value in values.get(each.id, ())]
+                parts += [part for value in named for part in ast.walk(value)]
                 texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
                 names |= {text if not text.startswith(".") else f"{package}{text}" for text in texts if MAYBE.fullmatch(text)}
             elif isinstance(node, ast.Import):

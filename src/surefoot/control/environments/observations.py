@@ -3,7 +3,6 @@
 The first reset decides whether a task masks actions: ``info["action_mask"]`` is present, or absent, in every later step too.
 """
 
-import contextlib
 import inspect
 import math
 import re
@@ -26,6 +25,7 @@ from surefoot.control.spaces import (
     observation_parts,
     read_mask,
 )
+from surefoot.errors import SurefootError
 
 INFO_KEY = "surefoot"
 """key of ``info`` under which an environment may report {"score": number, "life_lost": bool}; see ``Step``"""
@@ -163,14 +163,17 @@ def masks_of_rows(environments: Any) -> Callable[[Array], Any] | None:
     if callable(method := getattr(environments, METHOD, None)):
         return lambda acting: method()
     inner = getattr(environments.unwrapped, "envs", ())
-    if inner and all(isinstance(each, gymnasium.Env) and each.has_wrapper_attr(METHOD) for each in inner):
+    having = [isinstance(each, gymnasium.Env) and each.has_wrapper_attr(METHOD) for each in inner]
+    if any(having):
+        if not all(having):
+            raise SurefootError(
+                f"{METHOD}(): environments {[n for n, has in enumerate(having) if not has]} lack it; give it to all"
+            )
         methods = [each.get_wrapper_attr(METHOD) for each in inner]
         return lambda acting: [method() if acts else None for method, acts in zip(methods, acting, strict=True)]
-    makers = getattr(environments.unwrapped, "env_fns", None)
-    if not inner and makers:  # in other processes
-        with contextlib.suppress(Exception), contextlib.closing(makers[0]()) as one:
-            if one.has_wrapper_attr(METHOD):
-                return lambda acting: environments.unwrapped.call(METHOD)
+    if not inner and getattr(environments.unwrapped, "env_fns", None):  # in other processes
+        call = environments.unwrapped.call
+        return (lambda acting: call(METHOD)) if all(call("has_wrapper_attr", METHOD)) else None
     return None
 
 
