@@ -298,6 +298,8 @@ def test_a_resumed_vector_environment_replays_all_since_its_reset_or_says_what_i
     _, lost = vector((6, "truncated")).load_state_dict(state)
     assert lost.keys() == {0, 1}
     assert lost[0].startswith("its 9 steps since the last reset had other observations and rewards and ends of episodes")
+    _, lost = together(mode, [Clockwork(0), Clockwork(1), Clockwork(2)]).load_state_dict(state)
+    assert lost == {0: "", 1: "", 2: ""}, "another number of ranks has other rows"
     monkeypatch.setattr("surefoot.control.environments.vector.REPLAYED", 17)
     environments.reset()
     for _ in range(9):

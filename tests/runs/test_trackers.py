@@ -559,8 +559,8 @@ def test_a_tracker_that_fails_does_not_end_a_run_and_resuming_fills_the_gap(offl
     with monkeypatch.context() as patch:
         patch.setattr("surefoot.runs.trackers.tensorboard.TensorBoard.log", fail)
         api.start(recipe, run, display=lambda event: lines.append(event.text) if hasattr(event, "text") else None)
-    told = [line for line in lines if "the tracker tensorboard stopped, and training went on without it" in line]
-    assert len(told) == 1
+    warnings = [line for line in lines if "the tracker tensorboard stopped, and training went on without it" in line]
+    assert len(warnings) == 1
     assert len(steps_of(run)) == 16
     assert [finding.name for finding in of_run(run)].count("tracker_failed") == 1
     surefoot.resume(run, steps=1280)

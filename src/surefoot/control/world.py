@@ -159,8 +159,9 @@ class ControlWorld:
             ]
         return [
             *notes,
-            f"{name}: its vector environment has no state_dict that fits, and too many steps since its last reset to replay "
-            f"them: all {len(lost):,} start new episodes, so this resume is not exact",
+            f"{name}: its vector environment has no state_dict that fits, and its steps since the last reset can't be "
+            f"replayed (too many, or of another number of environments): all {len(lost):,} start new episodes, so this "
+            "resume is not exact",
         ]
 
     def _difference(self, lost: list[int], first: str, allow_changes: bool) -> str:

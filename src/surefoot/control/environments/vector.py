@@ -208,13 +208,13 @@ class VectorEnvironments:
             with self._errors():
                 state |= {"state": Hook(self.environments).save(), "observations": self.observations, "done": self.done}
         elif self.record is not None:
-            state["record"] = self.record.saved(None)
+            state |= {"record": self.record.saved(None), "count": self.count}
         return {"vectors": {str(self.first): state}}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, Lost]:
         saved = as_arrays(state.get("vectors", {}).get(str(self.first), {}))  # none if single environments were saved
         self.resets = saved.get("resets", 0)
-        if "record" in saved and not has_hook(self.environments):
+        if saved.get("count") == self.count and not has_hook(self.environments):  # other ranks hold other rows
             if different := self._replay(saved["record"]):
                 self.resets = saved["resets"]
                 return self.reset(), dict.fromkeys(range(self.count), different)

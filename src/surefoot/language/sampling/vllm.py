@@ -165,7 +165,11 @@ class VllmServer:
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         ids = [37 * n % vocabulary for n in range(1, length + 1)]
         request = Request([ids], [1], max(1, length // 3), (), self.tokens.pad_id, temperature=self.temperature)
-        choice = self._choice(self._complete(ids, 1, request, {"prompt_logprobs": 0}, time.monotonic() + self.settings.timeout))
+        try:
+            answer = self._complete(ids, 1, request, {"prompt_logprobs": 0}, time.monotonic() + self.settings.timeout)
+        except DeadlineExceeded:
+            raise self._error(f"did not answer the first request within {self.http.limit}; raise it") from None
+        choice = self._choice(answer)
         try:
             read = [entry[str(token)]["logprob"] for entry, token in zip(choice["prompt_logprobs"][1:], ids[1:], strict=True)]
         except (KeyError, TypeError, ValueError):
