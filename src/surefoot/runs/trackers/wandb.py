@@ -1,6 +1,7 @@
 """Weights & Biases, online or offline. Its files are in ``wandb/`` of the run's folder, unless WANDB_DIR is set."""
 
 import contextlib
+import inspect
 import os
 import secrets
 import struct
@@ -28,14 +29,20 @@ WHOLE, LAST = 1, 4
 def check(_: Recipe) -> None:
     """Raise SurefootError if the extra is missing, or if W&B would ask for a key."""
     require_installed("wandb", "wandb")
-    import wandb
-
     try:
-        ready = mode() not in ("online", "shared") or bool(os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False))
+        ready = mode() not in ("online", "shared") or bool(os.environ.get("WANDB_API_KEY") or _has_key())
     except Exception as error:
         raise SurefootError(f"trackers=['wandb']: its settings are invalid ({cause_of(error)}); check WANDB_MODE") from None
     if not ready:
         raise SurefootError("trackers=['wandb']: there is no API key; run: wandb login, or set WANDB_MODE=offline")
+
+
+def _has_key() -> bool:
+    """Whether W&B has a key in its settings or in ~/.netrc, without asking for one."""
+    import wandb
+
+    quiet = "prompt" in inspect.signature(wandb.login).parameters  # below 0.26 a login always asks
+    return bool(wandb.login(prompt=False) if quiet else wandb.api.api_key)
 
 
 def mode() -> Any:
