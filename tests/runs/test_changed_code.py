@@ -153,10 +153,12 @@ def test_imports_by_a_call_are_followed(tmp_path: Path) -> None:
     )
     (tmp_path / "worlds").mkdir()
     (tmp_path / "worlds" / "__init__.py").write_text("from importlib import import_module\nimport_module('.three', __name__)")
-    for name in ("worlds/one", "worlds/two", "worlds/three", "b", "c", "d", "unused"):
+    for name in ("worlds/one", "worlds/two", "worlds/three", "b", "c", "d", "unused", "worlds/beside"):
         (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "worlds" / "two.py").write_text("import runpy\nrunpy.run_path('beside.py')\nrunpy.run_path('~nobody/x.py')")
     found = follow(["a"], [], tmp_path)
-    assert sorted(found["code"]) == ["a", "b", "c.py", "d", "worlds", "worlds.one", "worlds.three", "worlds.two"]
+    names = ["a", "b", "beside.py", "c.py", "d", "worlds", "worlds.one", "worlds.three", "worlds.two"]
+    assert sorted(found["code"]) == names
 
 
 def test_the_settings_of_rounds_and_comparisons_have_the_code_that_they_name(

@@ -21,7 +21,7 @@ from surefoot.core.learner import Learner
 from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import NotFiniteError
 from surefoot.ranks.collectives import check_same_weights, exchange, on_first, rank, share, together, world_size
-from surefoot.ranks.launching import first_host, join_ranks, launch_of
+from surefoot.ranks.launching import choose_gpu, first_host, join_ranks, launch_of
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs import session
@@ -488,6 +488,21 @@ def test_a_demo_on_two_ranks_is_one_run_that_the_first_evaluates(tmp_path, monke
 def test_rank_and_world_size_are_read_from_every_launcher(variables, expected):
     launch = launch_of(variables)
     assert (launch and (launch.rank, launch.size, launch.local_rank, launch.launcher)) == expected
+
+
+def test_a_rank_uses_the_gpu_of_its_number_or_the_only_one_that_slurm_shows_it(monkeypatch):
+    used = []
+    for name, value in {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    choose_gpu("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SurefootError, match="ranks: rank 1 has no GPU, this machine has 1"):
+        choose_gpu("cuda")
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "h100:1")
+    choose_gpu("cuda")
+    assert used == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import surefoot
 from surefoot.errors import SurefootError
 from surefoot.files import copy_file, open_file, read_bytes, read_table, read_text, read_toml
 from surefoot.language.data.sources.formats import READERS, saved_rows
 from surefoot.store.manifest import check_listed, fingerprint, read_listed
-from surefoot.store.tensors import read_tensors
+from surefoot.store.tensors import read_tensors, stored_tensors, write_tensors
 
 SOURCE = Path(surefoot.__file__).parent
 OWN = {
@@ -26,7 +27,7 @@ OWN = {
     "language/models/mapped.py": "a temporary file of this process",
     "recipes/control.py": "source of an installed package",
     "sandbox/__init__.py": "pipes, and a program of the package",
-    "store/tensors.py": "the reader of safetensors; files of a checkpoint whose manifest was compared",
+    "store/tensors.py": "the reader of safetensors",
 }
 """modules that open files in another way, and which"""
 READ = {"read_text", "read_bytes", "safe_open", "load_file", "memmap", "fromfile", "copyfile", "copy2", "ParquetFile"}
@@ -96,3 +97,17 @@ def test_rows_are_not_read_from_a_pipe(suffix: str, tmp_path: Path) -> None:
         (tmp_path / "state.json").write_text(f'{{"_data_files": [{{"filename": "{path.name}"}}]}}')
     with pytest.raises(SurefootError, match="not a regular file"):
         list(saved_rows(tmp_path) if suffix == ".arrow" else rows_of(path))
+
+
+def test_a_damaged_or_foreign_file_of_tensors_is_one_line_also_where_only_a_range_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "shard.safetensors"
+    write_tensors({"x": torch.arange(6.0)}, file)
+    stored = stored_tensors(file)["x"]
+    assert stored.read(2, 4).tolist() == [2.0, 3.0]
+    file.write_bytes(file.read_bytes()[:-4])
+    for read in (lambda: stored.read(2, 4), lambda: stored_tensors(file)):
+        with pytest.raises(SurefootError, match=r"shard.safetensors: can't be read"):
+            read()
+    write_tensors({"x": torch.zeros(4, dtype=torch.float8_e4m3fn)}, file)
+    with pytest.raises(SurefootError, match=r"shard.safetensors: has content that can't be used \(KeyError: 'F8_E4M3'\)"):
+        stored_tensors(file)

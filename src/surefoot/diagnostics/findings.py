@@ -129,19 +129,29 @@ def checkpoints_lost(what: str) -> Finding:
 def damaged_files(run: Path) -> list[str]:
     """The files of a run that are not as its manifests have them, each with its fault; folders of weights come first."""
     saved = [*checkpoints_in(run / "checkpoints"), *checkpoints_in(run / "best"), run / START]
-    folders = [*(run / name for name in ("model", "adapter")), *(folder for folder in saved if (folder / MANIFEST).exists())]
+    folders = [*(run / name for name in ("model", "adapter")), *saved]
     single = [run / ENVIRONMENT, run / FINISHED, run / TRACKERS_FILE, *traces_in(run / "traces"), *samples_in(run / "samples")]
     if (run / LISTING).exists():  # a copy from the hub, whose one listing has all of it
         folders, single = [run], []
-    faults = []
-    for path in (path for path in (*folders, *single) if path.exists()):
-        try:
-            check_folder(path, f"{path.name}/", required=True) if path.is_dir() else check_listed(path)
-        except SurefootError as error:
-            if path.exists():  # else the run, which goes on, has just replaced it
-                wrong = str(error).partition("; ")[0].removeprefix(f"{path.name}/: ").removeprefix(f"{path}: ")
-                faults.append(f"{path.relative_to(run)}: {wrong}")
-    return faults
+    return [
+        f"{path.relative_to(run)}: {fault}" for path in (*folders, *single) if _fault_of(path) and (fault := _fault_of(path))
+    ]  # asked twice, since a run that goes on may have replaced it in between
+
+
+def _fault_of(path: Path) -> str | None:
+    """What is wrong with a file or folder that a manifest should list; None for a sound one, or where there is none."""
+    try:
+        if path.is_dir():
+            check_folder(path, f"{path.name}/", required=True)
+        elif path.exists():
+            check_listed(path)
+    except SurefootError as error:
+        if path.exists():  # else the run has just removed it
+            return str(error).partition("; ")[0].removeprefix(f"{path.name}/: ").removeprefix(f"{path}: ")
+    except OSError as error:
+        if path.exists():
+            return f"can't be read ({error.strerror})"
+    return None
 
 
 def files_damaged(faults: Sequence[str]) -> Finding:

@@ -114,10 +114,11 @@ def choose_gpu(device: str) -> None:
     if device != "cuda":
         raise SurefootError(f"device={device!r}: all {launch.size} ranks would use it; set device = 'cuda', one GPU per rank")
     count = torch.cuda.device_count()
-    if 0 < count <= launch.local_rank:
+    alone = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"  # Slurm shows each rank only its own GPU
+    if 0 < count <= launch.local_rank and not alone:
         raise SurefootError(f"ranks: rank {launch.rank} has no GPU, this machine has {count}; start one rank per GPU")
     if count:  # without any, the check of the device has its own message
-        torch.cuda.set_device(launch.local_rank)
+        torch.cuda.set_device(0 if alone else launch.local_rank)
 
 
 @contextmanager

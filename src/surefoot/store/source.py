@@ -8,6 +8,7 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -88,8 +89,9 @@ def follow(
         if name in seen:
             continue
         seen.add(name)
-        if name.endswith(".py"):
-            files = {name: here / Path(name).expanduser()}
+        if name.endswith(".py"):  # named in a recipe, or in a call: often next to the module that calls
+            path = Path(os.path.expanduser(name))
+            files = {name: next((file for file in (here / path, folder / path) if file.is_file()), here / path)}
         else:
             files = _files_of(name, [folder, here, *(here / place for place in search)], packages)
         for key, file in files.items():

@@ -17,7 +17,7 @@ from safetensors import torch as by_torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import check_plain
+from surefoot.files import check_plain, made_from
 
 
 @contextmanager
@@ -118,7 +118,7 @@ class StoredTensor:
             for first, count in ranges:
                 low, high = max(start, first), min(stop, first + count)
                 if low < high:
-                    with safe_open(self.folder / file, "pt") as opened:
+                    with open_tensors(self.folder / file) as opened:
                         flat = _flat_range(opened.get_slice(key), place + low - first, place + high - first)
                     result[low - start : high - start] = flat
                 place += count
@@ -143,7 +143,7 @@ def _flat_range(stored: Any, start: int, stop: int) -> Tensor:
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file, unread."""
     stored = {}
-    with safe_open(file, "pt") as opened:
+    with open_tensors(file) as opened, made_from(file):
         for key in opened.keys():  # noqa: SIM118 - it is no mapping
             shape = tuple(opened.get_slice(key).get_shape())
             dtype = DTYPES[opened.get_slice(key).get_dtype()]
