@@ -19,7 +19,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, limit_reached
 
 RUNS = Path("runs")
 """the folder of runs that are only named"""
@@ -196,12 +196,14 @@ def steps_named(name: str) -> int | None:
 
 @contextmanager
 def made_from(where: Path, remedy: str = "take another checkpoint") -> Iterator[None]:
-    """Turn any error in using the content of a file, whose hash may be right, into one line that names the file."""
+    """Turn any error in using the content of a file, whose hash may be right, into one line that names the file; except that
+    the machine has no more memory.
+    """
     try:
         yield
-    except SurefootError:
-        raise
     except Exception as error:
+        if isinstance(error, SurefootError) or limit_reached(error) is not None:
+            raise
         raise SurefootError(f"{where}: has content that can't be used ({cause_of(error)}); {remedy}") from None
 
 

@@ -500,9 +500,20 @@ def test_a_rank_uses_the_gpu_of_its_number_or_the_only_one_that_slurm_shows_it(m
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SurefootError, match="ranks: rank 1 has no GPU, this machine has 1"):
         choose_gpu("cuda")
-    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "h100:1")
-    choose_gpu("cuda")
-    assert used == [1, 0]
+    for name, value in (
+        ("SLURM_GPUS_PER_TASK", "h100:1"),
+        ("SLURM_GPUS_PER_TASK", "1"),
+        ("SLURM_TRES_PER_TASK", "cpu=4,gres/gpu=1"),
+        ("SLURM_TRES_PER_TASK", "gres/gpu:1"),
+        ("SLURM_GPUS_ON_NODE", "2"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            choose_gpu("cuda")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    with pytest.raises(SurefootError, match="ranks: rank 1 has no GPU"):
+        choose_gpu("cuda")
+    assert used == [1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ def test_every_list_of_trackers_has_the_same_names():
     for name, kind in TRACKERS.items():
         source = (Path(interface.__file__).parent / f"{name}.py").read_text()
         assert f"class {kind}:" in source
-        assert "def check(" in source
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_an_unknown_tracker_is_one_line(name, expected, command):
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_missing_extra_is_one_line_before_work_starts(name, command, monkeypatch, tmp_path):
-    monkeypatch.setattr(interface.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(delivery.importlib.util, "find_spec", lambda module: None)
     code, _, err = command("train", "CartPole-v1", "--trackers", name, "--run-dir", "run")
     assert (code, err.count("\n")) == (2, 1)
     assert f"trackers=['{name}'] needs {name}, which is not installed; run: pip install" in err

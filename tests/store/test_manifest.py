@@ -9,6 +9,7 @@ import pytest
 
 from surefoot import files
 from surefoot.errors import SurefootError
+from surefoot.recipes.rewards import term_from_text
 from surefoot.store import manifest
 from surefoot.store.manifest import atomic_folder, check_folder, check_listed, read_listed, read_listed_table, write_listed
 
@@ -68,6 +69,12 @@ def written(folder: Path) -> Path:
         (temporary / "config.json").write_text("{}")
         (temporary / "model.safetensors").write_bytes(b"0" * 64)
     return folder
+
+
+def test_the_home_folder_of_nobody_is_a_folder_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (written(Path("~nobody-here/model")) / "manifest.json").exists()
+    assert term_from_text("~nobody-here/rewards.py:score") == {"function": "~nobody-here/rewards.py:score"}
 
 
 def flipped(folder: Path) -> None:

@@ -14,7 +14,7 @@ from surefoot.errors import SurefootError
 from surefoot.files import copy_file, open_file, read_bytes, read_table, read_text, read_toml
 from surefoot.language.data.sources.formats import READERS, saved_rows
 from surefoot.store.manifest import check_listed, fingerprint, read_listed
-from surefoot.store.tensors import read_tensors, stored_tensors, write_tensors
+from surefoot.store.tensors import StoredTensor, read_tensors, stored_tensors, write_tensors
 
 SOURCE = Path(surefoot.__file__).parent
 OWN = {
@@ -108,6 +108,16 @@ def test_a_damaged_or_foreign_file_of_tensors_is_one_line_also_where_only_a_rang
     for read in (lambda: stored.read(2, 4), lambda: stored_tensors(file)):
         with pytest.raises(SurefootError, match=r"shard.safetensors: can't be read"):
             read()
+    write_tensors({"x": torch.arange(2.0)}, file)
+    with pytest.raises(SurefootError, match=r"shard.safetensors: has content that can't be used"):
+        stored.read(2, 4)  # of another shape
+    file.unlink()
+    for read in (lambda: stored.read(2, 4), lambda: stored_tensors(file)):
+        with pytest.raises(SurefootError, match=r"shard.safetensors: has content that can't be used .*; take another"):
+            read()
+    for table in ({"shape": [6], "dtype": "float99", "pieces": []}, {"shape": 6}, {"shape": [6], "dtype": "float32"}):
+        with pytest.raises(SurefootError, match=r"agent.json: has content that can't be used .*; take another"):
+            StoredTensor.of(table, tmp_path / "agent.json", [])
     write_tensors({"x": torch.zeros(4, dtype=torch.float8_e4m3fn)}, file)
     with pytest.raises(SurefootError, match=r"shard.safetensors: has content that can't be used \(KeyError: 'F8_E4M3'\)"):
         stored_tensors(file)

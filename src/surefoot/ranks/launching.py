@@ -114,7 +114,11 @@ def choose_gpu(device: str) -> None:
     if device != "cuda":
         raise SurefootError(f"device={device!r}: all {launch.size} ranks would use it; set device = 'cuda', one GPU per rank")
     count = torch.cuda.device_count()
-    alone = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"  # Slurm shows each rank only its own GPU
+    # With --gpus-per-task, Slurm shows each rank its own GPUs alone: fewer than the step has on this machine.
+    on_node = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    per_task = re.search(r"(?:^|[:=])1$", os.environ.get("SLURM_GPUS_PER_TASK") or os.environ.get("SLURM_TRES_PER_TASK", ""))
+    fewer = on_node.isdecimal() and count <= launch.local_rank and count < int(on_node)
+    alone = launch.launcher == "srun" and (per_task is not None or fewer)
     if 0 < count <= launch.local_rank and not alone:
         raise SurefootError(f"ranks: rank {launch.rank} has no GPU, this machine has {count}; start one rank per GPU")
     if count:  # without any, the check of the device has its own message

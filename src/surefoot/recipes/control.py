@@ -155,15 +155,11 @@ class ControlRecipe(Recipe):
     scores: ClassVar[tuple[str, ...]] = ("evaluation_return", "episode_return")
 
     kind: Literal["control"] = "control"
-    """kind of training: control, sft, reward, dpo or language"""
     task: str
     """Gymnasium id, or module:function that makes an environment"""
     environment: dict[str, Any] = Field({})
     """keyword arguments of the environment"""
     engine: Literal["eager", "compiled", "auto"] = "auto"
-    """compiled: compile updates and acting, in up to a minute; they run faster then. Of language models the blocks of the
-    trained model and its reference, in minutes. Needs a C++ compiler. auto: compiled if a run of control is long enough to win
-    that time back, else eager. The default is auto in control, eager in language"""
     start: str | None = None
     """folder of an agent or run that training starts from, with its weights and normalisers; none: new weights"""
     rollout: RolloutSettings = RolloutSettings()

@@ -157,7 +157,6 @@ class LanguageRecipe(ModelRecipe):
     scores: ClassVar[tuple[str, ...]] = ("held_out_reward", "reward")
 
     kind: Literal["language"] = "language"
-    """kind of training: control, sft, reward, dpo or language"""
     data: PromptSettings
     evaluation: OnlineEvaluation = OnlineEvaluation()
     sampling: SamplingSettings = SamplingSettings()

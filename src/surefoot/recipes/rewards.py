@@ -1,6 +1,7 @@
 """The reward of an online run: terms that are functions, models, servers or judges, and the checks of their fields."""
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -89,7 +90,7 @@ def term_from_text(text: str) -> dict[str, str]:
     """The table of a term that is a text: the URL of a server; with a colon, and no such folder, a function; else a model."""
     if text.startswith(("http://", "https://")):
         return {"url": text}
-    return {"function": text} if ":" in text and not Path(text).expanduser().exists() else {"model": text}
+    return {"function": text} if ":" in text and not Path(os.path.expanduser(text)).exists() else {"model": text}
 
 
 def token_error(name: str) -> str:

@@ -84,7 +84,6 @@ class SftRecipe(SupervisedRecipe):
     scores: ClassVar[tuple[str, ...]] = ("held_out_loss", "policy_loss")
 
     kind: Literal["sft"] = "sft"
-    """kind of training: control, sft, reward, dpo or language"""
 
     @property
     def title(self) -> str:
@@ -100,7 +99,6 @@ class RewardRecipe(SupervisedRecipe):
     scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
 
     kind: Literal["reward"] = "reward"
-    """kind of training: control, sft, reward, dpo or language"""
     demonstrations: str | None = None
     """rows on which the scores are normalised to mean 0 and standard deviation 1; none: the chosen or good answers of
     data.train"""
@@ -124,7 +122,6 @@ class DpoRecipe(SupervisedRecipe):
     scores: ClassVar[tuple[str, ...]] = ("held_out_accuracy", "policy_loss")
 
     kind: Literal["dpo"] = "dpo"
-    """kind of training: control, sft, reward, dpo or language"""
     reference: DpoReferenceSettings = DpoReferenceSettings()
     preference: PreferenceSettings = PreferenceSettings()
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import open_file, read_json, read_table, steps_named
+from surefoot.files import made_from, open_file, read_json, read_table, steps_named
 from surefoot.sharding import Shard
 from surefoot.store.manifest import MANIFEST, REMEDY, atomic_folder, clear, fault_of, forget, listed_files, remove_folder
 from surefoot.store.tensors import StoredTensor, host_copies, open_tensors, read_tensors, stored_tensors, write_tensors
@@ -201,17 +201,12 @@ def load_checkpoint(folder: Path, in_files: Sequence[str] = ()) -> dict[str, Any
     names = listed_files(folder / MANIFEST)
     parts = {}
     for name in (n.removesuffix(".json") for n in names if n.endswith(".json")):
-        try:
-            tensors: dict[str, Any] = {}
-            if f"{name}.safetensors" in names:
-                file = folder / f"{name}.safetensors"
+        tensors: dict[str, Any] = {}
+        path, file = folder / f"{name}.json", folder / f"{name}.safetensors"
+        with made_from(path):
+            if file.name in names:
                 tensors = stored_tensors(file) if name in in_files else read_tensors(file)
-            path = folder / f"{name}.json"
             parts[name] = unpack(read_json(path), tensors, path, whole=name not in in_files)
-        except SurefootError:
-            raise
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise SurefootError(f"{folder}: {name} can't be read ({cause_of(error)})") from None
     return parts
 
 

@@ -8,6 +8,7 @@ card are downloaded, and compared with the list; pickles and code are rejected, 
 import importlib
 import json
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -204,7 +205,7 @@ def pull(name: HubName, folder: Path) -> str:
 
     Raises SurefootError if the folder holds anything, and as ``fetch`` does.
     """
-    folder = folder.expanduser().absolute()
+    folder = Path(os.path.expanduser(folder)).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SurefootError(f"{folder}: exists already; choose another folder: surefoot pull {name.name} FOLDER")
     source = fetch(name)

@@ -271,7 +271,7 @@ def atomic_folder(
 
     Raises SurefootError if the folder contains something else, or if writing fails.
     """
-    folder = folder.expanduser().absolute()
+    folder = Path(os.path.expanduser(folder)).absolute()
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / marker).exists())):
         raise SurefootError(f"{folder}: contains something that is not {kind}; choose an empty folder")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")

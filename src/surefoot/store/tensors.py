@@ -96,8 +96,9 @@ class StoredTensor:
 
         Raises SurefootError unless the pieces are in the files and make up the tensor.
         """
-        shape, dtype = tuple(int(n) for n in table["shape"]), getattr(torch, str(table["dtype"]))
-        pieces = tuple((str(f), str(key), tuple((int(a), int(n)) for a, n in ranges)) for f, key, ranges in table["pieces"])
+        with made_from(path):
+            shape, dtype = tuple(int(n) for n in table["shape"]), getattr(torch, str(table["dtype"]))
+            pieces = tuple((str(f), str(key), tuple((int(a), int(n)) for a, n in ranges)) for f, key, ranges in table["pieces"])
         end = 0
         for start, count in sorted(span for _, _, ranges in pieces for span in ranges):
             if start != end or count < 1:
@@ -111,16 +112,16 @@ class StoredTensor:
         return cls(path.parent, shape, dtype, pieces)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements start … stop − 1 of the flattened tensor."""
+        """Elements start … stop − 1 of the flattened tensor. Raises SurefootError if a file is missing or damaged."""
         result = torch.empty(stop - start, dtype=self.dtype)
         for file, key, ranges in self.pieces:
             place = 0  # of the range in the file
             for first, count in ranges:
                 low, high = max(start, first), min(stop, first + count)
                 if low < high:
-                    with open_tensors(self.folder / file) as opened:
+                    with made_from(self.folder / file), open_tensors(self.folder / file) as opened:
                         flat = _flat_range(opened.get_slice(key), place + low - first, place + high - first)
-                    result[low - start : high - start] = flat
+                        result[low - start : high - start] = flat
                 place += count
         return result
 
@@ -141,9 +142,9 @@ def _flat_range(stored: Any, start: int, stop: int) -> Tensor:
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, unread."""
+    """The tensors of a file, unread. Raises SurefootError if it is missing or damaged."""
     stored = {}
-    with open_tensors(file) as opened, made_from(file):
+    with made_from(file), open_tensors(file) as opened:
         for key in opened.keys():  # noqa: SIM118 - it is no mapping
             shape = tuple(opened.get_slice(key).get_shape())
             dtype = DTYPES[opened.get_slice(key).get_dtype()]

@@ -5,7 +5,8 @@ same run writes the same bytes.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -126,28 +127,32 @@ def read_trace(path: str | Path) -> Trace:
     True
     """
     path = Path(path)
-    _check(path)
-    try:
-        with open_tensors(path) as file:
-            header = parsed(file.metadata()[HEADER])
-            if header["format"] != FORMAT:
-                raise SurefootError(f"{path}: has format {header['format']}, not {FORMAT}; use the version that wrote it")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            table = unpack(header["trace"], tensors, path)
+    with _opened(path) as file:
+        header = parsed(file.metadata()[HEADER])
+        if header["format"] != FORMAT:
+            raise SurefootError(f"{path}: has format {header['format']}, not {FORMAT}; use the version that wrote it")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        table = unpack(header["trace"], tensors, path)
         rows = [TracedRow(**{**row, "visits": Visits(**row["visits"])}) for row in table["rows"]]
         return Trace(**{**table, "rows": rows})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A trace, open for reading. Raises SurefootError, also in the block, if there is none or it is not as the run wrote it;
+    one that was copied alone can't be compared.
+    """
+    if not path.exists():
+        raise SurefootError(f"{path}: no such file; a run's traces are in its folder traces/, unless traces.rows = 0")
+    if path.with_name(MANIFEST).exists() or (path.parent.parent / "config.toml").exists():
+        check_listed(path)
+    try:
+        with open_tensors(path) as file:
+            yield file
     except SurefootError:
         raise
-    except FileNotFoundError:
-        raise SurefootError(f"{path}: no such file; a run's traces are in its folder traces/, unless traces.rows = 0") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SurefootError(f"{path}: is not a readable trace ({cause_of(error)})") from None
-
-
-def _check(path: Path) -> None:
-    """Raise SurefootError for a trace in a run that is not as the run wrote it. One that was copied alone can't be compared."""
-    if path.exists() and (path.with_name(MANIFEST).exists() or (path.parent.parent / "config.toml").exists()):
-        check_listed(path)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise SurefootError(f"{path}: is not a readable trace ({cause_of(error)}); use another") from None
 
 
 def clipped_samples(path: Path) -> list[tuple[int, int]]:
@@ -156,18 +161,12 @@ def clipped_samples(path: Path) -> list[tuple[int, int]]:
     A sample is one visit of a step. Raises SurefootError when the file is not a trace.
     """
     counts: list[tuple[int, int]] = []
-    _check(path)
-    try:
-        with open_tensors(path) as file:
-            names = set(file.keys())
-            while (name := f"rows.{len(counts)}.visits.branch") in names:
-                visited = file.get_tensor(name.replace("branch", "updates")) >= 0
-                flows = torch.tensor(WITH_GRADIENT)[file.get_tensor(name).long()]
-                counts.append((int((visited & ~flows).sum()), int(visited.sum())))
-    except SurefootError:
-        raise
-    except (OSError, ValueError, IndexError, RuntimeError) as error:
-        raise SurefootError(f"{path}: is not a readable trace ({cause_of(error)})") from None
+    with _opened(path) as file:
+        names = set(file.keys())
+        while (name := f"rows.{len(counts)}.visits.branch") in names:
+            visited = file.get_tensor(name.replace("branch", "updates")) >= 0
+            flows = torch.tensor(WITH_GRADIENT)[file.get_tensor(name).long()]
+            counts.append((int((visited & ~flows).sum()), int(visited.sum())))
     return counts
 
 

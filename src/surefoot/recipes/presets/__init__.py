@@ -9,7 +9,6 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,9 +42,7 @@ def presets() -> dict[str, dict[str, Any]]:
 @cache
 def _shipped() -> dict[str, dict[str, Any]]:
     """The presets, read once in a process: each recipe needs them, and reading takes longer than the rest of resolving it."""
-    folder = resources.files(__package__)
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return {f.name.removesuffix(".toml"): read_toml(Path(str(f))) for f in files}
+    return {file.stem: read_toml(file) for file in sorted(Path(__file__).parent.glob("*.toml"))}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +103,7 @@ def space_for(what: str, recipe: Recipe, fixed: Mapping[str, str]) -> tuple[str,
 
 def shipped_spaces() -> dict[str, dict[str, Any]]:
     """All shipped search spaces: name -> its tables."""
-    folder = resources.files(__package__)
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return {file.name.removesuffix(".toml"): read_toml(Path(str(file))) for file in files}
+    return {file.stem: read_toml(file) for file in sorted(Path(__file__).parent.glob("*.toml"))}
 
 
 def without_presets(table: Mapping[str, Any]) -> dict[str, Any]:

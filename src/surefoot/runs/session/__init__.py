@@ -220,16 +220,24 @@ class Session:
             self._publish_opening()
             with self.signals, announced(self.message), arithmetic(self.recipe):
                 self._publish_initial_samples()
-                self._write_missing_best()
-                self._try_memory()
-                self._begin_profile()
+                if self.lacks_best:
+                    self._copy_best()
+                    self.saver.write()
+                for line in self.world.try_longest(self.learner):  # the same on all ranks
+                    if rank() == 0:
+                        self.message(line)
+                if self.profiled:
+                    self.profile = Profile(self.state.timer, run_folder, self.recipe.device)
+                    self.profile.begin()
                 if not self._finish_pending():
                     self._train()
                 self.saver.wait()
             if self.recipe.iteration_steps is None and self.state.steps > self.recipe.steps:
                 self.message(f"steps={self.recipe.steps}: became {self.state.steps:,}, since only whole iterations train")
-            self._end_profile()
-            self._raise_if_interrupted()
+            for line in [] if self.profile is None else self.profile.finish():
+                self.message(line)
+            if self.signals.stop_requested and self.state.steps < self.state.total_steps:
+                raise Interrupted(f"stopped at step {self.state.steps}")
             self._export()
             failed = False
         except (Interrupted, SurefootError) as stop:
@@ -243,12 +251,6 @@ class Session:
                 closing.callback(self._close_saver)
                 if self.profile is not None:
                     closing.callback(self.profile.close)
-
-    def _try_memory(self) -> None:
-        """Train on the longest micro-batch, if memory may be short; all ranks have the same lines."""
-        for line in self.world.try_longest(self.learner):
-            if rank() == 0:
-                self.message(line)
 
     def _close_saver(self) -> None:
         """Wait for the last checkpoint, and show an error in writing it."""
@@ -295,15 +297,6 @@ class Session:
         """Publish a finding with its line, for the user."""
         self.message(f"! step {self.state.steps:,}, {finding.line}")
         self.report(finding)
-
-    def _begin_profile(self) -> None:
-        if self.profiled:
-            self.profile = Profile(self.state.timer, None if self.folder is None else self.folder.path, self.recipe.device)
-            self.profile.begin()
-
-    def _end_profile(self) -> None:
-        for line in [] if self.profile is None else self.profile.finish():
-            self.message(line)
 
     def message(self, line: str) -> None:
         """Publish one line for the user, or keep it for the first rank."""
@@ -401,7 +394,8 @@ class Session:
                 metrics |= self._evaluate_or_save(metrics)
         with together():
             stop = self.publish(IterationEnd(state, metrics)) or self.signals.stop_requested
-        stop, waited = self._agree(stop or (evaluating and self._out_of_patience()))
+        patience = self.recipe.evaluation.patience
+        stop, waited = self._agree(stop or (evaluating and patience is not None and self.since_best >= patience))
         first = not self.saved and (waited or evaluating)
         with state.timer.detail("checkpoint"):
             if finished or stop or first or self._crossed(self.recipe.checkpoint_every):
@@ -444,10 +438,6 @@ class Session:
                 self.saver.wait()
             raise
 
-    def _out_of_patience(self) -> bool:
-        patience = self.recipe.evaluation.patience
-        return patience is not None and self.since_best >= patience
-
     def _crossed(self, every: int) -> bool:
         """Whether this iteration crossed a multiple of ``every`` steps; the same in a resumed run."""
         return self.state.steps // every > self.previous_steps // every
@@ -480,12 +470,6 @@ class Session:
             return
         best = None if self.folder is None else self.folder.best / str(self.state.steps)
         self.saver.copy(best, self.world.checkpoint_parts, keep_only_this)
-
-    def _write_missing_best(self) -> None:
-        """Write the best weights, those of the first checkpoint, if a kill came between the two."""
-        if self.lacks_best:
-            self._copy_best()
-            self.saver.write()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -522,10 +506,6 @@ class Session:
             "code": self.sources,  # the world has sources of its own: data and base weights
         }
 
-    def _raise_if_interrupted(self) -> None:
-        if self.signals.stop_requested and self.state.steps < self.state.total_steps:
-            raise Interrupted(f"stopped at step {self.state.steps}")
-
     def _hand_over(self, stop: Interrupted | SurefootError) -> None:
         """Give the exception that ends the run what it has trained, and a signal's the remedy."""
         if stop.result is not None:  # of a run in a callback of this one
@@ -541,12 +521,9 @@ class Session:
     def _export(self) -> None:
         with together():
             if self.folder is not None:
-                self._finish(self.folder)
+                for line in self.world.finish(self.folder.path):
+                    self.message(self.folder.as_shown(line))
+                if self.world.exports_model:
+                    self.folder.finish(self.state.steps)
         if self.kept and not self.sharded:
             broadcast_weights(self.world.policy)  # the first rank has loaded the best ones
-
-    def _finish(self, folder: RunFolder) -> None:
-        for line in self.world.finish(folder.path):
-            self.message(folder.as_shown(line))
-        if self.world.exports_model:
-            folder.finish(self.state.steps)

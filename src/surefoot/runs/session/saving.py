@@ -8,7 +8,6 @@ thread is raised by ``report``, ``wait`` or the next ``copy``.
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,20 +28,6 @@ from surefoot.store.checkpoint import (
 from surefoot.store.metrics import MetricsFile
 
 
-@dataclass(frozen=True)
-class Writing:
-    """A checkpoint to be written.
-
-    folder   of the checkpoint, whose shards also other ranks than the first write
-    commit   writes the rest on the first rank, when all shards are on the disk
-    shards   of this rank; None: the models are not sharded
-    """
-
-    folder: Path
-    commit: Callable[[], None] | None
-    shards: RankShards | None = None
-
-
 class Saver:
     """The checkpoints of a run that are copied or being written. All ranks call the same methods.
 
@@ -56,8 +41,8 @@ class Saver:
         """the number of this rank, and the ranks, for exchanges of the threads"""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[list[Path]] | None = None
-        self.copies: list[Writing] = []
-        """of this iteration, whose end begins to write them"""
+        self.copies: list[Callable[[], Path | None]] = []
+        """of this iteration, whose end begins to write them; each returns its checkpoint on the rank that commits it"""
         self.reads_back = True
         """whether the next checkpoint to resume from is the first, which is read back before the run goes on"""
         self.waits = False
@@ -97,13 +82,14 @@ class Saver:
         self.waits = self.waits or (resumable and self.reads_back)
         self.reads_back = self.reads_back and not resumable
         if place is not None:
-            self.copies.append(Writing(place, commit, shards))
+            self.copies.append(partial(self._write_one, place, commit, shards))
 
     def write(self) -> None:
         """Begin to write the copies; wait for the first checkpoint, which is read back."""
         if self.copies:
             assert self._future is None, "one at a time"
-            self._future = self._pool.submit(self._write, self.copies)
+            copies = self.copies
+            self._future = self._pool.submit(lambda: [path for write in copies if (path := write()) is not None])
         self.copies, waits, self.waits = [], self.waits, False
         if waits:
             self.wait()
@@ -144,15 +130,14 @@ class Saver:
 
     # ---- in the thread ----
 
-    def _write(self, writings: list[Writing]) -> list[Path]:
-        for writing in writings:
-            if writing.shards is None:
-                assert writing.commit is not None, "only the first rank writes"
-                writing.commit()
-                continue
-            self._together(partial(write_shards, shards_folder(writing.folder), writing.shards, self.rank))
-            self._together(writing.commit or (lambda: None))
-        return [writing.folder for writing in writings if writing.commit is not None]
+    def _write_one(self, folder: Path, commit: Callable[[], None] | None, shards: RankShards | None) -> Path | None:
+        """Write a checkpoint: ``commit`` writes the rest on the first rank, when the shards of all ranks are on the disk."""
+        if shards is not None:
+            self._together(partial(write_shards, shards_folder(folder), shards, self.rank))
+            self._together(commit or (lambda: None))
+        elif commit is not None:
+            commit()
+        return None if commit is None else folder
 
     def _together(self, step: Callable[[], None]) -> None:
         """Take a step on all ranks, of whose errors each is one for all: no thread waits for one that has given up."""

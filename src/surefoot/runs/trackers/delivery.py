@@ -6,19 +6,19 @@ the rows it lacks from metrics.jsonl, and none that it has.
 """
 
 import contextlib
-import importlib
+import importlib.util
 import json
 import math
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from surefoot.diagnostics.findings import tracker_failed
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, missing_extra
 from surefoot.recipes.base import Recipe
-from surefoot.runs.trackers.interface import TRACKERS, TrackedRun, Tracker, TrackerModule
+from surefoot.runs.trackers.interface import TRACKERS, TrackedRun, Tracker
 from surefoot.store.events import (
     CheckpointSaved,
     EvaluationEnd,
@@ -50,7 +50,10 @@ def check_trackers(recipe: Recipe, run_dir: Path | None) -> None:
         names = ", ".join(map(repr, recipe.trackers))
         raise SurefootError(f"trackers=[{names}]: a run without a folder can't be resumed or tracked; set run_dir")
     for name in recipe.trackers:
-        _module(name).check(recipe)
+        if importlib.util.find_spec(name) is None:
+            raise missing_extra(name, name, f"trackers=[{name!r}]")
+    if "wandb" in recipe.trackers:
+        _module("wandb").check()
 
 
 def tracker_listeners(recipe: Recipe, folder: Path, report: Callable[[Finding], None]) -> list["Delivery"]:
@@ -73,8 +76,8 @@ def tracker_listeners(recipe: Recipe, folder: Path, report: Callable[[Finding], 
     return [delivery(name) for name in recipe.trackers]
 
 
-def _module(name: str) -> TrackerModule:
-    return cast(TrackerModule, importlib.import_module(f"surefoot.runs.trackers.{name}"))
+def _module(name: str) -> Any:
+    return importlib.import_module(f"surefoot.runs.trackers.{name}")
 
 
 _writing = threading.Lock()

@@ -1,19 +1,18 @@
 """The trackers, what every one of them does, and the run that it opens."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from surefoot.errors import missing_extra
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten
 from surefoot.store.events import Sample
 from surefoot.store.finding import Finding
 
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio"}
-"""name in a recipe, which is its module's -> the class"""
+"""name in a recipe, which is that of its module here, of the package that it needs and of the extra with it -> the class, which
+opens a ``TrackedRun``"""
 
 NOTHING = -1
 """``last_step`` of a run without a row"""
@@ -63,21 +62,6 @@ class Tracker(Protocol):
     def close(self, failed: bool) -> None:
         """Finish: everything logged is in the store when this returns."""
         ...
-
-
-class TrackerModule(Protocol):
-    """The module of a tracker: this function, and the class that ``TRACKERS`` names, which opens a ``TrackedRun``."""
-
-    def check(self, recipe: Recipe, /) -> None:
-        """Raise SurefootError, before work starts, if the extra is missing or the tracker would ask for a key."""
-        ...
-
-
-def require_installed(tracker: str, *modules: str) -> None:
-    """Raise SurefootError, naming the extra, if a module that a tracker needs is not installed."""
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            raise missing_extra(module, tracker, f"trackers=[{tracker!r}]")
 
 
 def columns_of(samples: Sequence[Sample]) -> list[str]:

@@ -8,8 +8,7 @@ from typing import Any
 import tomli_w
 
 from surefoot.files import open_file
-from surefoot.recipes.base import Recipe
-from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
+from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of
 from surefoot.store.events import Sample
 from surefoot.store.finding import Finding
 
@@ -18,11 +17,6 @@ BEGINNING = 3
 FILES = "events.out.tfevents.*"
 STEPS = "steps"
 """tag of a number that every row has"""
-
-
-def check(_: Recipe) -> None:
-    """Raise SurefootError if the extra is missing."""
-    require_installed("tensorboard", "tensorboard")
 
 
 class TensorBoard:

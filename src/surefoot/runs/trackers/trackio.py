@@ -9,22 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError
-from surefoot.recipes.base import Recipe
-from surefoot.runs.trackers.interface import TrackedRun, require_installed
+from surefoot.runs.trackers.interface import TrackedRun
 from surefoot.store.events import Sample
 from surefoot.store.finding import Finding
-
-
-def check(_: Recipe) -> None:
-    """Raise SurefootError if the extra is missing."""
-    require_installed("trackio", "trackio")
 
 
 class Trackio:
     """A run of Trackio, resumed by its name; its id shows that no other run has taken the name."""
 
     def __init__(self, run: TrackedRun) -> None:
-
         project = run.recipe.tracking.project
         with _warnings_as_errors():
             self._open(run, run.saved.get("name") or _unused(run.name, project))

@@ -12,8 +12,7 @@ from typing import Any
 
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_bytes
-from surefoot.recipes.base import Recipe
-from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of, require_installed
+from surefoot.runs.trackers.interface import NOTHING, TrackedRun, columns_of
 from surefoot.store.events import Sample
 from surefoot.store.finding import Finding
 
@@ -26,9 +25,8 @@ WHOLE, LAST = 1, 4
 """kinds of the part that ends a record"""
 
 
-def check(_: Recipe) -> None:
-    """Raise SurefootError if the extra is missing, or if W&B would ask for a key."""
-    require_installed("wandb", "wandb")
+def check() -> None:
+    """Raise SurefootError if W&B would ask for a key."""
     try:
         ready = mode() not in ("online", "shared") or bool(os.environ.get("WANDB_API_KEY") or _has_key())
     except Exception as error:
