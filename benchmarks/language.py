@@ -20,7 +20,8 @@ import numpy as np
 from record import finished, read, write
 
 from surefoot.compare.statistics import markdown_table
-from surefoot.demos.reviews import evaluate_stages, online
+from surefoot.demos import in_folder
+from surefoot.demos.language import PPO, UNANCHORED, evaluate_stages
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, README = ROOT / "docs" / "benchmarks" / "language.md", ROOT / "README.md"
@@ -55,7 +56,7 @@ def trained(seed: int) -> dict[str, Any]:
     hacked = folder / "hacked"
     if not (hacked / "finished.json").exists():
         shutil.rmtree(hacked, ignore_errors=True)
-        train("reviews", seed=seed, run_dir=hacked, **online(folder, anchored=False))
+        train("reviews", seed=seed, run_dir=hacked, **in_folder({**PPO, **UNANCHORED}, folder))
     without = evaluate_stages(hacked, folder / "data")
     kept = {of: numbers(table) for of, table in without.items()}
     return {**result, **{of: numbers(result[of]) for of in OF}, "without_anchor": kept}

@@ -29,7 +29,7 @@ from typing import Any
 from record import finished, read, write
 
 from surefoot.compare.statistics import interval_text, markdown_table, mean_interval, number
-from surefoot.demos.sorting import Sizes, write_data
+from surefoot.demos.verifier import Sizes, write_data
 from surefoot.store.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent

@@ -28,7 +28,7 @@ import torch
 from record import read, write
 
 from surefoot.compare.statistics import markdown_table
-from surefoot.demos.sorting import Sizes, in_groups, write_data
+from surefoot.demos.verifier import Sizes, in_groups, write_data
 from surefoot.language import tasks
 from surefoot.language.analysis.best_of import BestOfSettings, best_of_n
 from surefoot.language.data.rows import write_rows

@@ -62,8 +62,9 @@ def test_the_image_has_an_unprivileged_user_and_the_cpu_build_of_torch():
     assert all((ROOT / name).exists() for name in copied)
 
 
-@pytest.mark.slow
-def test_the_wheel_installs_and_runs_outside_the_checkout(wheel, tmp_path, monkeypatch):
+@pytest.fixture
+def installed(wheel, tmp_path, monkeypatch):
+    """The folder of an environment with the wheel."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
@@ -87,7 +88,12 @@ def test_the_wheel_installs_and_runs_outside_the_checkout(wheel, tmp_path, monke
         [python, "-c", "import surefoot; print(surefoot.__file__)"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert where.stdout.startswith(str(site))
-    surefoot = str(tmp_path / "venv" / "bin" / "surefoot")
+    return tmp_path / "venv"
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_and_runs_outside_the_checkout(installed, tmp_path):
+    surefoot = str(installed / "bin" / "surefoot")
     train = [surefoot, "train", "CartPole-v1", "--steps", "512", "--name", "small", "--quiet", "--evaluation.episodes", "1"]
     subprocess.run(train, cwd=tmp_path, check=True, capture_output=True)
     result = subprocess.run(
@@ -95,6 +101,20 @@ def test_the_wheel_installs_and_runs_outside_the_checkout(wheel, tmp_path, monke
     )
     assert result.returncode == 0, result.stderr
     assert "over 1 greedy episodes" in result.stdout
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("name", "folder"), [("control", "demo"), ("language", "demo-language"), ("verifier", "demo-verifier")]
+)
+def test_every_demo_works_from_the_wheel_in_an_empty_folder(installed, tmp_path, name, folder):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = subprocess.run([installed / "bin" / "surefoot", "demo", name], cwd=empty, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Try next:" in result.stdout
+    runs = sorted(path.parent.name for path in (empty / "runs" / folder).rglob("finished.json"))
+    assert runs == {"control": ["demo"], "language": ["ppo", "reward", "sft"], "verifier": ["grpo", "ppo", "sft"]}[name]
 
 
 def test_the_core_stays_small_and_every_dependency_has_its_reason_in_docs():

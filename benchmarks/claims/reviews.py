@@ -41,7 +41,8 @@ def start(shared: Path, seed: int) -> Path:
     """The folder of a seed, with data, SFT model and reward model; made, or finished, by the first cell that needs them."""
     from verifier import finished
 
-    from surefoot.demos.reviews import write_data, write_pairs
+    from surefoot.demos import in_folder
+    from surefoot.demos.language import REWARD, SFT, write_data, write_pairs
 
     folder = shared / "reviews" / str(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,28 +53,23 @@ def start(shared: Path, seed: int) -> Path:
 
             shutil.rmtree(data, ignore_errors=True)
             write_data(data, seed)
-        held_out = {"held_out": str(data / "held_out_demonstrations.jsonl")}
-        finished(
-            folder / "sft", "reviews_sft", {"seed": seed, "data": {"train": str(data / "demonstrations.jsonl"), **held_out}}
-        )
+        finished(folder / "sft", "reviews_sft", {"seed": seed, **in_folder(SFT, folder)})
         if not (data / "pairs.jsonl").exists():
             write_pairs(data, folder / "sft", seed)
-        pairs = {"train": str(data / "pairs.jsonl"), "held_out": str(data / "held_out_pairs.jsonl")}
-        scale = str(data / "held_out_demonstrations.jsonl")
-        changes = {"seed": seed, "model": str(folder / "sft"), "data": pairs, "demonstrations": scale}
-        finished(folder / "reward", "reviews_reward", changes)
+        finished(folder / "reward", "reviews_reward", {"seed": seed, **in_folder(REWARD, folder)})
     return folder
 
 
 def recipe_of(folder: Path, seed: int, preset: str, changes: Mapping[str, Any]) -> Recipe:
     """The recipe of a cell: the demo's third stage with changes, or DPO on the reward model's pairs."""
-    from surefoot.demos.reviews import online
+    from surefoot.demos import in_folder
+    from surefoot.demos.language import PPO
 
     data = folder / "data"
     if preset == "dpo":
         own: dict[str, Any] = {"model": str(folder / "sft"), "data": {"train": str(data / "pairs.jsonl"), "max_length": 96}}
     else:
-        own = online(folder)
+        own = in_folder(PPO, folder)
     if changes.get("algorithm") == "GRPO":
         own = {name: table for name, table in own.items() if name not in ("critic", "reference")}
     return find_recipe(preset, merge_tables({**own, "seed": seed}, changes))
@@ -509,7 +505,7 @@ def rounds_cell(rounds: int, beta: float, seed: int) -> Cell:
     name = f"rounds_{rounds}_{beta:g}-{seed}"
 
     def work(folder: Path) -> Result:
-        from surefoot.demos.reviews import GOLD
+        from surefoot.demos.language import GOLD
         from surefoot.runs.display import Lines
         from surefoot.runs.rounds import RoundsSettings, run_rounds
 

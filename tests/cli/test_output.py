@@ -43,11 +43,12 @@ def test_a_demo_shows_control_characters_of_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from surefoot import demos
+    from surefoot.demos import control
 
     small = {"steps": 64, "rollout": {"environments": 2, "steps": 32}, "evaluation": {"episodes": 0}}
     found = demos.find_recipe
     monkeypatch.setattr(demos, "find_recipe", lambda name, changes: found(name, {**changes, **small}))
-    demos.control_demo(tmp_path / "red\x1b[31m", 1, lambda recipe, folder: lambda event: None)
+    demos.run_demo(control.demo(), tmp_path / "red\x1b[31m", 1, lambda recipe, folder: lambda event: None)
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert out.count(r"red\x1b[31m/demo") == 3

@@ -10,7 +10,7 @@ from gymnasium import spaces
 import surefoot
 from surefoot import LADDER, PPO_CLIP, PPO_PENALTY, PPO_PENALTY_ADAPTIVE, TRPO
 from surefoot.core.algorithms import algorithm_name
-from surefoot.demos import SOLVED
+from surefoot.demos.control import SOLVED
 
 from .tiny import Endless
 

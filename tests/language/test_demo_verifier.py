@@ -1,4 +1,4 @@
-"""The verifier demo: separate data, ordinary runs as stages, and commands that work."""
+"""Demos are presets; the verifier demo: separate data, ordinary runs as stages, and commands that work."""
 
 import json
 import shlex
@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from surefoot.cli.main import cli
-from surefoot.demos import Stages, free_folder
-from surefoot.demos.sorting import Sizes, attempts_at, in_groups, verifier_demo, write_data
+from surefoot.demos import control, free_folder, in_folder, run_demo, verifier
+from surefoot.demos import language as reviews
+from surefoot.demos.verifier import Sizes, attempts_at, in_groups, write_data
 from surefoot.files import read_toml
 from surefoot.language import tasks
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
 from surefoot.recipes.presets import find_recipe, presets
 from surefoot.recipes.reading import make_recipe
+from surefoot.runs import api
 from surefoot.runs.display import Display
 
 from .tiny import write_folder
@@ -58,10 +60,9 @@ def test_the_data_of_the_demo_has_the_sizes_of_its_presets() -> None:
     assert (presets()["task_sft"]["steps"], presets()["sorting"]["steps"]) == (Sizes().demonstrations, Sizes().problems)
 
 
-@pytest.mark.parametrize("name", ["sorting", "addition"])
-def test_all_algorithms_see_as_many_answers_per_iteration(name: str) -> None:
+def test_all_algorithms_see_as_many_answers_per_iteration() -> None:
     fields = {"model": "pocket", "data": {"train": "problems.jsonl"}}
-    ppo, grpo = find_recipe(name, fields), find_recipe(name, {**fields, **in_groups("GRPO")})
+    ppo, grpo = find_recipe("sorting", fields), find_recipe("sorting", {**fields, **in_groups("GRPO")})
     assert ppo.responses == grpo.responses == 256  # type: ignore[attr-defined]
     assert (ppo.objective.baseline, grpo.objective.baseline) == ("critic", "group")
 
@@ -73,9 +74,19 @@ def test_a_demo_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     assert free_folder(tmp_path, "demo") == tmp_path / "demo-3"
 
 
+@pytest.mark.parametrize("demo", [control, reviews, verifier])
+def test_every_stage_is_a_shipped_preset_with_the_files_of_the_demo(demo: Any, tmp_path: Path) -> None:
+    for stage in demo.demo().stages:
+        assert stage.preset in presets()
+        recipe = find_recipe(stage.preset, in_folder(stage.changes, tmp_path))
+        assert "'./" not in str(recipe.table)
+        assert not stage.changes or str(tmp_path / "data") in str(recipe.table)
+
+
 @pytest.mark.slow
 def test_the_demo_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = verifier_demo(tmp_path, 3, lambda recipe, folder: Display(), TINY)
+    report = run_demo(verifier.demo(TINY), tmp_path, 3, lambda recipe, folder: Display())
+    assert report is not None
     folder, printed = tmp_path / "demo-verifier", capsys.readouterr().out
     assert json.loads((folder / "demo.json").read_text()) == report
     assert set(report) == {"seconds", "SFT", "PPO", "GRPO"}
@@ -100,12 +111,16 @@ def test_training_on_a_verifier_raises_accuracy(tmp_path: Path) -> None:
     write_rows(data / "demonstrations.jsonl", tasks.demonstrations("sorting", 6_400, 2, 2))
     write_rows(data / "problems.jsonl", tasks.rows("sorting", 4_096, 3, 2))
     write_rows(data / "test.jsonl", tasks.rows("sorting", 14, 2, 2, test=True))
-    stages = Stages(tmp_path, 2, lambda recipe, folder: Display())
+
+    def trained(name: str, preset: str, changes: dict[str, Any]) -> Path:
+        api.start(find_recipe(preset, {"seed": 2, **changes}), tmp_path / name, display=Display())
+        return tmp_path / name
+
     rows = {"train": str(data / "demonstrations.jsonl"), "batch": 64}
     changes = {"model": str(model), "steps": 4_800, "optimizer": {"learning_rate": 1e-2}, "data": rows}
-    sft = stages.run("sft", "task_sft", changes)
+    sft = trained("sft", "task_sft", changes)
     prompts = {"train": str(data / "problems.jsonl")}
     changes = {"model": str(sft), "steps": 3_072, "optimizer": {"learning_rate": 3e-3}, "data": prompts}
-    report = attempts_at(stages.run("ppo", "sorting", {**changes, "sampling": {"max_tokens": 4}}), data / "test.jsonl")
+    report = attempts_at(trained("ppo", "sorting", {**changes, "sampling": {"max_tokens": 4}}), data / "test.jsonl")
     assert 0.3 < report["start"]["sampled_accuracy"] < 0.65
     assert report["trained"]["sampled_accuracy"] > report["start"]["sampled_accuracy"] + 0.1  # .16 to .31 with seeds 1 to 5

@@ -18,6 +18,7 @@ import surefoot
 from surefoot import SurefootError, demos, files
 from surefoot.control.world import ControlWorld
 from surefoot.core.learner import Learner
+from surefoot.demos import control
 from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import NotFiniteError
 from surefoot.ranks.collectives import check_same_weights, exchange, on_first, rank, share, together, world_size
@@ -463,7 +464,7 @@ def test_a_demo_on_two_ranks_is_one_run_that_the_first_evaluates(tmp_path, monke
 
     def body(number):
         join_ranks()
-        return demos.control_demo(tmp_path / "runs", 1, lambda recipe, folder: Display())
+        return demos.run_demo(control.demo(), tmp_path / "runs", 1, lambda recipe, folder: Display())
 
     assert on_ranks(2, body, tmp_path / "results") == [None, None]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]

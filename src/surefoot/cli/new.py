@@ -5,7 +5,7 @@ import io
 import json
 import re
 import shlex
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 
 import click
@@ -83,23 +83,9 @@ def demo(which: str, run_dir: Path, seed: int, no_anchor: bool, ranks: int | Non
         raise SurefootError("--no-anchor: is for the language demo; run: surefoot demo language --no-anchor")
     if launch_ranks(ranks, None, None):
         return
+    from surefoot.demos import run_demo
     from surefoot.ranks.collectives import rank
 
+    module = import_module(f"surefoot.demos.{which}")
     with contextlib.redirect_stdout(io.StringIO()) if rank() else contextlib.nullcontext():  # the first rank prints
-        run_demo(which, run_dir, seed, anchored=not no_anchor)
-
-
-def run_demo(which: str, run_dir: Path, seed: int, anchored: bool) -> None:
-    """Run the demo of that name."""
-    if which == "language":
-        from surefoot.demos.reviews import language_demo
-
-        language_demo(run_dir, seed, display_for, anchored=anchored)
-    elif which == "verifier":
-        from surefoot.demos.sorting import verifier_demo
-
-        verifier_demo(run_dir, seed, display_for)
-    else:
-        from surefoot.demos import control_demo
-
-        control_demo(run_dir, seed, display_for)
+        run_demo(module.demo(anchored=False) if no_anchor else module.demo(), run_dir, seed, display_for)

@@ -1,13 +1,16 @@
-"""``surefoot demo``: the demo of control, and what the demos share. Each stage of a demo is an ordinary run."""
+"""``surefoot demo``: a demo is a list of presets, trained one after the other. Each stage is an ordinary run."""
 
+import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surefoot.files import write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.terminal import visible
@@ -15,82 +18,80 @@ from surefoot.terminal import visible
 if TYPE_CHECKING:
     from surefoot.store.events import Listener
 
-SOLVED = 475.0
-"""the return at which CartPole-v1 counts as solved (Gymnasium's reward threshold)"""
 DisplayFor = Callable[[Recipe, Path], "Listener"]
+"""makes the display of a run from its recipe and folder"""
 
 
 @dataclass(frozen=True)
-class Stages:
-    """The runs of a demo, one after the other, each in its own folder inside ``folder``.
+class Stage:
+    """One run of a demo."""
 
-    seed          of every stage
-    display_for   makes the display of a run from its recipe and folder
-    """
+    preset: str
+    name: str = ""
+    """of the run's folder inside the demo's; the only stage of a demo may have the demo's own folder"""
+    line: str = ""
+    """printed before it"""
+    prepare: Callable[[Path, int], None] = lambda folder, seed: None
+    """writes files that the stage reads into the demo's folder, for a seed"""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """fields of the recipe; see ``in_folder``"""
 
-    folder: Path
-    seed: int
-    display_for: DisplayFor
-    started: float = field(default_factory=time.monotonic)
 
-    def run(self, name: str, recipe: str, changes: Mapping[str, Any]) -> Path:
-        """Train a preset with some changes; returns the run's folder."""
-        from surefoot.runs import api
+@dataclass(frozen=True)
+class Demo:
+    """The stages of a demo, and what it prints about them."""
 
-        resolved, folder = find_recipe(recipe, {"seed": self.seed, **changes}), self.folder / name
-        print(flush=True)
-        api.start(resolved, folder, display=self.display_for(resolved, folder))
-        return folder
+    folder: str
+    stages: tuple[Stage, ...]
+    report: Callable[[Path, int, float], dict[str, Any] | None]
+    """prints the results, from the demo's folder, the seed and the monotonic time of the start; what it returns is written to
+    ``demo.json``"""
 
-    @property
-    def seconds(self) -> float:
-        """Wall-clock seconds since the demo began."""
-        return time.monotonic() - self.started
+
+def run_demo(demo: Demo, run_dir: Path, seed: int, display_for: DisplayFor) -> dict[str, Any] | None:
+    """Train the stages in a new folder, print the results, and return the numbers."""
+    from surefoot.ranks.collectives import on_first
+    from surefoot.runs import api
+
+    folder, started = on_first(lambda: free_folder(run_dir, demo.folder)), time.monotonic()
+    for number, stage in enumerate(demo.stages):
+        if stage.line:
+            print("\n" * bool(number) + stage.line, end="\n\n", flush=True)
+        on_first(partial(stage.prepare, folder, seed))
+        recipe = find_recipe(stage.preset, {"seed": seed, **in_folder(stage.changes, folder)})
+        api.start(recipe, folder / stage.name, display=display_for(recipe, folder / stage.name))
+
+    def reported() -> dict[str, Any] | None:
+        report = demo.report(folder, seed, started)
+        if report is not None:
+            write_text(folder / "demo.json", json.dumps(report, indent=1))
+        return report
+
+    return on_first(reported)
+
+
+def in_folder(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A table whose texts that begin with ``./`` are paths in a folder."""
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return in_folder(value, folder)
+        if isinstance(value, list):
+            return [placed(part) for part in value]
+        return str(folder / value) if isinstance(value, str) and value.startswith("./") else value
+
+    return {name: placed(value) for name, value in table.items()}
 
 
 def free_folder(run_dir: Path, name: str) -> Path:
     """``run_dir/name``, or ``name-2`` and so on if that exists: no demo writes into another's folder."""
-    from surefoot.ranks.collectives import on_first
-
-    def free() -> Path:
-        folder, number = run_dir / name, 2
-        while folder.exists():
-            folder, number = run_dir / f"{name}-{number}", number + 1
-        return folder
-
-    return on_first(free)
+    folder, number = run_dir / name, 2
+    while folder.exists():
+        folder, number = run_dir / f"{name}-{number}", number + 1
+    return folder
 
 
 def command_here() -> str:
     """The command to type for ``surefoot``: its path if the shell doesn't find the name, as after ``make demo``."""
     called = Path(sys.argv[0])
     return "surefoot" if called.name != "surefoot" or shutil.which("surefoot") else visible(str(called))
-
-
-def control_demo(run_dir: Path, seed: int, display_for: DisplayFor) -> None:
-    """Train on CartPole-v1, evaluate over 20 greedy episodes, and print what to try next."""
-    from surefoot.ranks.collectives import on_first
-    from surefoot.runs import api
-    from surefoot.store.metrics import read_metrics
-
-    recipe = find_recipe("cartpole", {"seed": seed})
-    folder = free_folder(run_dir, "demo")
-    started = time.monotonic()
-    api.start(recipe, folder, display=display_for(recipe, folder))
-    seconds = time.monotonic() - started
-    result = on_first(lambda: api.evaluate(api.load(folder), episodes=20, seed=seed))
-    shown = visible(str(folder))
-    verdict = "solved" if result.mean_return >= SOLVED else "NOT solved"
-    print()
-    scored = f"greedy return {result.mean_return:.1f} ± {result.std_return:.1f} over 20 episodes"
-    print(f"CartPole-v1: {scored}; {verdict} ({SOLVED:.0f} or more).")
-    rows = on_first(lambda: read_metrics(folder / "metrics.jsonl"))
-    steps, returns = rows[-1]["steps"], [row["episode_return"] for row in rows if row["episode_return"] is not None]
-    print(f"Training return: first {returns[0]:.1f}, best {max(returns):.1f}, last {returns[-1]:.1f}.")
-    print(f"{steps:,} steps in {seconds:.0f} s; the run is in {shown}/")
-    here = command_here()
-    print("Try next:")
-    print(f"  {here} inspect {shown}                         # every step and its arithmetic, in a browser")
-    print(f"  {here} evaluate {shown} --episodes 100 --json")
-    print(f"  {here} train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")
-    print(f"  {here} train Acrobot-v1 --name swing               # a harder one; kill it, then: {here} resume runs/swing")

@@ -3,20 +3,17 @@
 Every stage is an ordinary run from files that stay in the folder, so you can repeat each by hand.
 """
 
-import json
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surefoot.core.seeding import derived_seed
-from surefoot.demos import DisplayFor, Stages, command_here, free_folder
-from surefoot.files import write_text
+from surefoot.demos import Demo, Stage, command_here
 from surefoot.language import require_transformers, tasks
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
 from surefoot.language.language_model import load_language_model
-from surefoot.ranks.collectives import on_first
 from surefoot.terminal import visible
 
 TASK = "sorting"
@@ -40,31 +37,40 @@ class Sizes:
     test: int = 512
 
 
-def verifier_demo(run_dir: Path, seed: int, display_for: DisplayFor, sizes: Sizes | None = None) -> dict[str, Any]:
-    """Train by SFT, then from there by PPO and by GRPO; print the results and return the numbers."""
+SIZES = Sizes()
+
+
+def demo(sizes: Sizes = SIZES) -> Demo:
+    """SFT, then PPO and GRPO from there. Raises SurefootError without ``transformers``."""
     require_transformers("demo verifier")  # before anything is written
-    sizes = sizes or Sizes()
-    stages = Stages(free_folder(run_dir, "demo-verifier"), seed, display_for)
-    data = stages.folder / "data"
-    on_first(lambda: write_data(data, TASK, seed, sizes))
-    print("1/3 SFT: a small model learns to sort five digits from demonstrations that often leave the last one in place.")
-    sft = stages.run("sft", "task_sft", {"steps": sizes.demonstrations, "data": {"train": str(data / "demonstrations.jsonl")}})
-    print("\n2/3 PPO: a program checks each answer; a critic estimates the expected reward.")
-    online = {
-        "model": str(sft),
-        "steps": sizes.problems,
-        "data": {"train": str(data / "problems.jsonl"), "held_out": str(data / "validation.jsonl")},
-    }
-    ppo = stages.run("ppo", "sorting", online)
-    print(f"\n3/3 GRPO: the same program, without a critic; {SAMPLES} answers to the same problem are compared.")
-    grpo = stages.run("grpo", "sorting", {**online, **in_groups("GRPO")})
 
-    def results() -> dict[str, Any]:
-        compared = compare(sft, {"PPO": ppo, "GRPO": grpo}, data / "test.jsonl", stages)
-        write_text(stages.folder / "demo.json", json.dumps(compared, indent=1))
-        return compared
-
-    return on_first(results)
+    files = {"train": "./data/problems.jsonl", "held_out": "./data/validation.jsonl"}
+    online = {"model": "./sft", "steps": sizes.problems, "data": files}
+    return Demo(
+        "demo-verifier",
+        (
+            Stage(
+                "task_sft",
+                "sft",
+                "1/3 SFT: a small model learns to sort five digits from demonstrations that often leave the last one in place.",
+                lambda folder, seed: write_data(folder / "data", TASK, seed, sizes),
+                {"steps": sizes.demonstrations, "data": {"train": "./data/demonstrations.jsonl"}},
+            ),
+            Stage(
+                "sorting",
+                "ppo",
+                "2/3 PPO: a program checks each answer; a critic estimates the expected reward.",
+                changes=online,
+            ),
+            Stage(
+                "sorting",
+                "grpo",
+                f"3/3 GRPO: the same program, without a critic; {SAMPLES} answers to the same problem are compared.",
+                changes={**online, **in_groups("GRPO")},
+            ),
+        ),
+        report,
+    )
 
 
 def in_groups(algorithm: str) -> dict[str, Any]:
@@ -97,8 +103,9 @@ def attempts_at(run: Path, test: Path) -> dict[str, Any]:
     return report
 
 
-def compare(sft: Path, runs: Mapping[str, Path], test: Path, stages: Stages) -> dict[str, Any]:
+def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
     """Print SFT and the trained models on unseen problems, some answers, and what to try next."""
+    test, runs = folder / "data" / "test.jsonl", {"PPO": folder / "ppo", "GRPO": folder / "grpo"}
     results: dict[str, Any] = {}
     for name, run in runs.items():
         report = attempts_at(run, test)
@@ -108,10 +115,10 @@ def compare(sft: Path, runs: Mapping[str, Path], test: Path, stages: Stages) -> 
     for line, label in LINES:
         shares = (of["pass_at"][line] if line.isdigit() else of[line] for of in results.values())
         print(f"{label:30}" + "".join(f"{share:>8.1%}" for share in shares))
-    print(f"{stages.seconds:.0f} s in total; the runs are in {visible(str(stages.folder))}/\n")
+    print(f"{time.monotonic() - started:.0f} s in total; the runs are in {visible(str(folder))}/\n")
     shown = rows[:6]
     prompts = [row["prompt"] for row in shown]
-    models = {"SFT": sft, **runs}
+    models = {"SFT": folder / "sft", **runs}
     responses = {
         name: load_language_model(str(run)).generate(prompts, max_tokens=8, greedy=True) for name, run in models.items()
     }
@@ -125,12 +132,11 @@ def compare(sft: Path, runs: Mapping[str, Path], test: Path, stages: Stages) -> 
         f"\nTraining makes right answers that the model already samples more likely: at first {likely:.0%} of samples were\n"
         f"right, and at least one of {SAMPLES} on {able:.0%} of the problems. If none is right, a verifier rewards nothing."
     )
-    ppo, folder, test_rows, start = (visible(str(path)) for path in (runs["PPO"], stages.folder, test, sft))
-    here = command_here()
+    here, (ppo, shown_folder) = command_here(), (visible(str(path)) for path in (runs["PPO"], folder))
     print("\nTry next:")
     print(f"  {here} inspect {ppo}       # every token and its arithmetic, in a browser")
     print(f"  {here} generate {ppo} --prompt '52814=' --samples 5")
-    print(f"  {here} evaluate {ppo} --data {test_rows} --samples {SAMPLES}")
-    print(f"  {here} train sorting --algorithm DAPO --sampling.prompts 32 --model {start} \\")
-    print(f"    --data.train {folder}/data/problems.jsonl --data.held-out {folder}/data/validation.jsonl")
-    return {"seconds": stages.seconds, **results}
+    print(f"  {here} evaluate {ppo} --data {shown_folder}/data/test.jsonl --samples {SAMPLES}")
+    print(f"  {here} train sorting --algorithm DAPO --sampling.prompts 32 --model {shown_folder}/sft \\")
+    print(f"    --data.train {shown_folder}/data/problems.jsonl --data.held-out {shown_folder}/data/validation.jsonl")
+    return {"seconds": time.monotonic() - started, **results}

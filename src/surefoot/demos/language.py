@@ -3,61 +3,65 @@
 Every stage is an ordinary run from files that stay in the folder, so you can repeat each by hand.
 """
 
-import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from surefoot.demos import DisplayFor, Stages, command_here, free_folder
-from surefoot.files import write_text
+from surefoot.demos import Demo, Stage, command_here
 from surefoot.language import require_transformers
 from surefoot.language.data.rows import write_rows
 from surefoot.language.language_model import load_language_model
 from surefoot.language.pairs import sample_pairs
 from surefoot.language.tasks import reviews
-from surefoot.ranks.collectives import on_first
 from surefoot.terminal import visible
 
 PAIRS, HELD_OUT_PAIRS = 6_000, 400
 GOLD = "surefoot.language.tasks.reviews:gold"
+SFT = {"data": {"train": "./data/demonstrations.jsonl", "held_out": "./data/held_out_demonstrations.jsonl"}}
+REWARD = {
+    "model": "./sft",
+    "data": {"train": "./data/pairs.jsonl", "held_out": "./data/held_out_pairs.jsonl"},
+    "demonstrations": "./data/held_out_demonstrations.jsonl",  # a few hundred are enough for mean and spread of the scores
+}
+PPO = {
+    "model": "./sft",
+    "data": {"train": "./data/prompts.jsonl", "held_out": "./data/held_out_prompts.jsonl"},
+    "evaluation": {"demonstrations": "./data/held_out_demonstrations.jsonl", "rows": 128},
+    "reward": {"terms": [{"model": "./reward"}], "gold": GOLD},
+    "critic": {"start": "./reward"},
+}
+UNANCHORED = {"reference": {"beta": 0.0, "measure": True}}
+STAGES = (
+    Stage(
+        "reviews_sft",
+        "sft",
+        "1/3 SFT: a small model learns to write reviews from demonstrations, good and bad ones.",
+        lambda folder, seed: write_data(folder / "data", seed),
+        SFT,
+    ),
+    Stage(
+        "reviews_reward",
+        "reward",
+        "2/3 Reward model: it learns from pairs of the model's reviews which one people prefer.",
+        lambda folder, seed: write_pairs(folder / "data", folder / "sft", seed),
+        REWARD,
+    ),
+    Stage(
+        "reviews",
+        "ppo",
+        "3/3 PPO: the model maximises the learned reward; a KL penalty keeps it near the SFT model.",
+        changes=PPO,
+    ),
+)
 
 
-def language_demo(run_dir: Path, seed: int, display_for: DisplayFor, anchored: bool = True) -> dict[str, Any]:
-    """Train in three stages, print the results, and return the numbers."""
+def demo(anchored: bool = True) -> Demo:
+    """SFT, a reward model and PPO; ``anchored``: with a KL penalty. Raises SurefootError without ``transformers``."""
     require_transformers("demo language")  # before anything is written
-    folder = free_folder(run_dir, "demo-language")
-    stages = Stages(folder, seed, display_for)
-    data = folder / "data"
-    on_first(lambda: write_data(data, seed))
-    print("1/3 SFT: a small model learns to write reviews from demonstrations, good and bad ones.")
-    held_out = {"held_out": str(data / "held_out_demonstrations.jsonl")}
-    sft = stages.run("sft", "reviews_sft", {"data": {"train": str(data / "demonstrations.jsonl"), **held_out}})
-    print("\n2/3 Reward model: it learns from pairs of the model's reviews which one people prefer.")
-    on_first(lambda: write_pairs(data, sft, seed))
-    pairs = {"train": str(data / "pairs.jsonl"), "held_out": str(data / "held_out_pairs.jsonl")}
-    scale = str(data / "held_out_demonstrations.jsonl")  # a few hundred are enough for mean and spread of the scores
-    reward = stages.run("reward", "reviews_reward", {"model": str(sft), "data": pairs, "demonstrations": scale})
-    print("\n3/3 PPO: the model maximises the learned reward; a KL penalty keeps it near the SFT model.")
-    ppo = stages.run("ppo", "reviews", online(folder, anchored))
-
-    def results() -> dict[str, Any]:
-        compared = compare(reward, ppo, data, stages)
-        write_text(folder / "demo.json", json.dumps(compared, indent=1))
-        return compared
-
-    return on_first(results)
-
-
-def online(folder: Path, anchored: bool = True) -> dict[str, Any]:
-    """The recipe changes of the third stage: files and models of the first two."""
-    data, sft, reward = folder / "data", folder / "sft", folder / "reward"
-    return {
-        "model": str(sft),
-        "data": {"train": str(data / "prompts.jsonl"), "held_out": str(data / "held_out_prompts.jsonl")},
-        "evaluation": {"demonstrations": str(data / "held_out_demonstrations.jsonl"), "rows": 128},
-        "reward": {"terms": [{"model": str(reward)}], "gold": GOLD},
-        "critic": {"start": str(reward)},
-        "reference": {} if anchored else {"beta": 0.0, "measure": True},
-    }
+    *before, ppo = STAGES
+    ppo = ppo if anchored else replace(ppo, changes={**PPO, **UNANCHORED})
+    return Demo("demo-language", (*before, ppo), report)
 
 
 def write_data(folder: Path, seed: int) -> None:
@@ -88,13 +92,14 @@ def evaluate_stages(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
     return {"known_products": evaluate_run(ppo, rows=128), "other_products": others}
 
 
-def compare(reward: Path, ppo: Path, data: Path, stages: Stages) -> dict[str, Any]:
+def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
     """Print SFT and PPO on the held-out prompts, some answers, and what to try next."""
     from surefoot.store.metrics import read_metrics
 
-    reports = evaluate_stages(ppo, data)
+    ppo = folder / "ppo"
+    reports = evaluate_stages(ppo, folder / "data")
     known, others = reports["known_products"], reports["other_products"]
-    accuracy = read_metrics(reward / "metrics.jsonl")[-1]["held_out_accuracy"]
+    accuracy = read_metrics(folder / "reward" / "metrics.jsonl")[-1]["held_out_accuracy"]
     print(f"\n{'Answers to held-out prompts':28}{'of known products':>20}{'of other products *':>24}")
     print(f"{'':28}" + f"{'SFT':>10}{'PPO':>10}{'':4}" * 2)
     for name, label in (
@@ -110,7 +115,7 @@ def compare(reward: Path, ppo: Path, data: Path, stages: Stages) -> dict[str, An
     won = (f"{report['win_rate_gold']:>20.0%}{'':4}" for report in (known, others))
     print(f"{'better than SFT by gold':28}{''.join(won)}")
     print("* in no preference pair and no training prompt")
-    seconds, shown = stages.seconds, visible(str(ppo.parent))
+    seconds, shown = time.monotonic() - started, visible(str(folder))
     print(f"The reward model ranks {accuracy:.0%} of held-out pairs as labelled.")
     print(f"{seconds:.0f} s in total; the runs are in {shown}/")
     print()
