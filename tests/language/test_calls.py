@@ -1,153 +1,140 @@
-"""Calls of user code: time limits always end them, other alarms survive, and calls in threads keep their order."""
+"""Calls of user code: deadlines for threads and coroutines, what can't be stopped is counted, and results keep their order."""
 
-import re
-import signal
-import subprocess
-import sys
+import asyncio
+import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from runs.test_process import process
 
-from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
+from surefoot.errors import SurefootError
+from surefoot.language import calls
+from surefoot.language.calls import DeadlineExceeded, Threads, in_threads, wait_for, with_deadline
 
-SOON = 0.3
 PATIENCE = 60.0
 """seconds after which a test fails that waits for threads"""
-needs_alarms = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no alarms on this system")
 
 
-def spin():
-    while True:
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Ends the calls that a test left behind."""
+    event = threading.Event()
+    yield event
+    event.set()
+    ends = time.monotonic() + PATIENCE
+    while calls.calls_left() and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert not calls.calls_left()
+
+
+def spin(release: threading.Event) -> None:
+    while not release.is_set():
         pass
 
 
-def sleep():
-    time.sleep(60)
+@pytest.mark.parametrize("hang", [spin, lambda release: release.wait(PATIENCE)], ids=["loop", "lock"])
+@pytest.mark.parametrize("in_main", [True, False])
+def test_a_call_that_hangs_is_left_behind_by_name_and_nothing_of_the_process_changes(
+    hang: Callable[[threading.Event], Any], in_main: bool, release: threading.Event
+) -> None:
+    def overdue() -> str:
+        with pytest.raises(DeadlineExceeded) as raised:
+            with_deadline(0.2, partial(hang, release), "mine")
+        return str(raised.value)
+
+    with_deadline(60, lambda: None)
+    before, began = process(), time.monotonic()
+    text = overdue() if in_main else Threads().begin(overdue).result(PATIENCE)
+    assert 0.2 <= time.monotonic() - began < 50
+    assert (text, calls.calls_left()) == ("1 call can't be stopped and will run until this process ends", ["mine"])
+    assert {**process(), "threads": 0} == {**before, "threads": 0}
 
 
-def wait_for_a_lock():
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def backtrack():
-    """Minutes inside one call of C that holds the interpreter's lock."""
-    re.match(r"(a+)+$", "a" * 40 + "b")
-
-
-def seconds_until_overdue(call):
-    started = time.monotonic()
-    with pytest.raises(DeadlineExceeded):
-        with_deadline(SOON, call)
-    return time.monotonic() - started
-
-
-def in_another_thread(call):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(call()))
-    thread.start()
-    thread.join(30)
-    return results[0]
-
-
-@needs_alarms
-@pytest.mark.parametrize("call", [spin, sleep, wait_for_a_lock, backtrack])
-def test_a_hanging_call_is_interrupted(call):
-    assert SOON <= seconds_until_overdue(call) < 50
-
-
-@pytest.mark.parametrize("call", [spin, sleep])
-def test_a_hanging_call_is_interrupted_in_another_thread(call):
-    def elsewhere():
-        try:
-            with_deadline(SOON, call)
-        except DeadlineExceeded:
-            return "overdue"
-        return "went through"
-
-    assert in_another_thread(elsewhere) == "overdue"
-
-
-@needs_alarms
-def test_code_that_catches_the_interruption_is_interrupted_again():
-    calls = []
-
-    def stubborn():
-        for _ in range(3):
-            try:
-                time.sleep(60)
-            except BaseException:
-                calls.append("caught")
-        time.sleep(60)
-
-    assert seconds_until_overdue(stubborn) < 50
-    assert calls == ["caught"] * 3
-
-
-def test_a_call_in_time_returns_and_leaves_no_alarm():
+def test_calls_that_go_on_after_their_deadline_are_limited(release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MOST_LEFT", 3)
+    with pytest.raises(DeadlineExceeded, match=r"^3 calls"):
+        in_threads(lambda _: release.wait(PATIENCE), range(3), 3, 0.1, "slow")
+    with pytest.raises(SurefootError, match=r"^3 calls are still running after their deadlines \(3 of slow\); start"):
+        with_deadline(60, lambda: None)
+    release.set()
+    while calls.calls_left():
+        time.sleep(0.01)
     assert with_deadline(60, lambda: "done") == "done"
-    assert in_another_thread(lambda: with_deadline(60, lambda: "done")) == "done"
 
 
-@pytest.mark.parametrize("run", [lambda call: call(), in_another_thread], ids=["main", "thread"])
-def test_errors_pass_through(run):
-    def fails():
-        raise KeyError("mine")
+def test_a_call_has_the_gradient_mode_and_the_thread_of_the_calls_before() -> None:
+    def about() -> tuple[bool, threading.Thread]:
+        return torch.is_grad_enabled(), threading.current_thread()
 
-    def attempt():
+    with torch.no_grad():
+        first = with_deadline(60, about)
+    second = with_deadline(60, about)
+    assert (first[0], second[0]) == (False, True)
+    assert first[1] is second[1] is not threading.current_thread()
+    assert first[1].daemon
+
+
+@pytest.mark.parametrize("error", [KeyError, TimeoutError, SystemExit])
+def test_errors_pass_through_also_those_that_look_like_a_deadline(error: type[BaseException]) -> None:
+    def fails() -> None:
+        raise error("mine")
+
+    async def fails_later() -> None:
+        raise TimeoutError("mine")
+
+    with pytest.raises(error, match="mine"):
+        with_deadline(60, fails)
+    with pytest.raises(TimeoutError, match="mine"):
+        wait_for([fails_later()], time.monotonic() + 60)
+
+
+def test_coroutines_run_together_and_are_cancelled_at_the_deadline() -> None:
+    cancelled: list[int] = []
+    at_once = asyncio.Barrier(3)
+
+    async def meets(number: int) -> int:
+        await at_once.wait()
+        return number
+
+    async def hangs(number: int) -> None:
         try:
-            with_deadline(60, fails)
-        except KeyError as error:
-            return error.args
+            await asyncio.sleep(60)
+        finally:
+            cancelled.append(number)
 
-    assert run(attempt) == ("mine",)
-
-
-@needs_alarms
-def test_an_alarm_that_was_set_before_still_fires():
-    """pytest-timeout has one of its own here: it is put back too."""
-    messages = []
-    before, left = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 0)
-    try:
-        signal.signal(signal.SIGALRM, lambda *_: messages.append(time.monotonic()))
-        signal.setitimer(signal.ITIMER_REAL, 3.0)
-        started = time.monotonic()
-        with pytest.raises(DeadlineExceeded):
-            with_deadline(SOON, spin)
-        assert messages == []
-        while not messages and time.monotonic() - started < 60:
-            time.sleep(0.05)
-        assert messages[0] - started >= 2.9
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *left)
+    assert wait_for([meets(number) for number in range(3)]) == [0, 1, 2]
+    with pytest.raises(DeadlineExceeded, match=r"^$"):
+        with_deadline(0.2, lambda: wait_for([hangs(0), hangs(1)], time.monotonic() + 0.2))
+    assert (sorted(cancelled), calls.calls_left()) == ([0, 1], [])
 
 
-@needs_alarms
-def test_an_alarm_that_is_set_meanwhile_is_kept():
-    """As by StopOnSignal, when the run is asked to stop while a reward function works."""
-    messages = []
-    before, left = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 0)
+def test_a_child_process_has_threads_and_an_event_loop_of_its_own() -> None:
+    async def nothing() -> None:
+        pass
 
-    def stopped_meanwhile():
-        signal.signal(signal.SIGALRM, lambda *_: messages.append("stop"))
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        return "done"
+    def both() -> None:
+        with_deadline(PATIENCE, lambda: None)
+        wait_for([nothing()])
 
-    try:
-        assert with_deadline(60, stopped_meanwhile) == "done"
-        deadline = time.monotonic() + 60
-        while not messages and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert messages == ["stop"]
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *left)
-
-
-# ---- in threads -------------------------------------------------------------------------------------------------------------
+    both()
+    if (child := os.fork()) == 0:
+        try:
+            both()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    ends = time.monotonic() + PATIENCE
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < ends:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
 
 
 def test_results_are_in_order_whichever_finishes_first() -> None:
@@ -156,15 +143,15 @@ def test_results_are_in_order_whichever_finishes_first() -> None:
         return number * number
 
     assert in_threads(slow_at_first, range(40), at_once=7) == [n * n for n in range(40)]
-    assert in_threads(slow_at_first, [], at_once=7) == []
+    assert in_threads(slow_at_first, [], at_once=7) == in_threads(slow_at_first, [], 1, 1.0) == []
 
 
-@pytest.mark.parametrize("at_once", [2, 5, 64])
+@pytest.mark.parametrize("at_once", [1, 5, 64])
 def test_as_many_run_at_the_same_time_as_are_allowed_and_no_more(at_once: int) -> None:
     together = threading.Barrier(min(at_once, 10))
     running, most, lock = 0, 0, threading.Lock()
 
-    def call(number: int) -> None:
+    def call(number: int) -> threading.Thread:
         nonlocal running, most
         with lock:
             running += 1
@@ -173,16 +160,16 @@ def test_as_many_run_at_the_same_time_as_are_allowed_and_no_more(at_once: int) -
             together.wait(PATIENCE)
         with lock:
             running -= 1
+        return threading.current_thread()
 
-    in_threads(call, range(10), at_once)
+    threads = in_threads(call, range(10), at_once)
     assert most == min(at_once, 10)
+    if at_once == 1:
+        assert set(threads) == {threading.current_thread()}, "without a deadline, one at a time stays in this thread"
 
 
-def test_one_at_a_time_stays_in_this_thread() -> None:
-    assert in_threads(lambda _: threading.current_thread(), range(3), at_once=1) == [threading.current_thread()] * 3
-
-
-def test_the_first_error_ends_the_rest_and_is_raised() -> None:
+@pytest.mark.parametrize("seconds", [None, PATIENCE])
+def test_the_first_error_ends_the_rest_and_is_raised(seconds: float | None) -> None:
     begun: list[int] = []
 
     def call(number: int) -> None:
@@ -192,82 +179,18 @@ def test_the_first_error_ends_the_rest_and_is_raised() -> None:
         time.sleep(0.05)
 
     with pytest.raises(ValueError, match=r"^3$|^4$"):
-        in_threads(call, range(1000), at_once=4)
+        in_threads(call, range(1000), 4, seconds)
     assert len(begun) < 500
 
 
-def test_a_deadline_interrupts_calls_that_hang() -> None:
-    ended = threading.Event()
+def test_no_call_begins_after_the_deadline() -> None:
+    begun: list[int] = []
 
-    def hang(_: int) -> None:
-        try:
-            while True:
-                time.sleep(0.01)
-        finally:
-            ended.set()
+    def call(number: int) -> None:
+        begun.append(number)
+        time.sleep(0.3)
 
     with pytest.raises(DeadlineExceeded):
-        with_deadline(0.2, lambda: in_threads(hang, range(4), at_once=4))
-    assert ended.wait(PATIENCE)
-
-
-LEFT_BEHIND = """
-import math, threading, time
-from concurrent.futures import ThreadPoolExecutor
-from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
-
-def spin(_):
-    while True:
-        pass
-
-def with_calls():
-    in_threads(spin, range(6), at_once=6)
-
-def with_threads():
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(math.sqrt, range(8)))
-
-def left_behind(function, seconds):
-    try:
-        with_deadline(seconds, function)
-    except DeadlineExceeded:
-        pass
-    end = time.monotonic() + 30
-    while threading.active_count() > 1 and time.monotonic() < end:
-        time.sleep(0.01)
-    return threading.active_count() - 1
-"""
-
-
-def in_a_process(expression: str) -> str:
-    """The value of an expression after ``LEFT_BEHIND``: an alarm in a callback of a weak reference is printed, and pytest would
-    take that for an error.
-    """
-    code = f"{LEFT_BEHIND}\nprint({expression})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@needs_alarms
-def test_a_deadline_leaves_no_call_behind_whenever_it_passes() -> None:
-    """Also while the threads of the calls are being started or interrupted."""
-    assert in_a_process("[left_behind(with_calls, s) for s in 5 * [0.0001, 0.001, 0.005, 0.02]]") == str([0] * 20)
-
-
-@needs_alarms
-def test_a_deadline_leaves_no_lock_held_and_no_thread_waiting_whenever_it_passes() -> None:
-    """A function may have threads of its own. In a lock or in the start of a thread, an exception would leave them waiting."""
-    assert in_a_process("sum(left_behind(with_threads, 3e-6 * trial + 1e-6) for trial in range(400))") == "0"
-
-
-@needs_alarms
-def test_an_error_that_the_interruption_causes_counts_as_the_deadline() -> None:
-    def fails_afterwards() -> None:
-        try:
-            time.sleep(60)
-        finally:
-            raise RuntimeError("cannot release un-acquired lock")
-
-    with pytest.raises(DeadlineExceeded):
-        with_deadline(SOON, fails_afterwards)
+        in_threads(call, range(8), 2, 0.2)
+    time.sleep(0.4)
+    assert begun == [0, 1]

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ pytest.importorskip("transformers")
 
 from surefoot.errors import SurefootError
 from surefoot.language import http_client
-from surefoot.language.calls import DeadlineExceeded, ThreadPool
+from surefoot.language.calls import DeadlineExceeded
 from surefoot.language.online.engine import InProcess
+from surefoot.language.rewards.endpoint import Endpoint
 from surefoot.language.sampling.sampler import sample
 
 from .test_endpoint import Server
@@ -148,57 +148,25 @@ def test_on_finished_gets_the_index_and_tokens_of_responses_that_end_early() -> 
     assert finished == {n: drawn.responses()[n] for n in early}
 
 
-def test_thread_pool_calls_items_once_within_its_limit_and_ends_its_threads() -> None:
-    calls, running, peak, lock, before = [], [0], [0], threading.Lock(), threading.active_count()
-
-    def call(_: None, item: int) -> int:
-        with lock:
-            calls.append(item)
-            running[0] += 1
-            peak[0] = max(peak[0], running[0])
-        time.sleep(0.01)
-        with lock:
-            running[0] -= 1
-        return item * item
-
-    pool: ThreadPool[int, int] = ThreadPool(nullcontext, call, 3)
-    for item in (*range(12), *range(12)):
-        pool.begin(item)
-    assert [pool.take(item, time.monotonic() + 30) for item in range(12)] == [item * item for item in range(12)]
-    assert (sorted(calls), peak[0]) == (list(range(12)), 3)
-    assert pool.take(5, time.monotonic() + 30) is None, "a result can be taken only once"
-    deadline = time.monotonic() + 30
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
-
-
-def test_thread_pool_returns_none_for_failures_and_raises_at_the_deadline() -> None:
-    opened = []
-
-    @contextmanager
-    def connection() -> Iterator[None]:
-        opened.append(1)
-        if len(opened) > 1:
-            raise OSError("nothing can be opened")
-        yield
-
+def test_a_request_is_sent_once_until_it_is_taken_and_again_if_it_failed(server: Server) -> None:
     release = threading.Event()
 
-    def call(_: None, item: str) -> None:
-        if item == "fails":
-            raise ValueError("no")
-        release.wait(30)
+    def answer(body: dict[str, Any]) -> Any:
+        if body["responses"] == ["slow"]:
+            release.wait(30)
+        return (400, {}) if body["responses"] == ["bad"] and len(server.bodies) < 4 else (200, [1.0])
 
-    pool: ThreadPool[str, None] = ThreadPool(connection, call, 1)
-    pool.begin("fails")
-    assert pool.take("fails", time.monotonic() + 30) is None
-    while pool._threads:
+    server.answer = answer
+    endpoint = Endpoint(server.url, batch=1, at_once=1)
+    for response in ("good", "good", "bad", "slow"):
+        endpoint.begin(["p"], [response])
+    while len(server.bodies) < 3:
         time.sleep(0.01)
-    pool.begin("never opened")
-    assert pool.take("never opened", time.monotonic() + 30) is None
-    slow: ThreadPool[str, None] = ThreadPool(nullcontext, call, 1)
-    slow.begin("slow")
+    endpoint.deadline = 0.05
     with pytest.raises(DeadlineExceeded):
-        slow.take("slow", time.monotonic() + 0.05)
+        endpoint(["p"], ["slow"])
     release.set()
+    endpoint.deadline = 30.0
+    assert endpoint(["p"] * 2, ["good", "bad"]) == [1.0, 1.0]
+    assert [body["responses"][0] for body in server.bodies] == ["good", "bad", "slow", "bad"]
+    assert not endpoint.early

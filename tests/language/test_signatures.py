@@ -4,8 +4,6 @@ import asyncio
 import functools
 import json
 import re
-import subprocess
-import sys
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -206,42 +204,6 @@ def test_async_function_that_fails_or_hangs_raises_a_one_line_error() -> None:
         return 1.0
 
     assert score(works) == [1, 1, 1], "the event loop must still run"
-
-
-TINY_DEADLINES = """
-import asyncio, multiprocessing, time
-from surefoot.language.calls import DeadlineExceeded, with_deadline
-from surefoot.language.rewards.signatures import _event_loop, signature_of
-
-async def hangs(completion):
-    await asyncio.sleep(60)
-
-async def count():
-    return len(asyncio.all_tasks()) - 1
-
-def trials(first):
-    passed = 0
-    for trial in range(first, 400, 5):
-        try:
-            with_deadline(2e-6 * trial + 1e-6, lambda: signature_of(hangs).call(hangs, {"completion": ["a", "b", "c"]}, {}))
-        except DeadlineExceeded:
-            passed += 1
-    end = time.monotonic() + 60
-    while (left := asyncio.run_coroutine_threadsafe(count(), _event_loop()).result()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return passed, left
-
-with multiprocessing.get_context("fork").Pool(5) as pool:  # most of their time is waiting
-    print(*map(sum, zip(*pool.map(trials, range(5), chunksize=1))))
-"""
-
-
-@pytest.mark.slow
-def test_deadline_at_any_time_leaves_no_pending_coroutine() -> None:
-    """Even while coroutines start. Runs in a separate process because Python may warn about one at any later time."""
-    words = [sys.executable, "-W", "ignore", "-c", TINY_DEADLINES]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
-    assert done.stdout.split() == ["400", "0"], done.stderr
 
 
 @pytest.mark.parametrize("array", [np.array([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [3.0]])])

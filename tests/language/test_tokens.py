@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
-from surefoot.language.calls import DeadlineExceeded, with_deadline
 from surefoot.language.data.rows import Row, messages_column
 from surefoot.language.data.tokens import Edits, Tokens, left_padded, positions, right_padded
 from surefoot.language.models.pocket import ALPHABET, character_tokenizer, pocket
@@ -632,28 +631,17 @@ def test_text_that_ends_with_eos_gets_no_second_one() -> None:
     assert POCKET.encode_completion("") == [POCKET.eos_id]
 
 
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% if i > j and j > i %}x{% endif %}{% endfor %}{% endfor %}"
+SLOW = "{% for i in range(99) %}{% for j in range(99999) %}{% if i > j and j > i %}x{% endif %}{% endfor %}{% endfor %}"
 
 
-def test_endless_template_raises_a_one_line_error_in_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    monkeypatch.setattr("surefoot.language.data.tokens.RENDERING", 0.2)
-    tokens = tokens_with(ENDLESS)
-    uses = (lambda: tokens.encode_prompt(BEGUN), lambda: tokens.demonstration({"messages": SAID}))
-    with ThreadPoolExecutor(1) as pool:
-        for use in uses:
-            for call in (use, lambda use=use: pool.submit(use).result()):
-                with pytest.raises(SurefootError, match=r"^the chat template takes longer than 0\.2 s [^\n]+$"):
-                    call()
+def test_slow_template_raises_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.language.data.tokens.RENDERING", 0.1)
+    tokens = tokens_with(SLOW)
+    for use in (lambda: tokens.encode_prompt(BEGUN), lambda: tokens.demonstration({"messages": SAID})):
+        with pytest.raises(SurefootError, match=r"^the chat template takes longer than 0\.1 s [^\n]+$"):
+            use()
+    monkeypatch.undo()
     assert tokens_with(CHATML).encode_prompt(BEGUN), "other templates still render"
-
-
-def test_outer_deadline_during_rendering_is_not_reported_as_a_slow_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.language.data.tokens.RENDERING", 30.0)
-    tokens = tokens_with(ENDLESS)
-    with pytest.raises(DeadlineExceeded):
-        with_deadline(0.2, lambda: tokens.encode_prompt(BEGUN))
 
 
 def byte_tokenizer() -> Any:

@@ -1,258 +1,202 @@
-"""Calls that may hang or wait, such as a reward function or a server: with a deadline, in a thread, or several at once."""
+"""Calls of other people's code, such as a reward function, a judge, an environment or a chat template: with a deadline, and
+several at once.
 
-import ctypes
-import itertools
-import signal
-import subprocess
+Python can't stop a function. So it is called in a thread, and nobody waits for it longer than until its deadline; a call that
+goes on is counted, and ends with the process. Coroutines are cancelled. Signals, timers and handlers stay the program's own.
+A call that holds the interpreter's lock, as a regular expression or an extension in C may, delays everything until it returns.
+"""
+
+import asyncio
+import contextvars
+import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Container, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from multiprocessing.process import BaseProcess
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import cache, partial
 from queue import SimpleQueue
-from types import CodeType, FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from surefoot.signals import is_foreign, take
+import torch
+
+from surefoot.errors import SurefootError
 
 T = TypeVar("T")
 Result = TypeVar("Result")
-REPEAT = 0.1
-"""seconds after which the deadline is raised again, for code that catches everything"""
+MOST_LEFT = 100
+"""calls that may have been left behind when others begin"""
+GRACE = 0.2
+"""seconds after a deadline in which requests and coroutines, which end by themselves then, may do so"""
 
-WHOLE = frozenset(
-    function.__code__
-    for function in (
-        threading.Thread.start,
-        threading.Condition.__enter__,
-        threading.Condition.__exit__,
-        ThreadPoolExecutor.submit,
-        BaseProcess.start,
-        subprocess.Popen.__init__,
-    )
-)
-"""functions that are not interrupted, because they would leave a lock, a thread or a process behind: the next alarm raises"""
+_idle: list[SimpleQueue[Callable[[], None]]] = []
+"""the inboxes of threads without work. The last one gets the next call: calls one after another have the same thread"""
+_left: list[tuple[str, Future[Any]]] = []
+"""names and results of calls that were left behind"""
 
 
-class DeadlineExceeded(BaseException):
-    """The deadline passed. Not an Exception, so that the interrupted code does not catch it as an error of its own."""
+class DeadlineExceeded(Exception):
+    """The deadline passed. The text counts the calls that can't be stopped; "" if there are none."""
 
 
-def with_deadline(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return ``call()``; raise DeadlineExceeded when it takes longer than ``seconds``.
+class Threads:
+    """Calls in threads that don't keep the process alive: at most ``at_once`` at the same time, begun in their order.
 
-    In the main thread an alarm interrupts Python loops, sleeps, locks, regular expressions and big integers. All of them check
-    for signals; a watching thread could not stop them while they hold the interpreter's lock. The call does not run in a
-    process, because a reward function may hold models, connections and closures, and its state must stay here. In another
-    thread, or if C code handles the alarm, the call runs in a thread that is asked to end and left behind.
-    A C extension that does not check for signals runs to its end; DeadlineExceeded is raised then.
+    A call has the context variables of its caller, and computes gradients if that does.
     """
-    if threading.current_thread() is threading.main_thread() and not is_foreign(signal.SIGALRM):
-        return _by_alarm(seconds, call)
-    background = Background(call)
-    background.wait(seconds)
-    if not background.over:
-        background.stop()
-        raise DeadlineExceeded
-    return background.result()
 
+    def __init__(self, at_once: int = 1) -> None:
+        self.at_once = at_once
+        self._waiting: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._busy, self._lock = 0, threading.Lock()
 
-def _by_alarm(seconds: float, call: Callable[[], Result]) -> Result:
-    running, expired = True, False
-
-    def expire(number: int, frame: FrameType | None) -> None:
-        nonlocal expired
-        if running and not _within(frame, WHOLE):
-            expired = True
-            raise DeadlineExceeded
-
-    started = time.monotonic()
-    left, interval = signal.getitimer(signal.ITIMER_REAL)
-    if 0 < left < seconds:
-        return call()  # an alarm that is already set interrupts the call sooner
-    give_back = take(signal.SIGALRM, expire)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT)
-        return call()
-    except Exception as error:
-        if expired:  # code that was interrupted may raise something else, such as a lock that it no longer holds
-            raise DeadlineExceeded from error
-        raise
-    finally:
-        running = False
-        if signal.getsignal(signal.SIGALRM) is expire:  # else the call has set an alarm of its own
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            give_back()
-            if left:
-                signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-3), interval)
-
-
-def _within(frame: FrameType | None, functions: Container[CodeType]) -> bool:
-    """Whether one of the functions is being called, by the call with the deadline."""
-    while frame is not None and frame.f_code is not _by_alarm.__code__:
-        if frame.f_code in functions:
-            return True
-        frame = frame.f_back
-    return False
-
-
-class Background(Generic[Result]):
-    """A call that runs in a thread from now on, which does not keep the process alive."""
-
-    def __init__(self, call: Callable[[], Result]) -> None:
-        self.seconds = 0.0
-        """that the call took"""
-        self._results: list[Result] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, args=(call,), daemon=True)
-        self._thread.start()
-
-    def _work(self, call: Callable[[], Result]) -> None:
-        began = time.perf_counter()
+    def begin(self, call: Callable[[], Result]) -> Future[Result]:
+        """Begin a call, or let it wait for the others."""
+        future: Future[Result] = Future()
+        in_context = partial(contextvars.copy_context().run, _with_gradients, torch.is_grad_enabled(), call)
+        with self._lock:
+            self._waiting.append((in_context, future))
+            if self._busy == self.at_once:
+                return future
+            self._busy += 1
         try:
-            self._results.append(call())
-        except BaseException as error:
-            self._error = error
-        self.seconds = time.perf_counter() - began
-
-    @property
-    def over(self) -> bool:
-        """Whether the call has returned or failed."""
-        return not self._thread.is_alive()
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Return when the call is over, or after some seconds."""
-        self._thread.join(seconds)
-
-    def result(self) -> Result:
-        """What the call returned, when it is over. Raises its error."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+            inbox = _idle.pop()
+        except IndexError:
+            inbox = SimpleQueue()
+            threading.Thread(target=_serve, args=(inbox,), daemon=True).start()
+        inbox.put(partial(self._work, inbox))
+        return future
 
     def stop(self) -> None:
-        """Raise DeadlineExceeded in the call when it next runs a line of Python, the only way to end it; don't wait for it."""
-        if self._thread.ident is not None and self._thread.is_alive():
-            number, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(DeadlineExceeded)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+        """Begin nothing of what still waits."""
+        with self._lock:
+            self._waiting.clear()
+
+    def _work(self, inbox: "SimpleQueue[Callable[[], None]]") -> None:
+        following = self._next()
+        while following is not None:
+            call, future = following
+            try:
+                settle: Callable[[], None] = partial(future.set_result, call())
+            except BaseException as error:
+                settle = partial(future.set_exception, error)
+            following = self._next()
+            if following is None:
+                _idle.append(inbox)  # before the result is there, so that the caller's next call finds it
+            settle()
+
+    def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
+        """What waits longest; None ends the work of a thread."""
+        with self._lock:
+            if not self._waiting:
+                self._busy -= 1
+                return None
+            self._waiting[0][1].set_running_or_notify_cancel()
+            return self._waiting.popleft()
 
 
-def in_threads(call: Callable[[T], Result], items: Sequence[T], at_once: int) -> list[Result]:
-    """``call(item)`` for every item, in their order, at most ``at_once`` at the same time; one at a time in this thread.
+def in_threads(
+    call: Callable[[T], Result], items: Sequence[T], at_once: int, seconds: float | None = None, name: str = "a call"
+) -> list[Result]:
+    """``call(item)`` for every item, in their order, at most ``at_once`` at the same time.
 
-    Raises the error of the first item that has one, once the calls in progress are over; no further call is begun. An exception
-    in this thread, such as a deadline's, interrupts the calls.
+    seconds   deadline of all calls together; None: none, and one call at a time runs in this thread
+    name      of the calls, for messages about those that were left behind
+
+    Raises the error of the first item that has one, once the calls in progress are over; DeadlineExceeded when they take too
+    long. No further call is begun then, nor after an exception in this thread.
     """
-    count = min(at_once, len(items))
-    if count <= 1:
+    if seconds is None and min(at_once, len(items)) <= 1:
         return [call(item) for item in items]
-    results: dict[int, Result] = {}
-    errors: dict[int, BaseException] = {}
-    numbers, lock, over = itertools.count(), threading.Lock(), threading.Event()
-    ended: SimpleQueue[bool] = SimpleQueue()  # False from each worker that ends; True interrupts all, in one step of C
-
-    def work() -> None:
-        try:
-            while not over.is_set():
-                with lock:
-                    number = next(numbers)
-                if number >= len(items):
-                    return
-                try:
-                    results[number] = call(items[number])
-                except BaseException as error:
-                    errors[number] = error
-                    over.set()
-        finally:
-            ended.put(False)
-
-    def supervise() -> None:
-        """Start and stop the workers: no alarm interrupts this thread between a worker's start and its place in the list."""
-        workers = [Background(work) for _ in range(count)]
-        for _ in workers:
-            if ended.get():
-                over.set()
-                for worker in workers:
-                    worker.stop()
-                return
-
+    ends = None if seconds is None else time.monotonic() + seconds
+    if len(left := calls_left()) >= MOST_LEFT:
+        names = ", ".join(f"{count} of {of}" for of, count in Counter(left).most_common(3))
+        raise SurefootError(f"{len(left)} calls are still running after their deadlines ({names}); start the process again")
+    threads = Threads(at_once)
+    futures = [threads.begin(partial(call, item)) for item in items]
     try:
-        Background(supervise).result()
-    except BaseException:
-        ended.put(True)
-        raise
-    if errors:
-        raise errors[min(errors)]
-    return [results[number] for number in range(len(items))]
+        wait(futures, seconds, FIRST_EXCEPTION)
+        threads.stop()
+        running = [future for future in futures if future.running()]
+        wait(running, None if ends is None else max(0.0, ends - time.monotonic()) + GRACE)
+    finally:
+        threads.stop()
+        _left.extend((name, future) for future in futures if future.running())
+    for future in futures:
+        if future.done():
+            future.result()
+    if not all(future.done() for future in futures):
+        hanging = sum(future.running() for future in futures)
+        calls = f"{hanging} {'call' if hanging == 1 else 'calls'}"
+        raise DeadlineExceeded(f"{calls} can't be stopped and will run until this process ends" if hanging else "")
+    return [future.result() for future in futures]
 
 
-class ThreadPool(Generic[T, Result]):
-    """Calls that wait for something else, begun before their results are needed: at most ``at_once`` at the same time.
+def with_deadline(seconds: float, call: Callable[[], Result], name: str = "a call") -> Result:
+    """Return ``call()``, made in a thread; raise DeadlineExceeded when it takes longer than ``seconds``."""
+    return in_threads(lambda _: call(), (None,), 1, seconds, name)[0]
 
-    opened   what each thread holds while it works, such as a connection, as a context manager
-    call     called in a thread with that and an item
 
-    An item is called once while its result is kept. The threads end when nothing waits, and don't keep the process alive.
+def left_behind(error: DeadlineExceeded) -> str:
+    """The text of the error in parentheses, to follow the limit in a message."""
+    return f" ({error})" if str(error) else ""
+
+
+def calls_left() -> list[str]:
+    """The names of calls that are still running after their deadline."""
+    _left[:] = [(name, future) for name, future in _left if not future.done()]
+    return [name for name, _ in _left]
+
+
+def wait_for(awaitables: Sequence[Awaitable[Result]], ends: float | None = None) -> list[Result]:
+    """The results of awaitables that run together.
+
+    ends   the time by ``time.monotonic`` at which they are cancelled, with DeadlineExceeded; None: never
     """
 
-    def __init__(
-        self, opened: Callable[[], AbstractContextManager[Any]], call: Callable[[Any, T], Result], at_once: int
-    ) -> None:
-        self.opened, self.call, self.at_once = opened, call, at_once
-        self.results: dict[T, Future[Result]] = {}
-        self._waiting: deque[tuple[T, Future[Result]]] = deque()
-        self._threads, self._lock = 0, threading.Lock()
-
-    def begin(self, item: T) -> None:
-        """Call the item, unless that is done or waits already."""
-        with self._lock:
-            if item in self.results:
-                return
-            future: Future[Result] = Future()
-            self.results[item] = future
-            self._waiting.append((item, future))
-            if self._threads == self.at_once:
-                return
-            self._threads += 1
-        Background(self._work)
-
-    def take(self, item: T, ends: float) -> Result | None:
-        """The result of an item, which is forgotten with it; None if it was not begun or failed, so that it is called again.
-
-        ends   the time by ``time.monotonic`` until which the result must be there
-
-        Raises DeadlineExceeded when it is too slow.
-        """
-        with self._lock:
-            future = self.results.pop(item, None)
-        if future is None:
-            return None
+    async def one(awaitable: Awaitable[Result]) -> Result:
         try:
-            failed = future.exception(timeout=max(0.0, ends - time.monotonic()))
+            return await awaitable
+        except SystemExit as error:  # it would end the loop's thread
+            raise RuntimeError(f"SystemExit: {error}") from error
+
+    async def together() -> list[Result]:
+        try:
+            async with asyncio.timeout(None if ends is None else ends - time.monotonic()) as limit:
+                return list(await asyncio.gather(*map(one, awaitables)))
         except TimeoutError:
-            raise DeadlineExceeded from None
-        return None if failed else future.result()
+            if limit.expired():
+                raise DeadlineExceeded from None
+            raise
 
-    def _work(self) -> None:
-        try:
-            with self.opened() as opened:
-                while (following := self._next()) is not None:
-                    item, future = following
-                    try:
-                        future.set_result(self.call(opened, item))
-                    except BaseException as error:
-                        future.set_exception(error)
-        except BaseException as error:  # nothing can be opened
-            while (following := self._next()) is not None:
-                following[1].set_exception(error)
+    return asyncio.run_coroutine_threadsafe(together(), _event_loop()).result()
 
-    def _next(self) -> tuple[T, Future[Result]] | None:
-        """What waits longest; None ends the thread."""
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self._threads -= 1
-            return None
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One event loop in a thread of its own for all calls: a client that a function keeps belongs to the loop that it began in,
+    and a notebook already runs a loop in the main thread.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
+    return loop
+
+
+def _serve(inbox: "SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        inbox.get()()
+
+
+def _with_gradients(enabled: bool, call: Callable[[], Result]) -> Result:
+    with torch.set_grad_enabled(enabled):
+        return call()
+
+
+def _forget_threads() -> None:
+    """In a child process, which has none of its parent's threads."""
+    _idle.clear()
+    _left.clear()
+    _event_loop.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)

@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -638,17 +637,14 @@ def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **
 
 def _bounded(rendering: Callable[[], Any]) -> Any:
     """What a template renders; any error of it is one line, and so is one that takes too long."""
-    started = time.monotonic()
     try:
-        return with_deadline(RENDERING, rendering)
-    except Exception as error:
-        raise SurefootError(f"the chat template rejects these messages ({cause_of(error)})") from None
+        return with_deadline(RENDERING, rendering, "the chat template")
     except DeadlineExceeded:
-        if time.monotonic() - started < RENDERING:  # the deadline of a caller
-            raise
         raise SurefootError(
             f"the chat template takes longer than {RENDERING:g} s for these messages; fix it, or use another model"
         ) from None
+    except Exception as error:
+        raise SurefootError(f"the chat template rejects these messages ({cause_of(error)})") from None
 
 
 def _mark(*texts: str) -> str:

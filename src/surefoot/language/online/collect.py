@@ -4,7 +4,9 @@ It uses the four models of PPO on text: policy, critic, reference and reward.
 """
 
 import copy
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ from surefoot.functional import (
     successor_values,
 )
 from surefoot.functional.masking import keep_only
-from surefoot.language.calls import Background
+from surefoot.language.calls import Threads
 from surefoot.language.data.batches import EpochSampler, pack_batch, row_lengths
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
@@ -130,8 +132,8 @@ class LanguageCollector:
         """of the run, whose updates number the policy's weights; None before the first rollout"""
         self.compared = False
         """whether log-probabilities were compared with those of single rows"""
-        self.ahead: Background[Responses] | None = None
-        """the responses of the next iteration, while a server samples them"""
+        self.ahead: Future[tuple[Responses, float]] | None = None
+        """the responses of the next iteration and the seconds that they take, while a server samples them"""
 
     @torch.no_grad()
     def collect(self, state: LearnerState) -> Rollout:
@@ -297,7 +299,7 @@ class LanguageCollector:
         greedy: bool,
         on_finished: OnFinished | None = None,
     ) -> Samples:
-        assert self.ahead is None or self.ahead.over, "settle first: the weights would change while a server samples"
+        assert self.ahead is None or self.ahead.done(), "settle first: the weights would change while a server samples"
         self.engine.use(None if self.state is None else self.state.updates)
         return self.engine.sample(self._request(prompts, seeds, samples, greedy, on_finished))
 
@@ -396,7 +398,7 @@ class LanguageCollector:
         if self.ahead is None:
             return self.respond(prompts, seeds, self.recipe.sampling.samples), 0.0
         begun, self.ahead = self.ahead, None
-        return begun.result(), begun.seconds
+        return begun.result()
 
     def _next(self, sampler: EpochSampler, count: int, done: int) -> tuple[Prompts, list[int]]:
         """This rank's share of the next ``count`` prompts, and the seeds of their responses."""
@@ -419,18 +421,18 @@ class LanguageCollector:
         request = self._request(prompts.ids[::samples], seeds, samples, False, self._begin_scoring(prompts))
         with together():
             self.engine.use(state.updates)
-        self.ahead = Background(lambda: self._as_responses(self.engine.sample(request), prompts))
+
+        def sample() -> tuple[Responses, float]:
+            began = time.perf_counter()
+            return self._as_responses(self.engine.sample(request), prompts), time.perf_counter() - began
+
+        self.ahead = Threads().begin(sample)
 
     def settle(self) -> None:
         """Wait until the server samples for no rank, so that its weights can change."""
         if self.ahead is not None:
-            self.ahead.wait()
+            wait([self.ahead])
             exchange(None)
-
-    def close(self) -> None:
-        """Give up what is sampled ahead."""
-        if self.ahead is not None:
-            self.ahead.stop()
 
     def _concat(self, parts: Sequence[tuple[Responses, Scores, Tensor]]) -> tuple[Responses, Scores, Tensor]:
         """Several rounds as one."""

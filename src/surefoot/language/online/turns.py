@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.calls import DeadlineExceeded, in_threads, with_deadline
+from surefoot.language.calls import DeadlineExceeded, in_threads, left_behind
 from surefoot.language.data.rows import fault_in
 from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
 from surefoot.language.rewards.scores import Prompt, Scores
@@ -26,6 +26,7 @@ from surefoot.language.sampling.sampler import DecodedBy, Samples
 from surefoot.recipes.callables import import_object
 from surefoot.recipes.language import TurnSettings
 
+A = TypeVar("A")
 T = TypeVar("T")
 Draw = Callable[[Sequence[Sequence[int]], Sequence[int]], Samples]
 """samples one response to each prompt of token ids, each with its seed"""
@@ -276,7 +277,7 @@ class Environments:
     def _checked(self, call: Callable[[], T], message: str) -> T:
         """A call for one object; the cause of an error takes the place of ``{}`` in the message."""
         try:
-            return self._timed(call, "one object")
+            return self._timed(lambda _: call(), (None,), "one object")[0]
         except SurefootError:
             raise
         except (Exception, SystemExit) as error:
@@ -336,27 +337,26 @@ class Environments:
 
         fine = [conversation for conversation in conversations if conversation.failure is None]
         with any_algorithm():  # once for all threads
-            self._timed(lambda: in_threads(one, fine, at_once or self.settings.at_once), f"{len(conversations)} conversations")
+            self._timed(one, fine, f"{len(conversations)} conversations", at_once or self.settings.at_once)
 
     def _close_all(self, conversations: Sequence[Conversation]) -> None:
         """Close every environment; errors of those that have failed are ignored."""
         failed = [conversation for conversation in conversations if conversation.failure is not None]
 
-        def the_failed() -> None:
-            for conversation in failed:
-                with suppress(Exception, SystemExit):
-                    _close(conversation.environment)
+        def close(conversation: Conversation) -> None:
+            with suppress(Exception, SystemExit):
+                _close(conversation.environment)
 
         self._each(conversations, lambda conversation: _close(conversation.environment))
-        self._timed(the_failed, f"{len(failed)} conversations")
+        self._timed(close, failed, f"{len(failed)} conversations")
 
-    def _timed(self, call: Callable[[], T], what: str) -> T:
+    def _timed(self, call: Callable[[A], T], items: Sequence[A], what: str, at_once: int = 1) -> list[T]:
         try:
-            return with_deadline(self.deadline, call)
-        except DeadlineExceeded:
+            return in_threads(call, items, at_once, self.deadline, self.path)
+        except DeadlineExceeded as error:
             raise self._error(
-                f"took longer than reward.deadline={self.deadline:g} s for {what}; make it faster, or raise reward.deadline, "
-                "then resume from the last checkpoint"
+                f"took longer than reward.deadline={self.deadline:g} s for {what}{left_behind(error)}; make it faster, or "
+                "raise reward.deadline, then resume from the last checkpoint"
             ) from None
 
     def _check(self, conversations: Sequence[Conversation]) -> None:

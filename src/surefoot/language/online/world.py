@@ -553,5 +553,4 @@ class LanguageWorld:
 
     def close(self) -> None:
         """Close the sampling engine."""
-        self.collector.close()
         self.engine.close()

@@ -5,12 +5,14 @@ A request has a reward function's arguments under the same names, so a server re
 
 import json
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.calls import ThreadPool, in_threads
+from surefoot.language.calls import DeadlineExceeded, Threads, in_threads
 from surefoot.language.http_client import RESUME, HttpClient
 
 if TYPE_CHECKING:
@@ -45,7 +47,9 @@ class Endpoint:
         self.client = HttpClient(url, token_from=token_from, retries=retries, limit=limit, then=then)
         self.batch, self.at_once, self.deadline = batch, at_once, deadline
         self.arguments, self.then = dict(arguments or {}), then
-        self.early: ThreadPool[bytes, httpx2.Response] = ThreadPool(self.client.open, self._request_early, at_once)
+        self.threads, self.lock = Threads(at_once), threading.Lock()
+        self.early: dict[bytes, Future[httpx2.Response]] = {}
+        """the replies to requests that were sent while others were sampled, until a call takes them"""
         self.__qualname__ = re.sub(r"//[^/@]*@", "//", re.split(r"[?#]", url)[0])  # for messages
 
     @property
@@ -77,14 +81,33 @@ class Endpoint:
         """
         if self.batch == 1:
             for body in self._bodies({"prompts": prompts, "responses": responses, **columns}, len(responses)):
-                self.early.begin(body)
+                self.begin_request(body)
 
-    def _request_early(self, connection: "httpx2.Client", body: bytes) -> "httpx2.Response":
-        return self.client.request(connection, time.monotonic() + self.deadline, body)
+    def begin_request(self, body: bytes) -> None:
+        """Send a request, unless that is done."""
+
+        def request() -> "httpx2.Response":
+            with self.client.open() as connection:
+                return self.client.request(connection, time.monotonic() + self.deadline, body)
+
+        with self.lock:
+            if body not in self.early:
+                self.early[body] = self.threads.begin(request)
+
+    def _taken(self, body: bytes, ends: float) -> "httpx2.Response | None":
+        """The reply to a request that was sent before, which is forgotten then; None if it was not sent or failed."""
+        with self.lock:
+            future = self.early.pop(body, None)
+        if future is None:
+            return None
+        wait([future], max(0.0, ends - time.monotonic()))
+        if not future.done():
+            raise DeadlineExceeded
+        return None if future.exception() else future.result()
 
     def _replies(self, bodies: Sequence[bytes], ends: float) -> "list[httpx2.Response]":
         """The response to each request, which may have been sent before; what failed then is sent again."""
-        replies = {body: self.early.take(body, ends) for body in dict.fromkeys(bodies)}
+        replies = {body: self._taken(body, ends) for body in dict.fromkeys(bodies)}
         if missing := [body for body in bodies if replies[body] is None]:
             with self.client.open(self.at_once) as connection:
                 sent = in_threads(lambda body: self.client.request(connection, ends, body), missing, self.at_once)

@@ -87,7 +87,7 @@ class Judge(Endpoint):
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             for question in self._questions(prompt, response, {name: column[row] for name, column in columns.items()}):
                 if (body := self._request(question)) not in self.answers:
-                    self.early.begin(body)
+                    self.begin_request(body)
 
     def _questions(self, prompt: Any, response: str, row: Mapping[str, Any]) -> list[str]:
         """The prompt of the judge about one response; of a comparison, both orders."""

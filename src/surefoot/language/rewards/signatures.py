@@ -10,17 +10,13 @@ Where prompts are messages, ``completions`` and ``completion`` are lists of one 
 style may be asynchronous. Functions may change what they get: every call has its own copies.
 """
 
-import asyncio
 import inspect
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
-from queue import SimpleQueue
 from typing import Any, Literal
 
-from surefoot.language.calls import Background
+from surefoot.language.calls import wait_for
 from surefoot.language.rewards.scores import Columns, Prompt
 
 Style = Literal["surefoot", "trl", "verifiers"]
@@ -76,20 +72,27 @@ class Signature:
         ]
         return {**lists, "prompt": plain, "completion": completions, "state": state}
 
-    def call(self, function: Callable[..., Any], lists: Mapping[str, list[Any]], constants: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        lists: Mapping[str, list[Any]],
+        constants: Mapping[str, Any],
+        ends: float | None = None,
+    ) -> Any:
         """What the function returns, a list or an array; awaitables are awaited, all rows of a function at once.
 
         lists      arguments with an entry for each response
         constants  arguments that are the same for each
+        ends       the time by ``time.monotonic`` at which awaitables are cancelled
         """
         chosen = {name: x for name, x in lists.items() if self._takes(name)}
         others = {name: x for name, x in constants.items() if self._takes(name)}
         if self.style == "verifiers":
             count = len(next(iter(lists.values())))
-            return _call_rows(function, [{name: x[row] for name, x in chosen.items()} | others for row in range(count)])
+            return _call_rows(function, [{name: x[row] for name, x in chosen.items()} | others for row in range(count)], ends)
         returned = function(**chosen, **others)
         if inspect.isawaitable(returned):
-            returned = _wait_for([returned])[0]
+            returned = wait_for([returned], ends)[0]
         if self.style == "trl" and isinstance(returned, (list, tuple)):  # None: the function does not apply to the row
             return [0.0 if value is None else value for value in returned]
         return returned
@@ -139,7 +142,7 @@ def _style(names: Sequence[str], takes_all: bool) -> Style:
     return "verifiers"
 
 
-def _call_rows(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _call_rows(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]], ends: float | None) -> list[Any]:
     """The results of one call per row."""
     returned: list[Any] = []
     try:
@@ -151,44 +154,6 @@ def _call_rows(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]]) 
                 value.close()  # otherwise Python warns that it was never awaited
         raise
     waiting = [row for row, value in enumerate(returned) if inspect.isawaitable(value)]
-    for row, value in zip(waiting, _wait_for([returned[row] for row in waiting]) if waiting else [], strict=True):
+    for row, value in zip(waiting, wait_for([returned[row] for row in waiting], ends) if waiting else [], strict=True):
         returned[row] = value
     return returned
-
-
-def _wait_for(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of awaitables that run together. They are cancelled if this thread is interrupted while it waits."""
-
-    async def one(awaitable: Awaitable[Any]) -> Any:
-        try:
-            return await awaitable
-        except SystemExit as error:  # it would end the loop's thread
-            raise RuntimeError(f"SystemExit: {error}") from error
-
-    async def together() -> list[Any]:
-        return list(await asyncio.gather(*map(one, awaitables)))
-
-    ended: SimpleQueue[None] = SimpleQueue()
-
-    def supervise() -> list[Any]:
-        """Start, wait and cancel in a thread that no alarm interrupts in between."""
-        future = asyncio.run_coroutine_threadsafe(together(), _event_loop())
-        future.add_done_callback(lambda _: ended.put(None))
-        ended.get()
-        future.cancel()  # if this thread was woken early
-        return future.result()
-
-    try:
-        return Background(supervise).result()
-    finally:
-        ended.put(None)
-
-
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One event loop in a thread of its own for all calls: a client that a function keeps belongs to the loop that it began in,
-    and a notebook already runs a loop in the main thread.
-    """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward functions", daemon=True).start()
-    return loop

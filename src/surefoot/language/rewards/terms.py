@@ -7,6 +7,7 @@ tokenizer. A score is for the whole response, or for each of its steps or tokens
 
 import contextlib
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -18,7 +19,7 @@ from torch import Tensor
 from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.files import parse_value
-from surefoot.language.calls import DeadlineExceeded, with_deadline
+from surefoot.language.calls import DeadlineExceeded, left_behind, with_deadline
 from surefoot.language.data.steps import split_steps
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import REPEAT, RESUME
@@ -219,19 +220,20 @@ class FunctionReward:
         of_tokens = tokens if self.per == "token" else None
 
         def rows() -> Any:
-            returned = self.signature.call(self.function, arguments, self.arguments)
+            returned = self.signature.call(self.function, arguments, self.arguments, time.monotonic() + self.deadline)
             if self.per == "response" and hasattr(returned, "tolist") and getattr(returned, "shape", ())[1:] == (1,):
                 returned = returned[:, 0]  # [N, 1], as heads and classifiers return it
             return _without_padding(returned, of_tokens)
 
         try:
             with any_algorithm():  # here, and not in the thread that may go on after the deadline
-                returned = with_deadline(self.deadline, rows)
-        except DeadlineExceeded:
+                returned = with_deadline(self.deadline, rows, self.path)
+        except DeadlineExceeded as error:
             in_command = self.field in ("--reward", "--function")  # without a recipe whose deadline could be raised
             limit, remedy = ("", "score fewer at a time") if in_command else ("reward.deadline=", "raise reward.deadline")
             raise self._error(
-                f"took longer than {limit}{self.deadline:g} s for {count} responses; make it faster, or {remedy}, {self.then}"
+                f"took longer than {limit}{self.deadline:g} s for {count} responses{left_behind(error)}; make it faster, or "
+                f"{remedy}, {self.then}"
             ) from None
         except SurefootError as error:  # one of our own functions, whose line is complete
             raise self._error(str(error)) from None

@@ -341,7 +341,9 @@ class VllmServer:
         return SurefootError(what if what.startswith(prefix) else prefix + what)
 
     def close(self) -> None:
-        """Remove the weights; the server keeps the last ones."""
+        """Send nothing more, and remove the weights; the server keeps the last ones."""
+        if self.client is not None:  # while it samples ahead
+            self.client.close()
         if rank() == 0 and self.weights is not None and self.weights.is_dir():
             for old in self.weights.glob(f"{self.run}-*"):
                 shutil.rmtree(old, ignore_errors=True)
