@@ -19,7 +19,8 @@ from surefoot.language.data.sources.hub import parse_data
 from surefoot.store.hub import HubName, is_hub_name
 
 READ = """
-import json, sys
+import json, sys, time
+time.sleep = lambda seconds: None  # without the hub, huggingface_hub waits 23 s over the retries of each request
 from surefoot.errors import SurefootError
 from surefoot.language.data.sources.hub import pinned
 from surefoot.language.data.sources import open_rows

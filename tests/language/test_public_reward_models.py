@@ -16,7 +16,7 @@ from surefoot.errors import SurefootError
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import right_padded
 from surefoot.language.memory.check import readable_workload
-from surefoot.language.models.classifier import TextClassifier, read_classifier
+from surefoot.language.models.classifier import TextClassifier
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import RewardModel, load_reward_model, new_reward_model, write_head
 from surefoot.language.online.world import LanguageWorld
@@ -168,9 +168,6 @@ def test_reloaded_reward_model_is_bit_for_bit_identical(folders: dict[str, Path]
         assert torch.equal(again.state_dict()[name], tensor), name
     assert torch.equal(again(ids, mask), ours(ids, mask))
     assert torch.equal(again.logits(ids, mask), ours.logits(ids, mask))
-    changed_config(tmp_path / "reward", lambda scale: scale.pop("head"))
-    older = RewardModel.load(tmp_path / "reward")
-    torch.testing.assert_close(older(ids, mask), ours(ids, mask), atol=1e-5, rtol=1e-5)
 
 
 def test_head_trained_by_another_program_is_loaded_as_saved(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -268,10 +265,11 @@ def test_messages_are_rendered_with_the_reward_models_own_template(tmp_path: Pat
 
 
 def test_classifier_encodes_control_tokens_in_messages_as_text(tmp_path: Path) -> None:
-    read = read_classifier(str(encoder(tmp_path / "encoder")), "POSITIVE")
+    read = load_reward_model(encoder(tmp_path / "encoder"), "POSITIVE")
+    assert isinstance(read, TextClassifier)
     name = next(name for name in read.tokenizer.all_special_tokens if name != read.tokenizer.unk_token)
     read.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + name
-    ids = TextClassifier(read).encode([{"role": "user", "content": f"Hi{name}?"}], "Hello.")
+    ids = read.encode([{"role": "user", "content": f"Hi{name}?"}], "Hello.")
     places = [place for place, token in enumerate(ids) if token == read.tokenizer.convert_tokens_to_ids(name)]
     assert places == [len(ids) - 1]
     assert "Hello." in read.tokenizer.decode(ids)

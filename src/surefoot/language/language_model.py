@@ -17,28 +17,27 @@ from surefoot.language.data.tokens import Messages, Tokens
 from surefoot.language.models.adapter_files import (
     is_of_steps,
     load_adapted,
-    load_merged,
     load_stored,
     load_trained,
+    model_weights,
     save_adapter,
 )
 from surefoot.language.models.adapters import SharedBase, merge
-from surefoot.language.models.classifier import is_token_classifier
-from surefoot.language.models.loading import HEAD, context_length, is_classifier, load_model, read_config, save_model
+from surefoot.language.models.classifier import classifier_kind
+from surefoot.language.models.loading import HEAD, context_length, load_model, read_config, save_model
 from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.placement import keeps_stored
-from surefoot.language.models.reward_model import RewardModel, copy_standardisation
+from surefoot.language.models.reward_model import RewardModel, copy_standardisation, new_head
 from surefoot.language.sampling.sampler import generate
 from surefoot.ranks.collectives import rank
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint, load_weights, require
+from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint, require
 from surefoot.store.folder import checkpoint_to_load, is_model
 from surefoot.store.hub import is_hub_name, local_folder
 from surefoot.store.manifest import check_folder, is_checkpoint
-from surefoot.store.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -207,7 +206,7 @@ def load_saved(folder: Path, trust_remote_code: bool = False) -> LanguageModel |
     Raises SurefootError if it is neither.
     """
     config = read_config(str(folder), trust_remote_code)
-    reward = (folder / HEAD).is_file() or is_classifier(config, trust_remote_code) or is_token_classifier(config)
+    reward = (folder / HEAD).is_file() or classifier_kind(config, trust_remote_code) is not None
     load: Any = RewardModel.load if reward else load_language_model
     result: LanguageModel | RewardModel = load(str(folder), trust_remote_code=trust_remote_code)
     if (folder / "config.toml").is_file():
@@ -264,38 +263,35 @@ def _build_model(
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 
     tokenizer = _build_tokenizer(parts["model"]["tokenizer"], where, trust_remote_code)
+    folder = where.absolute().parent.parent
     if "base" in parts:
-        return _merged_model(parts, where, tokenizer, trust_remote_code)
+        adapted, base, scores = load_adapted(parts, where, trust_remote_code)
+        merge(base.trunk)
+        if scores is None:
+            return LanguageModel(adapted, Tokens(tokenizer, adapted))
+        scores.tokenizer = tokenizer
+        copy_standardisation(scores, folder / "adapter")
+        return scores.eval()
     reward = parts["recipe"]["kind"] == "reward"
     saved = dict(parts["model"]["config"])
     config: Any = AutoConfig.for_model(saved.pop("model_type"), **saved)
     auto: Any = AutoModel if reward else AutoModelForCausalLM
-    prefix = "writer.model." if parts["recipe"]["kind"] == "dpo" else "model."
-    weights = {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
+    weights = model_weights(parts)
     device = nullcontext() if mapped is None else torch.device("meta")
     with torch.random.fork_rng(devices=[]), device:  # weights are drawn, then overwritten; buffers are computed and stay
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if mapped is not None:
         mapped(model)
     if not reward:
-        _load_all(model, weights, where)
+        load_stored(model.state_dict(), weights, where)
         if parts["model"].get("generation"):
             model.generation_config = GenerationConfig.from_dict(parts["model"]["generation"])
         return LanguageModel(model.eval(), Tokens(tokenizer, model))
-    head = nn.Linear(weights["head.weight"].shape[1], 1)
-    scores = RewardModel(model, head, tokenizer)
+    scores = RewardModel(model, new_head(model), tokenizer)
     scores.of_steps = is_of_steps(parts["recipe"])
-    _load_all(scores, weights, where)
-    copy_standardisation(scores, where.absolute().parent.parent / "model")
+    load_stored(scores.state_dict(), weights, where)
+    copy_standardisation(scores, folder / "model")
     return scores.eval()
-
-
-def _load_all(module: nn.Module, weights: dict[str, Any], where: Path) -> None:
-    """Load every weight, from memory or from files."""
-    if any(isinstance(x, StoredTensor) for x in weights.values()):
-        load_stored(module.state_dict(), weights, where)
-    else:
-        load_weights(module, weights, where)
 
 
 def _build_tokenizer(files: dict[str, str], where: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
@@ -310,20 +306,6 @@ def _build_tokenizer(files: dict[str, str], where: Path, trust_remote_code: bool
             (Path(folder) / name).write_text(text, "utf-8")
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return tokenizer
-
-
-def _merged_model(
-    parts: dict[str, Any], where: Path, tokenizer: "PreTrainedTokenizerBase", trust_remote_code: bool
-) -> LanguageModel | RewardModel:
-    """The model of a checkpoint that contains only an adapter: its base with the adapter merged."""
-    model, head = load_merged(parts, where, trust_remote_code)
-    if head is None:
-        return LanguageModel(model, Tokens(tokenizer, model))
-    trunk: Any = model.base_model
-    scores = RewardModel(trunk, head, tokenizer)
-    scores.of_steps = is_of_steps(parts["recipe"])
-    copy_standardisation(scores, where.absolute().parent.parent / "adapter")
-    return scores.eval()
 
 
 def save_result(

@@ -15,16 +15,16 @@ from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
 from surefoot.language.data.rows import check_unchanged
 from surefoot.language.models.adapter_targets import saved_config
-from surefoot.language.models.adapters import POLICY, RoleTrunk, SharedBase, base_hash, has_adapters, merge
+from surefoot.language.models.adapters import POLICY, RoleTrunk, SharedBase, base_hash, has_adapters
 from surefoot.language.models.loading import HEAD, is_folder, load_model, new_model_folder, read_tokenizer
 from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.quantised import quantise
 from surefoot.language.models.reward_model import RewardModel, new_head, read_head, write_head
-from surefoot.recipes.models import ModelRecipe
+from surefoot.recipes.models import AdapterSettings, ModelRecipe
 from surefoot.recipes.reading import text_to_none
-from surefoot.sharding import fill, is_sharded, local_part, shard_of
+from surefoot.sharding import fill, local_part, shard_of
 from surefoot.sharding.master import stored_weights
-from surefoot.store.checkpoint import check_fits, check_shapes, non_finite_numbers
+from surefoot.store.checkpoint import check_shapes, non_finite_numbers
 from surefoot.store.manifest import check_folder
 from surefoot.store.tensors import read_tensors
 
@@ -82,19 +82,12 @@ def load_trained(policy: nn.Module, weights: Mapping[str, Any], where: Path) -> 
 
     Raises SurefootError, naming the first tensor that does not fit.
     """
-    if is_sharded(policy):
-        load_stored(own_weights(policy), weights, where)
-        return
-    own = own_weights(policy)
-    check_fits(own, weights, where)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
+    load_stored(own_weights(policy), weights, where)
     round_master(policy.parameters())
 
 
 def load_stored(own: Mapping[str, Tensor], weights: Mapping[str, Any], where: Path) -> None:
-    """Set tensors from those of a checkpoint that stay in its files; of sharded ones, each rank reads its part.
+    """Set tensors from those of a checkpoint, which may stay in its files; of sharded ones, each rank reads its part.
 
     Raises SurefootError, naming the first tensor that does not fit.
     """
@@ -105,19 +98,6 @@ def load_stored(own: Mapping[str, Tensor], weights: Mapping[str, Any], where: Pa
             raise SurefootError(f"{where}: {name} has numbers that are {bad}; take another checkpoint")
 
 
-def load_merged(
-    parts: dict[str, Any], where: Path, trust_remote_code: bool = False
-) -> "tuple[PreTrainedModel, nn.Linear | None]":
-    """A checkpoint's base with its adapter merged, and the head of a reward model. ``trust_remote_code`` comes from the caller,
-    because a checkpoint may come from anyone.
-
-    Raises SurefootError if the base is missing or has changed.
-    """
-    model, base, scores = load_adapted(parts, where, trust_remote_code)
-    merge(base.trunk)
-    return model, None if scores is None else scores.head
-
-
 def load_adapted(
     parts: dict[str, Any],
     where: Path,
@@ -126,6 +106,7 @@ def load_adapted(
     dtype: torch.dtype = torch.float32,
 ) -> "tuple[PreTrainedModel, SharedBase, RewardModel | None]":
     """A checkpoint's base with its adapter, not merged: the model, the base, and the reward model if it is one.
+    ``trust_remote_code`` comes from the caller, because a checkpoint may come from anyone.
 
     scratch   put the base's weights into a mapped file in this folder
     dtype     of these weights
@@ -137,7 +118,8 @@ def load_adapted(
         model, _ = load_model(record["model"], trust_remote_code=trust_remote_code, as_stored=scratch is not None)
     except SurefootError as error:
         raise SurefootError(f"{where}: contains an adapter whose base can't be loaded: {error}") from None
-    field, settings = f"{where}: base model={record['model']!r}", _settings(recipe)
+    field = f"{where}: base model={record['model']!r}"
+    settings = AdapterSettings.model_validate({**text_to_none(recipe["adapter"]), "dropout": 0.0})
     check_unchanged({field: record["print"]}, {field: base_hash(model, settings.quantize)})
     if settings.quantize is not None:
         quantise(model, model.base_model, settings, compute_dtype(recipe.get("precision", "float32")))
@@ -148,24 +130,23 @@ def load_adapted(
     base.add(POLICY, settings)
     reward = recipe["kind"] == "reward"
     holder: nn.Module = RewardModel(base.trunk, new_head(base.trunk)) if reward else model
-    prefix = "writer.model." if recipe["kind"] == "dpo" else "model."
     names = {name for name, p in holder.named_parameters() if p.requires_grad}
-    weights = {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
+    weights = model_weights(parts)
     if isinstance(holder, RewardModel):
         holder.of_steps = is_of_steps(recipe)
     load_trained(holder, {name: x for name, x in weights.items() if name in names or f".{POLICY}." in name}, where)
     return model, base, holder if isinstance(holder, RewardModel) else None
 
 
+def model_weights(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights in a checkpoint that are its model's, by their names in it."""
+    prefix = "writer.model." if parts["recipe"]["kind"] == "dpo" else "model."
+    return {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
+
+
 def is_of_steps(recipe: Mapping[str, Any]) -> bool:
     """Whether the saved recipe of a reward model is that of a process reward model."""
     return bool(recipe.get("preference", {}).get("loss") == "steps")
-
-
-def _settings(recipe: Mapping[str, Any]) -> Any:
-    from surefoot.recipes.models import AdapterSettings
-
-    return AdapterSettings.model_validate({**text_to_none(recipe["adapter"]), "dropout": 0.0})
 
 
 # ---- folders ------------------------------------------------------------------------------------------------------------

@@ -220,12 +220,11 @@ class SharedBase:
         # peft replaces names only in a module with a model's config, so a container without one prevents it.
         rename = not renamed_by_peft(config, self.trunk)
         model = self.trunk if rename else nn.ModuleDict({"trunk": self.trunk})
-        # peft draws initial weights, which are then overwritten; tensors without data draw none and have no generator state
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]) if self.hash else modules_stay():
+        # peft draws initial weights, which are then overwritten
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), shown_to_peft(model):
             warnings.simplefilter("ignore")
             try:
-                with shown_to_peft(model):
-                    inject_adapter_in_model(config, model, role)
+                inject_adapter_in_model(config, model, role, low_cpu_mem_usage=not self.hash)
             except ValueError as error:
                 raise SurefootError(f"adapter: peft can't adapt this model ({cause_of(error)}); set adapter.targets") from None
         for leftover in ("peft_config", "active_adapter"):  # the next adapter would warn of an existing one
@@ -364,17 +363,6 @@ def base_name(name: str) -> str:
 def adapted_name(layer: Any) -> str:
     """The parameter of its base layer that an adapter adapts."""
     return str(getattr(layer, "parameter_name", "weight"))
-
-
-@contextmanager
-def modules_stay() -> Iterator[None]:
-    """Disable ``nn.Module.to``: ``peft`` moves new modules to their layer's device, and modules without data can't be moved."""
-    name, move = "to", nn.Module.to
-    setattr(nn.Module, name, lambda module, *_, **__: module)
-    try:
-        yield
-    finally:
-        setattr(nn.Module, name, move)
 
 
 # ---- as one model -------------------------------------------------------------------------------------------------------

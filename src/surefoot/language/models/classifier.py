@@ -1,36 +1,30 @@
-"""Reward models in the format of ``AutoModelForSequenceClassification``: reading, scoring and writing them.
+"""Reward models in the formats of ``transformers``: reading, scoring and writing classifiers of texts and of tokens.
 
-A decoder of ``transformers`` scores a text by a linear layer without a bias, at the last token that is not the pad token of its
-configuration. Its trunk and head can be separated, so it also scores prefixes. Other classifiers, such as encoders, score only
-whole texts.
+A decoder scores a text by a linear layer without a bias, at the last token that is not the pad token of its configuration. Its
+trunk and head can be separated, so it also scores prefixes. Other classifiers, such as encoders, score only whole texts. A
+process reward model scores every token, and is read where steps end.
 """
 
 import base64
-import binascii
 import copy
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, did_you_mean
-from surefoot.files import read_table
 from surefoot.language import quiet_transformers
 from surefoot.language.data.tokens import ChatTemplate, Dialogue, Messages, Tokens, options_of
 from surefoot.language.models.loading import (
     check_vocabulary,
-    is_classifier,
     logits_close,
     no_dropout,
-    read_config,
     read_tokenizer,
     read_weights,
 )
-from surefoot.store.tensors import open_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -39,45 +33,17 @@ SCALE = "surefoot_reward"
 """key of config.json with what the format has no place for: the mean and std by which scores were standardised, and the head"""
 LABEL = "reward"
 """name of the one label that is written"""
-
-
-@dataclass(frozen=True)
-class Classifier:
-    """A classifier with one label chosen.
-
-    model   the whole model
-    row     the label's index
-    pad_id  the token that ``transformers`` skips when it looks for the last one; None: no token is skipped
-    """
-
-    model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
-    row: int
-    pad_id: int | None
-
-    def parts(self) -> "tuple[PreTrainedModel, nn.Linear] | None":
-        """Trunk and head, if the head's output at the last token is the model's; None for any other model."""
-        trunk: Any = self.model.base_model
-        heads = [child for child in self.model.children() if child is not trunk and any(True for _ in child.parameters())]
-        if trunk is self.model or len(heads) != 1 or not isinstance(heads[0], nn.Linear):
-            return None
-        whole = heads[0]
-        if not _reads_last_token(self.model, trunk, whole):
-            return None
-        head = nn.Linear(whole.in_features, 1, device="meta").to_empty(device="cpu")
-        with torch.no_grad():
-            head.weight.copy_(whole.weight[self.row : self.row + 1])
-            head.bias.copy_(torch.zeros(1) if whole.bias is None else whole.bias[self.row : self.row + 1])
-        return trunk, head
+STEP_LABELS = ("bad", "good")
+"""labels of steps that are written, as in TRL's process reward models: label 1 is the right step"""
 
 
 class TextClassifier(nn.Module):
     """A classifier that scores whole texts only: one logit of the model, unchanged."""
 
-    def __init__(self, classifier: Classifier) -> None:
+    def __init__(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", row: int) -> None:
         super().__init__()
-        self.backbone, self.tokenizer, self.row = classifier.model, classifier.tokenizer, classifier.row
-        self.template = ChatTemplate(classifier.tokenizer)
+        self.backbone, self.tokenizer, self.row = model, tokenizer, row
+        self.template = ChatTemplate(tokenizer)
         config = self.backbone.config.get_text_config()
         if config.pad_token_id is None:  # a decoder needs it to find the last token
             config.pad_token_id = self.pad_id
@@ -99,35 +65,47 @@ class TextClassifier(nn.Module):
         return self.template.render(Dialogue([*prompt, {"role": "assistant", "content": response}], options_of(prompt)))
 
 
-def read_classifier(
-    name: str, label: str | None = None, trust_remote_code: bool = False, as_stored: bool = False
-) -> Classifier:
-    """A classifier from a folder or hub id, in float32, or as ``read_weights`` stores it, and eval mode.
+def classifier_kind(config: "PreTrainedConfig", trust_remote_code: bool = False) -> Literal["texts", "tokens"] | None:
+    """What a classifier scores, by its configuration: it is loaded with every weight by AutoModelForSequenceClassification, or
+    by AutoModelForTokenClassification. None for other models.
+    """
+    names = config.architectures or []
+    if any(name.endswith("ForTokenClassification") for name in names):
+        return "tokens"
+    own = trust_remote_code and "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    return "texts" if own or any(name.endswith("ForSequenceClassification") for name in names) else None
 
-    label  the label whose logit is the reward; None: the only one
+
+def read_classifier(
+    name: str, config: "PreTrainedConfig", label: str | None, trust_remote_code: bool = False, as_stored: bool = False
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, int]":
+    """A classifier from a folder or hub id, as ``read_weights`` loads it; its tokenizer; the index of the label that scores.
+
+    label  the label whose logit is the reward; None: the only one; of tokens the last, as TRL writes it
 
     Raises SurefootError for a model of another class, an unknown label, several labels without one named, and missing parts.
     """
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    config = read_config(name, trust_remote_code)
-    if not is_classifier(config, trust_remote_code):
-        kind = ", ".join(config.architectures or []) or config.model_type or "model without a type"
+    kind = classifier_kind(config, trust_remote_code)
+    if kind is None:
+        own = ", ".join(config.architectures or []) or config.model_type or "model without a type"
         raise SurefootError(
-            f"model={name!r}: is not a reward model ({kind}); use one that AutoModelForSequenceClassification of transformers "
+            f"model={name!r}: is not a reward model ({own}); use one that AutoModelForSequenceClassification of transformers "
             "loads, or train one with kind = 'reward'"
         )
-    row = label_row(name, config, label)
-    model = read_weights(AutoModelForSequenceClassification, name, config, trust_remote_code, as_stored)
+    labels = [str(text) for _, text in sorted((config.id2label or {}).items())]
+    if kind == "tokens" and len(labels) > 2:
+        raise SurefootError(f"model={name!r}: has {len(labels)} labels ({_listed(labels)}); a process reward model has two")
+    row = len(labels) - 1 if kind == "tokens" and label is None else _label_row(name, labels, label)
+    auto = AutoModelForTokenClassification if kind == "tokens" else AutoModelForSequenceClassification
+    model = read_weights(auto, name, config, trust_remote_code, as_stored)
     tokenizer = read_tokenizer(name, trust_remote_code)
     check_vocabulary(name, model, tokenizer)
-    pad_id = config.get_text_config().pad_token_id
-    return Classifier(model, tokenizer, row, None if pad_id is None else int(pad_id))
+    return model, tokenizer, row
 
 
-def label_row(name: str, config: "PreTrainedConfig", label: str | None) -> int:
-    """The index of a label. Raises SurefootError for an unknown one, and for several without one named."""
-    labels = [str(text) for _, text in sorted((config.id2label or {}).items())]
+def _label_row(name: str, labels: list[str], label: str | None) -> int:
     if label is None:
         if len(labels) == 1:
             return 0
@@ -146,8 +124,32 @@ def _listed(labels: list[str], most: int = 8) -> str:
 
 
 @torch.no_grad()
-def _reads_last_token(model: "PreTrainedModel", trunk: Any, head: nn.Linear) -> bool:
-    """Whether the logits are the head's output at the last token, and no hidden state depends on later tokens, by a test."""
+def parts_of(model: "PreTrainedModel", row: int, of_tokens: bool) -> "tuple[PreTrainedModel, nn.Linear] | None":
+    """Trunk and head of a classifier, if the head's output is the model's logit; None for any other model.
+
+    row        of the label that scores
+    of_tokens  it scores every token; of two labels, the head's output is the log-odds of this one
+    """
+    trunk: Any = model.base_model
+    heads = [child for child in model.children() if child is not trunk and any(True for _ in child.parameters())]
+    if trunk is model or len(heads) != 1 or not isinstance(heads[0], nn.Linear):
+        return None
+    whole = heads[0]
+    if not _reads_tokens(model, trunk, whole, of_tokens):
+        return None
+    head = nn.Linear(whole.in_features, 1, device="meta").to_empty(device="cpu")
+    bias = torch.zeros(whole.out_features) if whole.bias is None else whole.bias
+    for own, all_labels in ((head.weight, whole.weight), (head.bias, bias)):
+        logit = all_labels[row : row + 1]
+        own.copy_(logit - all_labels[1 - row : 2 - row] if of_tokens and len(all_labels) == 2 else logit)
+    return trunk, head
+
+
+@torch.no_grad()
+def _reads_tokens(model: "PreTrainedModel", trunk: Any, head: nn.Linear, every: bool) -> bool:
+    """Whether the logits are the head's output at every token, or at the last one, and no hidden state depends on later tokens,
+    by a test.
+    """
     table = model.get_input_embeddings().weight
     assert isinstance(table, Tensor)
     config = model.config.get_text_config()
@@ -156,139 +158,62 @@ def _reads_last_token(model: "PreTrainedModel", trunk: Any, head: nn.Linear) -> 
         ids = torch.where(ids == config.pad_token_id, (config.pad_token_id + 1) % table.shape[0], ids)
     try:
         with quiet_transformers():
-            hidden = trunk(input_ids=ids).last_hidden_state
-            short = trunk(input_ids=ids[:, :4]).last_hidden_state
+            hidden, short = (trunk(input_ids=x).last_hidden_state for x in (ids, ids[:, :4]))
             theirs = torch.cat([model(input_ids=row.unsqueeze(0)).logits for row in ids])
     except (AttributeError, TypeError, ValueError, RuntimeError):  # another signature, output or shape
         return False
-    if hidden.shape[:2] != ids.shape or theirs.shape != (2, head.out_features):
+    if hidden.shape[:2] != ids.shape or theirs.shape != (2, *((8,) if every else ()), head.out_features):
         return False
+    ours = head(hidden if every else hidden[:, -1])
     finite = bool(hidden.isfinite().all())
-    return not finite or (logits_close(short, hidden[:, :4]) and logits_close(head(hidden[:, -1]), theirs))
-
-
-# ---- one score per token -----------------------------------------------------------------------------------------------
-
-STEP_LABELS = ("bad", "good")
-"""labels of steps that are written, as in TRL's process reward models: label 1 is the right step"""
-
-
-def is_token_classifier(config: "PreTrainedConfig") -> bool:
-    """Whether AutoModelForTokenClassification loads the model with every weight, by its configuration."""
-    return any(name.endswith("ForTokenClassification") for name in config.architectures or [])
-
-
-@torch.no_grad()
-def read_token_classifier(
-    name: str, label: str | None, trust_remote_code: bool, as_stored: bool
-) -> "tuple[PreTrainedModel, nn.Linear, PreTrainedTokenizerBase, PreTrainedConfig]":
-    """Trunk, head, tokenizer and configuration of a process reward model: the head's output is the log-odds of the good label.
-
-    label  the good one of two; None: the second, as TRL writes it
-
-    Raises SurefootError for more than two labels, an unknown label, and a model whose scores depend on later tokens.
-    """
-    from transformers import AutoModelForTokenClassification
-
-    config = read_config(name, trust_remote_code)
-    labels = [str(text) for _, text in sorted((config.id2label or {}).items())]
-    if len(labels) > 2:
-        raise SurefootError(f"model={name!r}: has {len(labels)} labels ({_listed(labels)}); a process reward model has two")
-    row = len(labels) - 1 if label is None else label_row(name, config, label)
-    model = read_weights(AutoModelForTokenClassification, name, config, trust_remote_code, as_stored)
-    trunk: Any = model.base_model
-    heads = [child for child in model.children() if child is not trunk and any(True for _ in child.parameters())]
-    if len(heads) != 1 or not isinstance(heads[0], nn.Linear) or not _reads_each_token(model, trunk, heads[0]):
-        raise SurefootError(
-            f"model={name!r}: {type(model).__name__} does not score each token from those before it; use a process reward "
-            "model with a linear layer on a causal decoder"
-        )
-    weight = heads[0].weight
-    bias = torch.zeros(len(weight)) if heads[0].bias is None else heads[0].bias
-    sign = torch.zeros(len(weight), dtype=weight.dtype)
-    sign[row] += 1
-    if len(labels) == 2:
-        sign[1 - row] -= 1
-    head = nn.Linear(weight.shape[1], 1, device="meta").to_empty(device="cpu")
-    head.weight.copy_(sign @ weight)
-    head.bias.copy_(sign @ bias)
-    tokenizer = read_tokenizer(name, trust_remote_code)
-    check_vocabulary(name, model, tokenizer)
-    return trunk, head, tokenizer, config
-
-
-def _reads_each_token(model: "PreTrainedModel", trunk: Any, head: nn.Linear) -> bool:
-    """Whether the logits are the head's output at every token, and no hidden state depends on later tokens, by a test."""
-    table = model.get_input_embeddings().weight
-    assert isinstance(table, Tensor)
-    ids = torch.arange(16, device=table.device).mul(7).remainder(table.shape[0]).view(2, 8)
-    with quiet_transformers():
-        hidden, short = (trunk(input_ids=x).last_hidden_state for x in (ids, ids[:, :4]))
-        theirs = model(input_ids=ids).logits
-    return logits_close(short, hidden[:, :4]) and logits_close(head(hidden), theirs)
-
-
-def _empty_classifier(make: Any, config: Any, trunk: "PreTrainedModel", pad_id: int) -> "tuple[PreTrainedModel, str] | None":
-    """A classifier of the trunk's family without weights, and the name of its head; None if it has another trunk or no single
-    linear head.
-    """
-    config.get_text_config().pad_token_id = pad_id
-    no_dropout(config)
-    with torch.device("meta"), quiet_transformers():
-        model: PreTrainedModel = make(config)
-    heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
-    return (model, heads[0]) if type(model.base_model) is type(trunk) and len(heads) == 1 else None
-
-
-@torch.no_grad()
-def make_token_classifier(trunk: "PreTrainedModel", head: nn.Linear, pad_id: int) -> "PreTrainedModel | None":
-    """A trunk and a head as the token classifier of the trunk's family, with the logits 0 and the head's output for
-    ``STEP_LABELS``; None if ``transformers`` has none. The trunk is shared, not copied.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as KNOWN
-
-    if type(trunk.config) not in KNOWN:
-        return None
-    config = copy.deepcopy(trunk.config)
-    config.num_labels, config.id2label = 2, dict(enumerate(STEP_LABELS))
-    config.label2id = {label: number for number, label in enumerate(STEP_LABELS)}
-    if (made := _empty_classifier(KNOWN[type(config)], config, trunk, pad_id)) is None:
-        return None
-    model, name = made
-    whole = nn.Linear(head.in_features, 2, device="meta").to_empty(device="cpu")
-    whole.weight.copy_(torch.cat([torch.zeros_like(head.weight), head.weight]))
-    whole.bias.copy_(torch.cat([torch.zeros_like(head.bias), head.bias]))
-    setattr(model, model.base_model_prefix, trunk)
-    of_trunk = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
-    setattr(model, name, whole.to(of_trunk).requires_grad_(False))
-    model.eval()
-    return model if _reads_each_token(model, trunk, whole) else None
+    return not finite or (logits_close(short, hidden[:, :4]) and logits_close(ours, theirs))
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------------
 
 
-def make_classifier(trunk: "PreTrainedModel", weight: Tensor, pad_id: int) -> "PreTrainedModel | None":
-    """A trunk and the weights of a head as the classifier of the trunk's family; None if ``transformers`` has none that scores
-    by them. The trunk is shared, not copied.   weight [1, width]
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
+@torch.no_grad()
+def make_classifier(
+    trunk: "PreTrainedModel", weight: Tensor, pad_id: int, bias: Tensor | None = None
+) -> "PreTrainedModel | None":
+    """A trunk and a head as the classifier of the trunk's family; None if ``transformers`` has none that scores by them. The
+    trunk is shared, not copied.
 
-    if type(trunk.config) not in KNOWN:
+    weight  of the head   [1, width]
+    bias    of the head of a process reward model, which is written as a classifier of tokens: its logits are 0 and the head's
+            output, for ``STEP_LABELS``   [1]
+    """
+    from transformers.models.auto import modeling_auto
+
+    of_tokens = bias is not None
+    known: Any = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if of_tokens:
+        known = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    if type(trunk.config) not in known:
         return None
     config = copy.deepcopy(trunk.config)
-    config.num_labels, config.id2label, config.label2id = 1, {0: LABEL}, {LABEL: 0}
-    config.problem_type = "regression"  # servers then return the logit itself, without a sigmoid
-    if (made := _empty_classifier(KNOWN[type(config)], config, trunk, pad_id)) is None:
+    labels = STEP_LABELS if of_tokens else (LABEL,)
+    config.num_labels, config.id2label = len(labels), dict(enumerate(labels))
+    config.label2id = {label: number for number, label in enumerate(labels)}
+    if not of_tokens:
+        config.problem_type = "regression"  # servers then return the logit itself, without a sigmoid
+    config.get_text_config().pad_token_id = pad_id
+    no_dropout(config)
+    with torch.device("meta"), quiet_transformers():
+        model: PreTrainedModel = known[type(config)](config)
+    heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+    if type(model.base_model) is not type(trunk) or len(heads) != 1:
         return None
-    model, name = made
-    head = nn.Linear(weight.shape[1], 1, bias=False, device="meta")
     of_trunk = next(p.dtype for p in trunk.parameters() if p.is_floating_point())
-    head.weight = nn.Parameter(weight.detach().to(of_trunk, copy=True), requires_grad=False)
+    head = nn.Linear(weight.shape[1], len(labels), bias=of_tokens, device="meta")
+    for name, numbers in (("weight", weight), ("bias", bias)):
+        if numbers is not None:
+            rows = torch.cat([torch.zeros_like(numbers), numbers]) if of_tokens else numbers
+            setattr(head, name, nn.Parameter(rows.detach().to(of_trunk, copy=True), requires_grad=False))
     setattr(model, model.base_model_prefix, trunk)
-    setattr(model, name, head)
+    setattr(model, heads[0], head)
     model.eval()
-    return model if _reads_last_token(model, trunk, head) else None
+    return model if _reads_tokens(model, trunk, head, of_tokens) else None
 
 
 def padding_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "tuple[PreTrainedTokenizerBase, int, bool]":
@@ -305,10 +230,32 @@ def padding_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "tuple[PreTrained
     return copied, pad_id, copied.pad_token_id == pad_id
 
 
-def read_scale(config: "PreTrainedConfig") -> dict[str, float] | None:
-    """The offset, mean and std of a reward model that was written here; None for any other.
+@dataclass(frozen=True)
+class Scale:
+    """What config.json has of a reward model that was written here.
 
-    Raises SurefootError if they are not finite numbers.
+    offset        the mean score, which rewards subtract
+    mean, std     of the head's output
+    weight, bias  of the head: the written weight is divided by std, which rounds it   [1, width], [1]
+    """
+
+    offset: float
+    mean: float
+    std: float
+    weight: Tensor
+    bias: Tensor
+
+    def record(self) -> dict[str, Any]:
+        """As JSON, with the head as base64 of its weight and bias in float32."""
+        numbers = torch.cat([self.weight.detach().flatten(), self.bias.detach()]).to("cpu", torch.float32)
+        head = base64.b64encode(numbers.numpy().astype("<f4").tobytes()).decode()
+        return {"offset": self.offset, "mean": self.mean, "std": self.std, "head": head}
+
+
+def read_scale(config: "PreTrainedConfig") -> Scale | None:
+    """The scale of a reward model that was written here; None for any other.
+
+    Raises SurefootError if it is damaged, or has numbers that are not finite.
     """
     scale = getattr(config, SCALE, None)
     if scale is None:
@@ -318,41 +265,8 @@ def read_scale(config: "PreTrainedConfig") -> dict[str, float] | None:
         raise SurefootError(f"config.json: {SCALE}={scale!r}: must have the numbers {', '.join(names)}; copy the whole folder")
     if bad := [name for name in names if not math.isfinite(scale[name])]:
         raise SurefootError(f"config.json: {SCALE}.{bad[0]}={scale[bad[0]]}: is not finite; copy the whole folder")
-    return {name: float(scale[name]) for name in names}
-
-
-def head_record(head: nn.Linear) -> str:
-    """The head for config.json, as base64 of its weight and bias in float32.
-
-    The written weight is divided by std, which rounds it. With this record, a run reads the head as it was trained.
-    """
-    numbers = torch.cat([head.weight.detach().flatten(), head.bias.detach()]).to("cpu", torch.float32)
-    return base64.b64encode(numbers.numpy().astype("<f4").tobytes()).decode()
-
-
-def read_head_record(config: "PreTrainedConfig") -> tuple[Tensor, Tensor] | None:
-    """Weight and bias of the head before scaling; None for a folder without a record of them.   [1, width], [1]
-
-    Raises SurefootError if the record is damaged.
-    """
-    text = (getattr(config, SCALE, None) or {}).get("head")
-    if text is None:
-        return None
     try:
-        numbers = torch.from_numpy(np.frombuffer(base64.b64decode(text, validate=True), "<f4").astype(np.float32))
-    except (binascii.Error, TypeError, ValueError) as error:
+        head = torch.from_numpy(np.frombuffer(base64.b64decode(scale["head"], validate=True), "<f4").astype(np.float32))
+    except (KeyError, TypeError, ValueError) as error:
         raise SurefootError(f"config.json: {SCALE}.head: can't be read ({error}); copy the whole folder") from None
-    return numbers[:-1].unsqueeze(0), numbers[-1:]
-
-
-def saved_head(folder: Path) -> Tensor:
-    """The weight of the head in a folder that was written here; of a token classifier that of the good label.   [1, width]"""
-    index = folder / "model.safetensors.index.json"
-    names = set(read_table(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    for name in sorted(names):
-        with open_tensors(folder / name) as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (it is no dict)
-                if key.count(".") == 1 and key.endswith(".weight") and tensors.get_slice(key).get_shape()[0] in (1, 2):
-                    weight: Tensor = tensors.get_tensor(key)
-                    return weight[-1:]
-    raise SurefootError(f"{folder}: has no head; copy the whole folder")
+    return Scale(*(float(scale[name]) for name in names), head[:-1].unsqueeze(0), head[-1:])

@@ -255,13 +255,6 @@ def check_causal(name: str, config: "PreTrainedConfig", trust_remote_code: bool 
         raise SurefootError(f"model={name!r}: is not causal ({kind}); {CAUSAL}")
 
 
-def is_classifier(config: "PreTrainedConfig", trust_remote_code: bool = False) -> bool:
-    """Whether AutoModelForSequenceClassification loads the model with every weight, by its configuration."""
-    if trust_remote_code and "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {}):
-        return True
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
-
-
 def is_folder(name: str) -> bool:
     """Whether a model's name is a local folder.
 

@@ -24,23 +24,18 @@ from surefoot.language import require_transformers
 from surefoot.language.data.tokens import positions
 from surefoot.language.models.classifier import (
     SCALE,
-    Classifier,
+    Scale,
     TextClassifier,
-    head_record,
-    is_token_classifier,
+    classifier_kind,
     make_classifier,
-    make_token_classifier,
     padding_tokenizer,
+    parts_of,
     read_classifier,
-    read_head_record,
     read_scale,
-    read_token_classifier,
-    saved_head,
 )
 from surefoot.language.models.loading import (
     HEAD,
     check_vocabulary,
-    is_classifier,
     is_folder,
     new_model_folder,
     read_config,
@@ -175,10 +170,8 @@ class RewardModel(nn.Module):
         """
         assert self.tokenizer is not None, "a reward model is saved with its tokenizer"
         tokenizer, pad_id, pads = padding_tokenizer(self.tokenizer)
-        if self.of_steps:
-            classifier = make_token_classifier(self.backbone, self.head, pad_id)
-        else:
-            classifier = make_classifier(self.backbone, self.scaled_weight, pad_id)
+        written = (self.head.weight, pad_id, self.head.bias) if self.of_steps else (self.scaled_weight, pad_id)
+        classifier = make_classifier(self.backbone, *written)
         lines = []
         if self.recipe is not None and self.mean == 0 and self.std == 1:
             lines.append(
@@ -194,8 +187,8 @@ class RewardModel(nn.Module):
                     *lines,
                     f"{folder}: transformers has no classifier of this family, so only Surefoot reads its head ({HEAD})",
                 ]
-            scale = {"offset": self.offset, "mean": float(self.mean), "std": float(self.std)}
-            setattr(classifier.config, SCALE, {**scale, "head": head_record(self.head)})
+            scale = Scale(self.offset, float(self.mean), float(self.std), self.head.weight, self.head.bias)
+            setattr(classifier.config, SCALE, scale.record())
             write_weights(classifier, temporary)
             tokenizer.save_pretrained(temporary)
         if not (pads or self.of_steps):
@@ -255,13 +248,12 @@ def load_reward_model(
     if name == "pocket":
         raise SurefootError("model='pocket': is not a reward model; train one with kind = 'reward'")
     name = str(Path(name).expanduser()) if is_folder(name) else name
+    config = read_config(name, trust_remote_code)
     if not (Path(name) / HEAD).is_file():
-        if is_token_classifier(read_config(name, trust_remote_code)):
-            return _from_token_classifier(name, label, trust_remote_code, as_stored)
-        return _from_classifier(read_classifier(name, label, trust_remote_code, as_stored))
+        of_steps = classifier_kind(config, trust_remote_code) == "tokens"
+        return _from_classifier(*read_classifier(name, config, label, trust_remote_code, as_stored), of_steps, name)
     if label is not None:
         raise SurefootError(f"model={name!r}: has no label {label!r}, but one score; unset label")
-    config = read_config(name, trust_remote_code)
     backbone = read_weights(AutoModel, name, config, trust_remote_code, as_stored)
     tokenizer = read_tokenizer(name, trust_remote_code)
     check_vocabulary(name, backbone, tokenizer)
@@ -270,37 +262,30 @@ def load_reward_model(
     return model.eval()
 
 
-def _from_classifier(classifier: Classifier) -> RewardModel | TextClassifier:
+def _from_classifier(
+    classifier: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", row: int, of_steps: bool, name: str
+) -> RewardModel | TextClassifier:
     """A RewardModel if trunk and head can be separated; if it was written here, with its head and scale from before scaling.
 
-    An older folder, or a head that was changed since, has the written head and its offset.
+    A head that was changed since is kept, with the written offset.
     """
-    parts = classifier.parts()
+    parts = parts_of(classifier, row, of_steps)
+    if parts is None and of_steps:
+        raise SurefootError(
+            f"model={name!r}: {type(classifier).__name__} does not score each token from those before it; use a process reward "
+            "model with a linear layer on a causal decoder"
+        )
     if parts is None:
-        return TextClassifier(classifier).eval()
-    model = RewardModel(*parts, classifier.tokenizer, classifier.pad_id)
-    scale = read_scale(classifier.model.config)
-    if scale is not None:
-        model.mean.fill_(scale["offset"])
-        trained = read_head_record(classifier.model.config)
-        if trained is not None and is_head(model.head.weight, trained[0] / torch.tensor(scale["std"])):
-            model.head.load_state_dict({"weight": trained[0], "bias": trained[1]})
-            model.mean.fill_(scale["mean"])
-            model.std.fill_(scale["std"])
-    return model.eval()
-
-
-def _from_token_classifier(name: str, label: str | None, trust_remote_code: bool, as_stored: bool) -> RewardModel:
-    """A process reward model, with the mean and std of its steps if it was written here."""
-    trunk, head, tokenizer, config = read_token_classifier(name, label, trust_remote_code, as_stored)
-    model = RewardModel(trunk, head, tokenizer)
-    model.of_steps = True
-    if (scale := read_scale(config)) is not None:
-        model.mean.fill_(scale["mean"])
-        model.std.fill_(scale["std"])
-        trained = read_head_record(config)
-        if trained is not None and is_head(model.head.weight, trained[0]):  # before it was rounded to the trunk's dtype
-            model.head.load_state_dict({"weight": trained[0], "bias": trained[1]})
+        return TextClassifier(classifier, tokenizer, row).eval()
+    pad_id = None if of_steps else classifier.config.get_text_config().pad_token_id
+    model = RewardModel(*parts, tokenizer, None if pad_id is None else int(pad_id))
+    model.of_steps = of_steps
+    if (scale := read_scale(classifier.config)) is not None:
+        same = is_head(model.head.weight, scale.weight if of_steps else scale.weight / torch.tensor(scale.std))
+        if same:
+            model.head.load_state_dict({"weight": scale.weight, "bias": scale.bias})
+        model.mean.fill_(scale.mean if same or of_steps else scale.offset)
+        model.std.fill_(scale.std if same or of_steps else 1)
     return model.eval()
 
 
@@ -319,12 +304,10 @@ def copy_standardisation(model: RewardModel, saved: Path) -> None:
             same, mean, std = torch.equal(tensors["weight"], model.head.weight.detach()), tensors["mean"], tensors["std"]
     elif (saved / "config.json").is_file():
         with made_from(saved):
-            config = read_only_config(saved)
-            of_steps = is_token_classifier(config)  # its head is written as it is
-            if not (of_steps or is_classifier(config)) or (scale := read_scale(config)) is None:
+            if (scale := read_scale(read_only_config(saved))) is None:
                 return
-            mean, std = torch.tensor(scale["mean"]), torch.tensor(scale["std"])
-            same = is_head(saved_head(saved), model.head.weight.detach() / (1 if of_steps else std))
+            mean, std = torch.tensor(scale.mean), torch.tensor(scale.std)
+            same = torch.equal(scale.weight, model.head.weight.detach())
     else:
         return
     if same:
