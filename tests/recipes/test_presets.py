@@ -30,18 +30,21 @@ OFF_WITHOUT = {"normalise_advantages"}
 """settings of the presets that an algorithm without a baseline has no use for"""
 
 
-@pytest.mark.parametrize("task", ["CartPole-v1", "LunarLander-v3", "FrozenLake-v1"])
-@pytest.mark.parametrize("own", IN_CONTROL)
-def test_naming_an_algorithm_changes_the_switches_that_define_it_and_nothing_else(task, own, tmp_path):
-    recipe, file = find_recipe(task, {"algorithm": own}), tmp_path / "mine.toml"
-    file.write_text(to_toml(recipe))
-    for named in IN_CONTROL:
-        there = find_recipe(str(file), {"algorithm": named})
-        assert replace_objective(there, recipe) == recipe
-        defining = switches_between(ALGORITHMS[own], ALGORITHMS[named])
-        unused = OFF_WITHOUT if ALGORITHMS[named].baseline is None else set()
-        assert set(switches_between(recipe.objective, there.objective)) - unused <= set(defining)
-        assert {name: getattr(there.objective, name) for name in defining} == {name: now for name, (_, now) in defining.items()}
+@pytest.mark.parametrize("task", ["CartPole-v1", "FrozenLake-v1"])
+def test_naming_an_algorithm_changes_the_switches_that_define_it_and_nothing_else(task, tmp_path):
+    there = {name: find_recipe(task, {"algorithm": name}) for name in IN_CONTROL}
+    for own, recipe in there.items():
+        file = tmp_path / f"{own}.toml"
+        file.write_text(to_toml(recipe))
+        for named in IN_CONTROL:
+            changed = find_recipe(str(file), {"algorithm": named})
+            assert replace_objective(changed, recipe) == recipe
+            defining = switches_between(ALGORITHMS[own], ALGORITHMS[named])
+            unused = OFF_WITHOUT if ALGORITHMS[named].baseline is None else set()
+            assert set(switches_between(recipe.objective, changed.objective)) - unused <= set(defining)
+            assert {name: getattr(changed.objective, name) for name in defining} == {
+                name: now for name, (_, now) in defining.items()
+            }
 
 
 def replace_objective(recipe, other):
@@ -78,19 +81,18 @@ def test_custom_starts_from_nothing_but_the_discount():
     assert find_recipe("CartPole-v1", {"algorithm": "PPO_CLIP"}) == find_recipe("CartPole-v1")
 
 
-@pytest.mark.parametrize("name", ["PPO_PENALTY", "PPO_PENALTY_ADAPTIVE", "TRPO"])
-def test_another_trust_region_keeps_all_that_is_tuned_but_the_trust_region(name):
+def test_another_trust_region_keeps_all_that_is_tuned_but_the_trust_region():
     tuned = find_recipe("CartPole-v1")
-    recipe = find_recipe("CartPole-v1", {"algorithm": name})
-    assert set(switches_between(tuned.objective, recipe.objective)) == {"trust_region"}
-    assert recipe.objective.trust_region == ALGORITHMS[name].trust_region
-    assert find_recipe("CartPole-v1", algorithm=ALGORITHMS[name]) == recipe
-    assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
+    for name in ("PPO_PENALTY", "PPO_PENALTY_ADAPTIVE", "TRPO"):
+        recipe = find_recipe("CartPole-v1", {"algorithm": name})
+        assert set(switches_between(tuned.objective, recipe.objective)) == {"trust_region"}
+        assert recipe.objective.trust_region == ALGORITHMS[name].trust_region
+        assert find_recipe("CartPole-v1", algorithm=ALGORITHMS[name]) == recipe
+        assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "table", "expected"),
-    [
+def test_a_trust_region_is_the_one_whose_keys_are_set_and_replaces_any_other():
+    for algorithm, table, expected in (
         ("PPO_CLIP", {"clip_high": 0.3}, Clip(0.2, clip_high=0.3, schedule="linear")),
         ("PPO_CLIP", "none", None),
         ("PPO_PENALTY_ADAPTIVE", {"beta": 3}, Penalty(3.0, target=0.01)),
@@ -99,36 +101,30 @@ def test_another_trust_region_keeps_all_that_is_tuned_but_the_trust_region(name)
         ("TRPO", {}, Constraint()),
         ("custom", {"beta": 3}, Penalty(3.0)),
         ("custom", {"schedule": "linear"}, Clip(schedule="linear")),
-    ],
-)
-def test_a_trust_region_is_the_one_whose_keys_are_set_and_replaces_any_other(algorithm, table, expected):
-    changes = {"algorithm": algorithm, "objective": {"trust_region": table}}
-    if algorithm == "custom":
-        changes["objective"]["reuse"] = {"epochs": 2}
-    recipe = find_recipe("CartPole-v1", changes)
-    assert recipe.objective.trust_region == expected
-    assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
+    ):
+        changes = {"algorithm": algorithm, "objective": {"trust_region": table}}
+        if algorithm == "custom":
+            changes["objective"]["reuse"] = {"epochs": 2}
+        recipe = find_recipe("CartPole-v1", changes)
+        assert recipe.objective.trust_region == expected
+        assert make_recipe(tomllib.loads(to_toml(recipe))) == recipe
 
 
-@pytest.mark.parametrize(
-    ("table", "algorithm", "expected"),
-    [
+def test_keys_of_a_trust_region_name_the_algorithm_that_has_it():
+    for table, algorithm, expected in (
         ({"beta": 3}, "PPO_PENALTY", Penalty(3.0)),
         ({"target": 0.02}, "PPO_PENALTY_ADAPTIVE", Penalty(1.0, target=0.02)),
         ({"beta": 3, "target": "none"}, "PPO_PENALTY", Penalty(3.0)),
         ({"delta": 0.02}, "TRPO", Constraint(0.02)),
         ({"clip": 0.1}, "PPO_CLIP", Clip(0.1, schedule="linear")),
-    ],
-)
-def test_keys_of_a_trust_region_name_the_algorithm_that_has_it(table, algorithm, expected):
-    tuned, recipe = find_recipe("CartPole-v1"), find_recipe("CartPole-v1", {"objective": {"trust_region": table}})
-    assert (recipe.algorithm, recipe.objective.trust_region) == (algorithm, expected)
-    assert set(switches_between(tuned.objective, recipe.objective)) == {"trust_region"}
+    ):
+        tuned, recipe = find_recipe("CartPole-v1"), find_recipe("CartPole-v1", {"objective": {"trust_region": table}})
+        assert (recipe.algorithm, recipe.objective.trust_region) == (algorithm, expected)
+        assert set(switches_between(tuned.objective, recipe.objective)) == {"trust_region"}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "file", "flags", "called", "expected"),
-    [
+def test_a_file_keeps_its_trust_region_and_gets_the_name_that_fits(tmp_path):
+    for algorithm, file, flags, called, expected in (
         (None, {"beta": 3.0}, None, "PPO_PENALTY", Penalty(3.0)),
         ("PPO_CLIP", {"beta": 3.0}, None, "PPO_PENALTY", Penalty(3.0)),
         (None, {"beta": 3.0}, {"target": 0.05}, "PPO_PENALTY_ADAPTIVE", Penalty(3.0, target=0.05)),
@@ -136,13 +132,11 @@ def test_keys_of_a_trust_region_name_the_algorithm_that_has_it(table, algorithm,
         ("PPO_PENALTY_ADAPTIVE", {"beta": 3.0}, {"beta": 2.0}, "PPO_PENALTY_ADAPTIVE", Penalty(2.0, target=0.01)),
         ("PPO_PENALTY_ADAPTIVE", {"target": "none"}, None, "PPO_PENALTY", Penalty(1.0)),
         ("PPO_CLIP", {"clip": 0.1}, "none", "PPO_UNCLIPPED", None),
-    ],
-)
-def test_a_file_keeps_its_trust_region_and_gets_the_name_that_fits(algorithm, file, flags, called, expected, tmp_path):
-    label = {} if algorithm is None else {"algorithm": algorithm}
-    (tmp_path / "mine.toml").write_text(tomli_w.dumps({"task": "Acrobot-v1", **label, "objective": {"trust_region": file}}))
-    recipe = find_recipe(str(tmp_path / "mine.toml"), {} if flags is None else {"objective": {"trust_region": flags}})
-    assert (recipe.algorithm, recipe.objective.trust_region) == (called, expected)
+    ):
+        label = {} if algorithm is None else {"algorithm": algorithm}
+        (tmp_path / "mine.toml").write_text(tomli_w.dumps({"task": "Acrobot-v1", **label, "objective": {"trust_region": file}}))
+        recipe = find_recipe(str(tmp_path / "mine.toml"), {} if flags is None else {"objective": {"trust_region": flags}})
+        assert (recipe.algorithm, recipe.objective.trust_region) == (called, expected)
 
 
 def test_a_trust_region_may_be_a_value():
@@ -153,9 +147,8 @@ def test_a_trust_region_may_be_a_value():
         find_recipe("CartPole-v1", {"objective": {"trust_region": Clip(0.1)}}, "TRPO")
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "table", "part"),
-    [
+def test_keys_of_another_trust_region_than_the_named_algorithms_are_rejected():
+    for algorithm, table, part in (
         ("TRPO", {"clip": 0.1}, "has keys of a clip (clip), and algorithm='TRPO' has a constraint; name PPO_CLIP"),
         (
             "PPO_CLIP",
@@ -163,11 +156,9 @@ def test_a_trust_region_may_be_a_value():
             "has keys of a penalty (beta), and algorithm='PPO_CLIP' has a clip; name PPO_PENALTY",
         ),
         ("GRPO", {"beta": 3}, "has keys of a penalty (beta), and algorithm='GRPO' has a clip; use keys of a clip"),
-    ],
-)
-def test_keys_of_another_trust_region_than_the_named_algorithms_are_rejected(algorithm, table, part):
-    with pytest.raises(SurefootError, match=re.escape(f"objective.trust_region: {part}")):
-        find_recipe("CartPole-v1", {"algorithm": algorithm, "objective": {"trust_region": table}})
+    ):
+        with pytest.raises(SurefootError, match=re.escape(f"objective.trust_region: {part}")):
+            find_recipe("CartPole-v1", {"algorithm": algorithm, "objective": {"trust_region": table}})
 
 
 def test_no_two_trust_regions_share_a_key():
@@ -188,9 +179,8 @@ FROM_CARTPOLE = "steps objective.gamma objective.gae_lambda objective.normalise_
 FROM_CARTPOLE += "objective.trust_region rollout.environments rollout.steps optimizer.learning_rate optimizer.schedule"
 
 
-@pytest.mark.parametrize(
-    ("changes", "decided", "parts"),
-    [
+def test_the_origin_lists_the_fields_from_the_preset():
+    for changes, decided, parts in (
         ({}, "", ""),
         ({"optimizer": {"learning_rate": 0.002}}, "optimizer.learning_rate", ""),
         ({"objective": {"reuse": {"epochs": 3}}, "steps": 512}, "steps objective.reuse", "objective.reuse.minibatches"),
@@ -199,12 +189,10 @@ FROM_CARTPOLE += "objective.trust_region rollout.environments rollout.steps opti
         ({"objective": {"trust_region": "none"}}, "objective.trust_region", ""),
         ({"algorithm": "A2C"}, "objective.reuse objective.trust_region", ""),
         ({"algorithm": "custom"}, " ".join(FROM_CARTPOLE.split()[2:6]), ""),
-    ],
-)
-def test_the_origin_lists_the_fields_from_the_preset(changes, decided, parts):
-    origin = resolve_recipe("CartPole-v1", changes).origin
-    assert origin.name == "cartpole"
-    assert set(origin.fields) == set(FROM_CARTPOLE.split()) - set(decided.split()) | set(parts.split())
+    ):
+        origin = resolve_recipe("CartPole-v1", changes).origin
+        assert origin.name == "cartpole"
+        assert set(origin.fields) == set(FROM_CARTPOLE.split()) - set(decided.split()) | set(parts.split())
 
 
 def test_a_complete_file_has_no_origin(tmp_path):

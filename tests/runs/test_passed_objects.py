@@ -6,8 +6,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
+from gymnasium.vector import SyncVectorEnv
 from torch import Tensor, nn
 
 import surefoot
@@ -215,6 +217,27 @@ def test_the_core_rejects_function_names_as_schedules() -> None:
     assert scheduled("field", "linear", 0.25) == 0.25
     with pytest.raises(SurefootError, match="field='mine:halved': is the name of a function; pass the function itself"):
         scheduled("field", "mine:halved", 0.5)  # type: ignore[arg-type]
+
+
+# ---- environments --------------------------------------------------------------------------------------------------------
+
+
+def without_mode() -> Any:
+    made = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+    made.metadata = {}
+    return made
+
+
+def test_environments_that_can_not_be_used_are_rejected_before_training() -> None:
+    rows: list[Any] = []
+    workers = {**TINY["rollout"], "backend": "workers"}
+    for task, rollout, message in (
+        (lambda: gymnasium.make("CartPole-v1"), workers, "at the top of a module"),
+        (without_mode, TINY["rollout"], "is not an autoreset mode"),
+    ):
+        with pytest.raises(SurefootError, match=message) as error:
+            surefoot.train(task, steps=64, callback=rows.append, **{**TINY, "rollout": rollout})
+        assert ("\n" in str(error.value), rows) == (False, [])
 
 
 # ---- both ----------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surefoot import SurefootError
-from surefoot.control.agent import Agent
 from surefoot.files import parse_value, read_json, read_table, read_toml, steps_named
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
@@ -94,84 +93,75 @@ def best(run):
 
 
 NO_MANIFESTS = [
-    "[]",
-    "3",
-    "null",
-    '{"format": 1}',
-    '{"format": 1, "files": []}',
-    '{"format": 1, "files": 3}',
-    '{"format": 1, "files": {"agent.json": 3}}',
-    '{"format": 1, "files": {"agent.json": []}}',
-    f'{{"format": {LONG}, "files": {{}}}}',
-    f'{{"format": 1, "files": {{"agent.json": {{"size": {LONG}}}}}}}',
-    f'{{"format": 1, "files": {{"agent.json": {{"size": {"9" * 5000}}}}}}}',
-    '{"format": {}, "files": {}}',
-    '{"format": 1, "files": {}}',
-    DEEP,
-    TABLE_DEEP,
+    b"[]",
+    b'{"format": 1}',
+    b'{"format": 1, "files": 3}',
+    b'{"format": 1, "files": {"agent.json": 3}}',
+    b'{"format": %s, "files": {}}' % LONG.encode(),
+    b'{"format": 1, "files": {"agent.json": {"size": %s}}}' % LONG.encode(),
+    b'{"format": 1, "files": {"agent.json": {"size": %s}}}' % (b"9" * 5000),
+    b'{"format": {}, "files": {}}',
+    b'{"format": 1, "files": {}}',
+    DEEP.encode(),
+    TABLE_DEEP.encode(),
     "\ud800".encode("utf-8", "surrogatepass"),
 ]
 
 
-@pytest.mark.parametrize("text", NO_MANIFESTS, ids=lambda text: str(text)[:40])
-def test_a_manifest_of_any_shape_is_rejected_in_one_line(command, run, text):
-    content = text if isinstance(text, bytes) else text.encode()
-    for folder in (best(run), run / "checkpoints" / "512"):
-        (folder / MANIFEST).write_bytes(content)
-    rejected(command("evaluate", str(run)), "manifest")
-    rejected(command("resume", str(run), "--quiet"), "512")
+def test_a_manifest_of_any_shape_is_rejected_in_one_line(command, run):
+    for number, content in enumerate(NO_MANIFESTS):
+        for folder in (best(run), run / "checkpoints" / "512"):
+            (folder / MANIFEST).write_bytes(content)
+        if number % 2:
+            rejected(command("evaluate", str(run)), "manifest")
+        else:
+            rejected(command("resume", str(run), "--quiet"), "512")
 
 
-@pytest.mark.parametrize(
-    "name", ["../agent.json", "/etc/passwd", "..", ".", "a//b", "a\\b", "", "a\nb", "manifest.json", "\x1b[2J"]
-)
-def test_a_manifest_lists_names_of_files_beside_it_and_nothing_else(tmp_path, name):
+def test_a_manifest_lists_names_of_files_beside_it_and_nothing_else(tmp_path):
     save_checkpoint(tmp_path / "one", {"tree": {"n": 1}})
-    table = json.loads((tmp_path / "one" / MANIFEST).read_text())
-    table["files"][name] = table["files"]["tree.json"]
-    (tmp_path / "one" / MANIFEST).write_text(json.dumps(table))
-    with pytest.raises(SurefootError, match="not the name of a file beside it"):
-        load_checkpoint(tmp_path / "one")
+    sound = json.loads((tmp_path / "one" / MANIFEST).read_text())
+    for name in ("../agent.json", "/etc/passwd", "..", ".", "a//b", "a\\b", "", "a\nb", "manifest.json", "\x1b[2J"):
+        files = {**sound["files"], name: sound["files"]["tree.json"]}
+        (tmp_path / "one" / MANIFEST).write_text(json.dumps({**sound, "files": files}))
+        with pytest.raises(SurefootError, match="not the name of a file beside it"):
+            load_checkpoint(tmp_path / "one")
 
 
 TREES = [
-    ("recipe", {"kind": "sft"}),
     ("recipe", {"kind": "language"}),
     ("recipe", {"kind": ["control"]}),
     ("recipe", []),
-    ("recipe", 3),
     ("recipe", {}),
     ("recipe", None),
     ("agent", []),
     ("agent", {"steps": []}),
     ("agent", {"policy.actor_head.weight": 3}),
-    ("agent", {"policy.actor_head.weight": {"$tensor": "nowhere"}}),
     ("agent", {"$tensor": []}),
-    ("agent", {"$tensor": {"a": 1}}),
     ("spaces", []),
     ("spaces", {"observation": 3, "action": 4}),
     ("spaces", {"observation": {"type": "Box"}, "action": {"type": "Discrete", "n": -3, "start": 0}}),
     ("spaces", {"observation": {"type": "Dict", "spaces": [3]}, "action": {"type": "Text"}}),
     ("spaces", {"observation": {"type": "Box", "low": 0, "high": 1, "shape": [10**14], "dtype": "float32"}, "action": {}}),
-    ("spaces", {"observation": {"type": "Box", "low": 0, "high": 1, "shape": [4], "dtype": "no"}, "action": {}}),
-    ("spaces", {"observation": {"type": "Box", "low": int(LONG), "high": 1, "shape": [4], "dtype": "float32"}, "action": {}}),
+    ("spaces", {"observation": {"type": "Box", "low": int(LONG), "high": 1, "shape": [4], "dtype": "no"}, "action": {}}),
 ]
 
 
-@pytest.mark.parametrize(("name", "content"), TREES, ids=lambda x: str(x)[:50])
-def test_a_signed_checkpoint_of_another_shape_is_rejected_in_one_line(command, run, name, content):
-    for folder in (best(run), run / "checkpoints" / "512"):
-        (folder / f"{name}.json").write_text(json.dumps(content))
-        signed(folder)
-    for words in commands(run):
-        if reads_weights(words) and (words[0] != "resume" or name != "spaces"):  # which are the environment's own there
-            rejected(command(*words))
+@pytest.mark.parametrize("part", ["recipe", "agent", "spaces"])
+def test_a_signed_checkpoint_of_another_shape_is_rejected_in_one_line(command, run, part):
+    words = [each for each in commands(run) if reads_weights(each) and (each[0] != "resume" or part != "spaces")]
+    folders = (best(run), run / "checkpoints" / "512")
+    for number, content in enumerate(content for name, content in TREES if name == part):
+        for folder in folders:
+            (folder / f"{part}.json").write_text(json.dumps(content))
+            signed(folder)
+        for each in words if number == 0 else (words[0], words[number % len(words)]):
+            rejected(command(*each))
 
 
 STATES = [
     ("state", {"steps": []}),
     ("state", {"steps": int(LONG)}),
-    ("state", {"steps": "many", "iteration": 1}),
     ("state", {"steps": 3, "iteration": 1.5, "updates": 0, "faults": 0, "coefficients": {}, "generators": {}}),
     ("state", {"steps": 3, "iteration": 1, "updates": 0, "faults": 0, "coefficients": 3, "generators": {}}),
     ("state", {"steps": 3, "iteration": 1, "updates": 0, "faults": 0, "coefficients": {}, "generators": {"sample": 3}}),
@@ -184,50 +174,49 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content"), STATES, ids=lambda x: str(x)[:50])
-def test_a_signed_state_of_another_shape_is_rejected_before_the_run_goes_on(command, run, name, content):
-    folder = run / "checkpoints" / "512"
-    (folder / f"{name}.json").write_text(json.dumps(content))
-    signed(folder)
-    before = (run / "metrics.jsonl").read_bytes()
-    rejected(command("resume", str(run), "--quiet"), "512")
-    assert (run / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize("text", [DEEP, TABLE_DEEP, LONG, "9" * 5000, "NaN", '{"a": 1e999}'], ids=lambda text: text[:12])
-@pytest.mark.parametrize("name", ["recipe", "agent", "spaces", "state"])
-def test_signed_json_beyond_what_python_reads_is_rejected(command, run, name, text):
-    gc.collect()  # of earlier tests: deep in a recursion Python prints that it can't
-    for folder in (best(run), run / "checkpoints" / "512"):
-        (folder / f"{name}.json").write_text(text)
+def test_a_signed_state_of_another_shape_is_rejected_before_the_run_goes_on(command, run):
+    folder, before = run / "checkpoints" / "512", (run / "metrics.jsonl").read_bytes()
+    for name, content in STATES:
+        whole = (folder / f"{name}.json").read_text()
+        (folder / f"{name}.json").write_text(json.dumps(content))
         signed(folder)
-    if name != "state":
-        rejected(command("evaluate", str(run), "--episodes", "1"))
-    if name != "spaces":
-        rejected(command("resume", str(run), "--quiet"))
+        rejected(command("resume", str(run), "--quiet"), "512")
+        assert (run / "metrics.jsonl").read_bytes() == before
+        (folder / f"{name}.json").write_text(whole)
+
+
+def test_signed_json_beyond_what_python_reads_is_rejected(command, run):
+    gc.collect()  # of earlier tests: deep in a recursion Python prints that it can't
+    cases = [("recipe", DEEP), ("recipe", "NaN"), ("agent", TABLE_DEEP), ("agent", LONG), ("spaces", "9" * 5000)]
+    for name, text in (*cases, ("spaces", DEEP), ("state", '{"a": 1e999}'), ("state", DEEP)):
+        folders = (best(run), run / "checkpoints" / "512")[name == "state" :]
+        whole = [(folder / f"{name}.json").read_text() for folder in folders]
+        for folder in folders:
+            (folder / f"{name}.json").write_text(text)
+            signed(folder)
+        if name != "state":
+            rejected(command("evaluate", str(run), "--episodes", "1"))
+        if name != "spaces":
+            rejected(command("resume", str(run), "--quiet"))
+        for folder, content in zip(folders, whole, strict=True):
+            (folder / f"{name}.json").write_text(content)
+
+
+def test_a_signed_agent_of_another_shape_is_rejected_with_an_explanation(run):
+    table = json.loads((best(run) / "agent.json").read_text())
+    other = "another architecture: .* is no such tensor in the checkpoint and "
+    foreign = r"agent.json: names a tensor that was not saved with it \(.*other.*\)$"
+    for value, expected in ((None, other), ([1.0], other), ({"$tensor": "other"}, foreign), ({"$tensor": ["other"]}, foreign)):
+        (best(run) / "agent.json").write_text(json.dumps({**table, next(iter(table)): value}))
+        signed(best(run))
+        with pytest.raises(SurefootError, match=expected) as raised:
+            api.load(run)
+        assert "Error" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, "another architecture: .* is no such tensor in the checkpoint and "),
-        ({}, "another architecture: .* is no such tensor in the checkpoint and "),
-        ([1.0, 2.0], "another architecture: .* is no such tensor in the checkpoint and "),
-        ({"$tensor": "other"}, r"agent.json: names a tensor that was not saved with it \('other'\)$"),
-        ({"$tensor": ["other"]}, r"agent.json: names a tensor that was not saved with it \(.*\)$"),
-    ],
+    ("where", "make"), [("checkpoints", lambda path: path.symlink_to("nothing")), ("best", os.mkfifo)], ids=["link", "pipe"]
 )
-def test_a_signed_agent_of_another_shape_is_rejected_with_an_explanation(run, value, expected):
-    table = json.loads((best(run) / "agent.json").read_text())
-    (best(run) / "agent.json").write_text(json.dumps({**table, next(iter(table)): value}))
-    signed(best(run))
-    with pytest.raises(SurefootError, match=expected) as raised:
-        api.load(run)
-    assert "Error" not in str(raised.value)
-
-
-@pytest.mark.parametrize("where", ["checkpoints", "best"])
-@pytest.mark.parametrize("make", [lambda path: path.touch(), os.mkfifo, lambda path: path.symlink_to("nothing")])
 def test_a_file_named_like_a_checkpoint_is_rejected_before_training(command, run, where, make):
     make(run / where / "768")
     rows = (run / "metrics.jsonl").read_bytes()
@@ -250,15 +239,15 @@ def test_a_file_that_a_manifest_does_not_list_has_one_remedy(command, run):
     assert command("resume", str(run), "--quiet")[0] == 0
 
 
-@pytest.mark.parametrize("name", ["config.toml", "environment.json", "finished.json"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "pipe",
-        "folder",
-        *(pytest.param(kind, marks=pytest.mark.release) for kind in ("device", "nothing", "deep", "long", "list")),
-    ],
-)
+PLACED = [("config.toml", "pipe"), ("environment.json", "folder"), ("finished.json", "pipe")]
+PLACED += [
+    pytest.param(name, kind, marks=pytest.mark.release)
+    for name in ("config.toml", "environment.json", "finished.json")
+    for kind in ("device", "nothing", "deep", "long", "list")
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), PLACED)
 def test_no_file_of_a_run_makes_a_command_hang_or_show_a_traceback(command, run, name, kind):
     (run / name).unlink(missing_ok=True)
     make = {
@@ -279,7 +268,7 @@ def test_no_file_of_a_run_makes_a_command_hang_or_show_a_traceback(command, run,
             assert error.count("\n") == 1, (words, error)
 
 
-@pytest.mark.parametrize("name", ["agent.safetensors", "agent.json", MANIFEST, "extra", "sub/"])
+@pytest.mark.parametrize("name", ["agent.safetensors", "sub/"])
 def test_a_pipe_or_a_folder_in_a_checkpoint_is_rejected_and_not_waited_for(command, run, name):
     for folder in (best(run), run / "checkpoints" / "512"):
         (folder / name).unlink(missing_ok=True)
@@ -305,7 +294,7 @@ def test_a_folder_is_named_by_steps_only_in_the_digits_that_a_run_writes(command
     assert [steps_named(name) for name in ("0", "5120", "²", "٣", "", "9" * 19)] == [0, 5120, None, None, None, None]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_weights_that_are_not_finite_are_rejected_when_they_are_loaded(command, run, value, tmp_path):
     agent = api.load(run)
     for folder in (best(run), run / "checkpoints" / "512"):
@@ -324,10 +313,6 @@ def test_weights_that_are_not_finite_are_rejected_when_they_are_loaded(command, 
         api.load(tmp_path / "saved")
 
 
-def test_a_valid_agent_is_still_read(run):
-    assert isinstance(api.load(run), Agent)
-
-
 def test_readers_print_one_line_for_what_they_cannot_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for read in (read_json, read_table, read_toml):
@@ -338,18 +323,15 @@ def test_readers_print_one_line_for_what_they_cannot_read(tmp_path):
     assert parse_value(DEEP) == DEEP
 
 
-NAMES = ["", ".", "..", "a/b", "../up", "/tmp/x", "a\\b", "a\nb", "a\x1b[2Jb", "a\rb", "a\u202eb", "a\x00b", "a\udcffb"]
-
-
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_name_of_a_run_is_that_of_one_folder_in_letters_that_are_shown(command, tmp_path, name):
-    for option in ("--quiet", "--dry-run"):
-        rejected(command("train", "CartPole-v1", "--steps", "256", "--name", name, option), "--name=", "is not a folder name")
+def test_a_name_of_a_run_is_that_of_one_folder_in_letters_that_are_shown(command, tmp_path):
     (tmp_path / "r.toml").write_text('kind = "language"\nmodel = "pocket"\n[data]\ntrain = "x"\n[reward]\ngold = "a:b"\n')
-    rejected(command("rounds", "r.toml", "--name", name, "--quiet"), "--name=", "is not a folder name")
-    if "/" not in name and "\\" not in name and "\x00" not in name and name.strip("."):
-        with pytest.raises(SurefootError, match=r"run_dir=.*is not a folder name"):
-            api.train("CartPole-v1", steps=256, run_dir=tmp_path / name)
+    train = ["train", "CartPole-v1", "--steps", "256"]
+    for number, name in enumerate(("", "..", "a/b", "/tmp/x", "a\\b", "a\nb", "a\x1b[2Jb", "a\u202eb", "a\x00b", "a\udcffb")):
+        words = ([*train, "--quiet"], [*train, "--dry-run"], ["rounds", "r.toml", "--quiet"])[number % 3]
+        rejected(command(*words, "--name", name), "--name=", "is not a folder name")
+        if "/" not in name and "\\" not in name and "\x00" not in name and name.strip("."):
+            with pytest.raises(SurefootError, match=r"run_dir=.*is not a folder name"):
+                api.train("CartPole-v1", steps=256, run_dir=tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]
 
 
