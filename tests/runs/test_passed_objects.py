@@ -165,9 +165,8 @@ def test_a_schedule_from_a_file_is_not_needed_again(tmp_path: Path, monkeypatch:
     assert same(surefoot.resume(run), trained(optimizer={"schedule": "linear"}))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
+def test_an_invalid_schedule_is_rejected_before_training(tmp_path: Path) -> None:
+    for schedule, message in (
         (lambda left: 1 / 0, r"^optimizer\.schedule: the function raised ZeroDivisionError.* for 1; fix it"),
         (lambda left: math.nan, r"^optimizer\.schedule: the function returned nan for 1; return a finite factor of at least 0"),
         (lambda left: left - 0.7, r"^optimizer\.schedule: the function returned -0\.2.* for 0\.5; return"),
@@ -179,12 +178,10 @@ def test_a_schedule_from_a_file_is_not_needed_again(tmp_path: Path, monkeypatch:
         ),
         (3, r"^optimizer\.schedule=3: must be constant"),
         ("no.py:decay", r"^optimizer\.schedule='no\.py:decay': can't be imported"),
-    ],
-)
-def test_an_invalid_schedule_is_rejected_before_training(schedule: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SurefootError, match=message):
-        trained(optimizer={"schedule": schedule}, run_dir=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    ):
+        with pytest.raises(SurefootError, match=message):
+            trained(optimizer={"schedule": schedule}, run_dir=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_and_a_check_try_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

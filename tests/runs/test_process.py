@@ -363,7 +363,14 @@ def test_an_argument_of_another_type_is_one_line(warm: Any, tmp_path: Path) -> N
     """Not another value: the text "False" would count as true, and True as one episode."""
     for message, call in (
         ("episodes=True: must be a whole number of at least 1", lambda: surefoot.evaluate(warm, episodes=True)),
+        ("episodes=0: must be a whole number of at least 1", lambda: surefoot.evaluate(warm, episodes=0)),
         ("seed=False: must be a whole number", lambda: surefoot.evaluate(warm, seed=False)),
+        ("seed=-1: must be a whole number of at least 0", lambda: surefoot.evaluate(warm, seed=-1)),
+        ("rows=3: this is an agent, evaluated over episodes; leave it out", lambda: surefoot.evaluate(warm, rows=3)),  # type: ignore[call-overload]
+        ("3: is not an agent, model or run; load one with", lambda: surefoot.evaluate(3)),  # type: ignore[call-overload]
+        ("run_dir=3: must be the path of a folder", lambda: train(run_dir=3)),
+        ("run_dir=3: must be the path of a folder", lambda: surefoot.resume(3)),  # type: ignore[arg-type]
+        ("folder=3: must be the path of a folder", lambda: surefoot.load(3)),  # type: ignore[arg-type]
         ("deterministic='False': must be True or False", lambda: surefoot.evaluate(warm, deterministic="False")),  # type: ignore[call-overload]
         ("deterministic='no': must be True or False", lambda: warm.predict(np.zeros(4), deterministic="no")),
         ("profile='False'", lambda: train(profile="False")),

@@ -143,51 +143,6 @@ def test_a_run_an_agent_and_a_saved_agent_have_the_same_result(tmp_path: Path) -
     assert surefoot.evaluate(str(tmp_path / "run"), episodes=np.int64(3), seed=np.int64(0)) == of_agent
 
 
-@pytest.mark.parametrize(
-    ("what", "arguments", "line"),
-    [
-        ("agent", {"data": "rows.jsonl"}, "data='rows.jsonl': this is an agent, evaluated over episodes; leave it out"),
-        ("agent", {"rows": 3}, "rows=3: this is an agent, evaluated over episodes; leave it out"),
-        (3, {}, "3: is not an agent, model or run; load one with surefoot.load(RUN)"),
-    ],
-)
-def test_what_can_not_be_evaluated_is_one_line(what: Any, arguments: dict[str, Any], line: str) -> None:
-    thing = small(evaluation={"episodes": 0}) if what == "agent" else what
-    with pytest.raises(SurefootError) as caught:
-        surefoot.evaluate(thing, **arguments)
-    assert str(caught.value) == line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"episodes": 0}, "episodes=0: must be a whole number of at least 1"),
-        ({"episodes": 1.5}, "episodes=1.5: must be a whole number"),
-        ({"seed": -1}, "seed=-1: must be a whole number of at least 0"),
-    ],
-    ids=str,
-)
-def test_arguments_of_an_evaluation_are_checked(arguments: dict[str, Any], message: str) -> None:
-    agent = surefoot.train("CartPole-v1", steps=256, display=False)
-    with pytest.raises(SurefootError, match=message):
-        surefoot.evaluate(agent, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("call", "line"),
-    [
-        (lambda path: surefoot.train("CartPole-v1", steps=256, run_dir=path), "run_dir=3: must be the path of a folder"),
-        (lambda path: surefoot.resume(path), "run_dir=3: must be the path of a folder"),
-        (lambda path: surefoot.load(path), "folder=3: must be the path of a folder"),
-    ],
-    ids=["train", "resume", "load"],
-)
-def test_a_folder_that_is_not_a_path_is_rejected(call: Any, line: str) -> None:
-    with pytest.raises(SurefootError) as caught:
-        call(3)
-    assert str(caught.value) == line
-
-
 def test_a_callback_that_is_no_function_is_rejected_before_training(tmp_path: Path) -> None:
     not_a_function: Any = 3
     with pytest.raises(SurefootError, match="callback=3: is not a function"):

@@ -48,13 +48,6 @@ def test_unprintable_characters_are_shown_as_escapes():
     assert visible("naïve 日本語 🙂") == "naïve 日本語 🙂"
 
 
-def test_what_a_kill_left_and_later_samples_are_removed_when_a_run_resumes(tmp_path):
-    for name in ("64.jsonl", "128.jsonl", ".128.jsonl.1-2.tmp"):
-        (tmp_path / name).write_text("{}\n")
-    SampleFolder(tmp_path, 64)
-    assert [path.name for path in tmp_path.iterdir()] == ["64.jsonl"]
-
-
 def test_samples_are_read_as_they_were_written_and_damaged_lines_are_left_out(tmp_path):
     written = samples(2, response="one\u2028two\x85three\r\nfour")
     SampleFolder(tmp_path, 0).write(64, written)
@@ -63,18 +56,22 @@ def test_samples_are_read_as_they_were_written_and_damaged_lines_are_left_out(tm
     assert read_samples(file) == [*written, {"reward": None}]
 
 
-@pytest.mark.parametrize(("width", "height"), [(140, 50), (140, 24), (80, 24)])
-def test_hostile_text_moves_no_cursor_and_is_not_markup(width, height):
-    metrics = FEW_METRICS if height == 50 else METRIC_ROWS
-    console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
-    display = Dashboard("title", console)
-    display.samples(64, [{"prompt": HOSTILE, "response": HOSTILE, "reward": None, "gold": 1.0}])
-    display.show(LearnerState(total_steps=1000, steps=64), metrics)
-    display.close()
-    written = console.file.getvalue()
-    assert "[bold red]no[/]" in written
-    for harm in ("\x1b[31m", "\x9b", "\x07", "\b", "\u202e", "\u2028"):
-        assert harm not in written
+def test_hostile_text_moves_no_cursor_and_is_not_markup():
+    for width, height in (
+        (140, 50),
+        (140, 24),
+        (80, 24),
+    ):
+        metrics = FEW_METRICS if height == 50 else METRIC_ROWS
+        console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
+        display = Dashboard("title", console)
+        display.samples(64, [{"prompt": HOSTILE, "response": HOSTILE, "reward": None, "gold": 1.0}])
+        display.show(LearnerState(total_steps=1000, steps=64), metrics)
+        display.close()
+        written = console.file.getvalue()
+        assert "[bold red]no[/]" in written
+        for harm in ("\x1b[31m", "\x9b", "\x07", "\b", "\u202e", "\u2028"):
+            assert harm not in written
 
 
 def test_samples_stand_below_the_metrics_where_the_terminal_is_high():
@@ -99,13 +96,13 @@ def test_samples_stay_above_the_metrics_where_the_terminal_is_small_and_are_ther
         assert text.count(f"at step {step}") == 1
 
 
-@pytest.mark.parametrize(("width", "height"), [(200, 60), (150, 24), (80, 40), (80, 24), (40, 30), (20, 10)])
-@pytest.mark.parametrize("response", ["", "word " * 4000, "x" * 20_000, "日本" * 5000])
-def test_no_length_of_text_makes_the_display_higher_than_the_terminal(width, height, response):
+@pytest.mark.parametrize("response", ["", "word " * 4000, "x" * 20_000, "日本" * 5000], ids=["none", "words", "long", "wide"])
+def test_no_length_of_text_makes_the_display_higher_than_the_terminal(response):
     long = [{"prompt": "p" * 9000, "response": response, "reward": -1.25, "gold": None}] * 2
-    _, frame = board(width, height, FEW_METRICS, long)
-    assert len(frame) < max(height, 12)
-    assert all(len(line) <= width for line in frame)
+    for width, height in ((200, 60), (150, 24), (80, 24), (20, 10)):
+        _, frame = board(width, height, FEW_METRICS, long)
+        assert len(frame) < max(height, 12)
+        assert all(len(line) <= width for line in frame)
 
 
 def test_plain_lines_carry_a_few_samples_in_one_line_each_and_only_new_ones(capsys):
@@ -143,7 +140,8 @@ def test_the_folder_is_cut_back_to_the_checkpoint(tmp_path):
     assert not (tmp_path / "samples").exists()
     for steps in (64, 128, 1024):
         folder.write(steps, samples(2))
-    (tmp_path / "samples" / "mine.jsonl").write_text("{}")
+    for name in ("mine.jsonl", ".128.jsonl.1-2.tmp"):
+        (tmp_path / "samples" / name).write_text("{}")
     SampleFolder(tmp_path / "samples", 128)
     assert {path.name for path in (tmp_path / "samples").iterdir()} == {"64.jsonl", "128.jsonl", "mine.jsonl", "manifest.json"}
     rows = [json.loads(line) for line in (tmp_path / "samples" / "64.jsonl").read_text("utf-8").splitlines()]

@@ -43,11 +43,10 @@ def launched(monkeypatch, variables):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_command_of_one_process_is_rejected_in_one_line_and_writes_nothing(words, launcher, command, monkeypatch):
+def test_a_command_of_one_process_is_rejected_in_one_line_and_writes_nothing(launcher, command, monkeypatch):
     launched(monkeypatch, LAUNCHERS[launcher])
-    code, _, err = command(*words)
+    code, _, err = command(*COMMANDS["ladder" if "srun" in launcher else "compare-algorithms"])
     assert code == 2
     assert "processes were started, but this command is one process, and each would write into runs/" in err
     assert err.count("\n") == 1
@@ -76,15 +75,20 @@ def test_missing_ranks_are_reported_in_one_line(command, monkeypatch):
     assert err.startswith("surefoot: ranks: the others did not join within 1 s")
 
 
-@pytest.mark.parametrize("words", [("--ranks", "3"), ("--max-restarts", "1"), ("--ranks", "0"), ("--rank-timeout", "-1")])
-def test_options_of_ranks_that_do_not_fit_are_rejected_in_one_line(words, command, monkeypatch):
-    if words[1] == "3":
-        launched(monkeypatch, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "b"})
-        monkeypatch.setattr("surefoot.cli.main.join_ranks", lambda: None)
-    code, _, err = command("train", "CartPole-v1", *SMALL, "--run-dir", "run", *words)
-    assert code == 2
-    assert words[0] in err
-    assert err.count("\n") == 1
+def test_options_of_ranks_that_do_not_fit_are_rejected_in_one_line(command, monkeypatch):
+    for words in (
+        ("--max-restarts", "1"),
+        ("--ranks", "0"),
+        ("--rank-timeout", "-1"),
+        ("--ranks", "3"),
+    ):
+        if words[1] == "3":
+            launched(monkeypatch, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "b"})
+            monkeypatch.setattr("surefoot.cli.main.join_ranks", lambda: None)
+        code, _, err = command("train", "CartPole-v1", *SMALL, "--run-dir", "run", *words)
+        assert code == 2
+        assert words[0] in err
+        assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("variables", ALONE.values(), ids=ALONE)

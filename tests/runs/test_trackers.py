@@ -44,15 +44,14 @@ FIELDS = {
 # ---- the recipe -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_has_no_tracker_unless_its_recipe_names_one():
-    assert find_recipe("CartPole-v1").trackers == ()
-
-
-@pytest.mark.parametrize("value", ["wandb,trackio", ["wandb", "trackio", "wandb"], "wandb, trackio"])
-def test_trackers_are_a_list_or_comma_separated_names(value):
-    recipe = find_recipe("CartPole-v1", {"trackers": value})
-    assert recipe.trackers == ("wandb", "trackio")
-    assert make_recipe(to_table(recipe)) == recipe
+def test_trackers_are_a_list_or_comma_separated_names():
+    for value in (
+        ["wandb", "trackio", "wandb"],
+        "wandb, trackio",
+    ):
+        recipe = find_recipe("CartPole-v1", {"trackers": value})
+        assert recipe.trackers == ("wandb", "trackio")
+        assert make_recipe(to_table(recipe)) == recipe
 
 
 def test_every_list_of_trackers_has_the_same_names():
@@ -64,26 +63,27 @@ def test_every_list_of_trackers_has_the_same_names():
         assert f"class {kind}:" in source
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
+def test_an_unknown_tracker_is_one_line(command):
+    for name, expected in (
         ("neptune", "trackers.0='neptune': input should be 'tensorboard', 'wandb' or 'trackio'"),
         ("wandb,mlflow", "trackers='mlflow': is a callback; train from Python, see docs/how-to/log-to-trackers.md"),
-    ],
-)
-def test_an_unknown_tracker_is_one_line(name, expected, command):
-    code, _, err = command("train", "CartPole-v1", "--trackers", name)
-    assert (code, err.count("\n")) == (2, 1)
-    assert expected in err
+    ):
+        code, _, err = command("train", "CartPole-v1", "--trackers", name)
+        assert (code, err.count("\n")) == (2, 1)
+        assert expected in err
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_missing_extra_is_one_line_before_work_starts(name, command, monkeypatch, tmp_path):
-    monkeypatch.setattr(delivery.importlib.util, "find_spec", lambda module: None)
-    code, _, err = command("train", "CartPole-v1", "--trackers", name, "--run-dir", "run")
-    assert (code, err.count("\n")) == (2, 1)
-    assert f"trackers=['{name}'] needs {name}, which is not installed; run: pip install" in err
-    assert not (tmp_path / "run").exists()
+def test_a_missing_extra_is_one_line_before_work_starts(command, monkeypatch, tmp_path):
+    for name in (
+        "tensorboard",
+        "wandb",
+        "trackio",
+    ):
+        monkeypatch.setattr(delivery.importlib.util, "find_spec", lambda module: None)
+        code, _, err = command("train", "CartPole-v1", "--trackers", name, "--run-dir", "run")
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"trackers=['{name}'] needs {name}, which is not installed; run: pip install" in err
+        assert not (tmp_path / "run").exists()
 
 
 def test_wandb_without_a_key_is_one_line_before_work_starts(command, monkeypatch, tmp_path):
@@ -404,14 +404,14 @@ def deliver(tmp_path, ledger, rows=(), new=(), name="wandb"):
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"], ids=["in a thread", "in training's thread"])
-@pytest.mark.parametrize("had", [NOTHING, 10, 20, 30, 40])
-def test_a_resumed_tracker_gets_only_missing_rows(name, had, tmp_path):
+def test_a_resumed_tracker_gets_only_missing_rows(name, tmp_path):
     rows = [{"steps": steps, "x": 1.0} for steps in (10, 20, 30)]
     new = [{"steps": steps, "x": 2.0} for steps in (40, 50)]
-    ledger = Ledger(had=had)
-    assert deliver(tmp_path, ledger, rows, new, name) == []
-    assert [row[0] for row in ledger.rows] == [steps for steps in (10, 20, 30, 40, 50) if steps > had]
-    assert ledger.closed is False
+    for had in (NOTHING, 20, 30, 40):
+        ledger = Ledger(had=had)
+        assert deliver(tmp_path, ledger, rows, new, name) == []
+        assert [row[0] for row in ledger.rows] == [steps for steps in (10, 20, 30, 40, 50) if steps > had]
+        assert ledger.closed is False
 
 
 def log_rows(folder, steps, rows):

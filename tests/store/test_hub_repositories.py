@@ -216,9 +216,8 @@ def test_folders_passwords_and_trackers_of_a_recipe_are_not_uploaded(
     assert surefoot.load(run / "hub").recipe.start == "older"
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
+def test_values_without_paths_are_kept() -> None:
+    for text, left in (
         ("/home/me/tasks/env.py:make", "env.py:make"),
         ("~/models/small", "small"),
         ("../data/train.jsonl", "train.jsonl"),
@@ -236,10 +235,8 @@ def test_folders_passwords_and_trackers_of_a_recipe_are_not_uploaded(
         ("HTTP://me:word@host/x", "http://host/x"),
         ("postgresql+psycopg://me:word@host/db", "postgresql+psycopg://host/db"),
         ("file:///data/private/x.jsonl", "x.jsonl"),
-    ],
-)
-def test_values_without_paths_are_kept(text: str, left: str) -> None:
-    assert without_place(text) == left
+    ):
+        assert without_place(text) == left
 
 
 def test_only_arguments_that_are_known_to_be_harmless_are_published() -> None:
@@ -268,28 +265,27 @@ def test_only_arguments_that_are_known_to_be_harmless_are_published() -> None:
     assert len(notes) == 1
 
 
-@pytest.mark.parametrize("home", ["/root", "/home/me", "/home/jürgen"])
-def test_a_file_that_names_the_home_folder_is_not_uploaded(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", home)
-    file = tmp_path / "sample.txt"
-    for text in (
-        f"see {home}/.ssh",
-        json.dumps(f"see\n{home}/.ssh"),
-        json.dumps(f"é{home}/x"),
-        json.dumps(f"{home}/x"),
-        *([f"cd {home}", f"cd {home}, then"] if home != "/root" else []),
+def test_a_file_that_names_the_home_folder_is_not_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for home in (
+        "/root",
+        "/home/me",
+        "/home/jürgen",
     ):
-        file.write_text(text)
-        with pytest.raises(SurefootError, match=rf"^sample\.txt: names the folder {home} of this machine"):
+        monkeypatch.setenv("HOME", home)
+        file = tmp_path / "sample.txt"
+        for text in (
+            f"see {home}/.ssh",
+            json.dumps(f"see\n{home}/.ssh"),
+            json.dumps(f"é{home}/x"),
+            json.dumps(f"{home}/x"),
+            *([f"cd {home}", f"cd {home}, then"] if home != "/root" else []),
+        ):
+            file.write_text(text)
+            with pytest.raises(SurefootError, match=rf"^sample\.txt: names the folder {home} of this machine"):
+                check_no_places(tmp_path, Path("runs/cart"))
+        for text in (f"{home}nu", "the /root of it", *([f"a{home}/b"] if home == "/root" else [])):
+            file.write_text(text)
             check_no_places(tmp_path, Path("runs/cart"))
-    for text in (f"{home}nu", "the /root of it", *([f"a{home}/b"] if home == "/root" else [])):
-        file.write_text(text)
-        check_no_places(tmp_path, Path("runs/cart"))
-
-
-def test_a_recipe_without_paths_is_published_unchanged() -> None:
-    recipe = find_recipe("CartPole-v1", {})
-    assert public_recipe(recipe) == (recipe, [])
 
 
 def test_a_file_with_a_local_path_stops_the_upload(hub: Hub, run: Path, command: Command, tmp_path: Path) -> None:
@@ -407,9 +403,8 @@ def test_an_existing_folder_is_not_overwritten(hub: Hub, run: Path, command: Com
     assert command("pull", "org/cart", "empty")[0] == 0
 
 
-def changed(hub: Hub, name: str, content: bytes | None, listed: bool) -> None:
-    """Change a file of the repository, and its hash in the list if ``listed``."""
-    files = dict(hub.model("org/cart").files)
+def changed(hub: Hub, files: dict[str, bytes], name: str, content: bytes | None, listed: bool) -> None:
+    """Change one of the files of the repository, and its hash in the list if ``listed``."""
     place = next((path for path in files if path.endswith(name)), name)
     files.pop(place, None)
     if content is not None:
@@ -424,9 +419,10 @@ def changed(hub: Hub, name: str, content: bytes | None, listed: bool) -> None:
 PICKLE = b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00."
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "listed", "message"),
-    [
+def test_a_changed_repository_is_rejected_and_nothing_is_written(hub: Hub, run: Path, command: Command) -> None:
+    command("push", "cart", "org/cart", "--episodes", "0")
+    sound = hub.model("org/cart").files
+    for name, content, listed, message in (
         ("agent.safetensors", PICKLE, True, "agent.safetensors is a pickle, which is never read"),
         ("agent.pkl", PICKLE, True, "contains a pickle (agent.pkl), which is never read"),
         ("optimizer.pt", PICKLE, False, "contains a pickle (optimizer.pt), which is never read"),
@@ -439,17 +435,12 @@ PICKLE = b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00."
         ("surefoot.json", b"[]", False, "has a list instead of a table"),
         ("surefoot.json", b'{"format": 9}', False, "surefoot.json: format 9 is not 1"),
         ("surefoot.json", b'{"format": 1, "files": 3}', False, "its files are not a table of tables"),
-    ],
-)
-def test_a_changed_repository_is_rejected_and_nothing_is_written(
-    name: str, content: bytes | None, listed: bool, message: str, hub: Hub, run: Path, command: Command
-) -> None:
-    command("push", "cart", "org/cart", "--episodes", "0")
-    changed(hub, name, content, listed)
-    for words in (("pull", "org/cart", "x"), ("evaluate", "hf://org/cart")):
-        assert message in rejected(command, *words)
-    assert not Path("x").exists()
-    assert [path.name for path in Path.cwd().iterdir() if path.name.endswith(".tmp")] == []
+    ):
+        changed(hub, dict(sound), name, content, listed)
+        for words in (("pull", "org/cart", "x"), ("evaluate", "hf://org/cart")):
+            assert message in rejected(command, *words)
+        assert not Path("x").exists()
+        assert [path.name for path in Path.cwd().iterdir() if path.name.endswith(".tmp")] == []
 
 
 def test_a_missing_extra_is_named(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
