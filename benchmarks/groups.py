@@ -21,7 +21,7 @@ from padding import make_work
 
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
-from surefoot.language.data.tokens import right_padded
+from surefoot.language.data.batches import right_padded
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.recipes.reading import make_recipe

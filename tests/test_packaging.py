@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -83,7 +82,7 @@ def installed(wheel, tmp_path, monkeypatch):
     subprocess.run(install, check=True)
     # Its dependencies are the test environment's; the wheel's own folder comes first, so Surefoot itself is the wheel's.
     site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    (site / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]))
     where = subprocess.run(
         [python, "-c", "import surefoot; print(surefoot.__file__)"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -113,7 +112,7 @@ def test_every_demo_works_from_the_wheel_in_an_empty_folder(installed, tmp_path,
     result = subprocess.run([installed / "bin" / "surefoot", "demo", name], cwd=empty, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "Try next:" in result.stdout
-    runs = sorted(path.parent.name for path in (empty / "runs" / folder).rglob("finished.json"))
+    runs = sorted(path.parent.name for path in (empty / "runs" / folder).rglob("config.toml"))
     assert runs == {"control": ["demo"], "language": ["ppo", "reward", "sft"], "verifier": ["grpo", "ppo", "sft"]}[name]
 
 

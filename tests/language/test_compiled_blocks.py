@@ -16,7 +16,7 @@ from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.diagnostics.metrics import TIMING  # noqa: E402
 from surefoot.errors import announced  # noqa: E402
 from surefoot.language import blocks  # noqa: E402
-from surefoot.language.data.tokens import right_padded  # noqa: E402
+from surefoot.language.data.batches import right_padded  # noqa: E402
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase  # noqa: E402
 from surefoot.language.models.pair_policy import PairPolicy  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402

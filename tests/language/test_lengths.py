@@ -10,8 +10,8 @@ from torch import Tensor
 import surefoot
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
+from surefoot.language.data.batches import left_padded, right_padded
 from surefoot.language.data.rows import write_rows
-from surefoot.language.data.tokens import left_padded, right_padded
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from surefoot.errors import SurefootError
+from surefoot.language.data.chat import Dialogue
 from surefoot.language.data.rows import write_rows
-from surefoot.language.data.tokens import Dialogue
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld

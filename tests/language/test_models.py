@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError
-from surefoot.language.data.tokens import left_padded, right_padded
+from surefoot.language.data.batches import left_padded, right_padded
 from surefoot.language.models.loading import context_length, load_model, save_model
 from surefoot.language.models.pocket import ALPHABET, pocket
 from surefoot.language.models.reward_model import RewardModel, new_reward_model

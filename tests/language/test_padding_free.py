@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 import surefoot  # noqa: E402
 from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.diagnostics.metrics import TIMING  # noqa: E402
-from surefoot.language.data.tokens import right_padded  # noqa: E402
+from surefoot.language.data.batches import right_padded  # noqa: E402
 from surefoot.language.memory.check import guaranteed_length  # noqa: E402
 from surefoot.language.models.padding_free import RowMask, end_to_end, padded, padding_notes, reason_for_padding  # noqa: E402
 from surefoot.language.models.pair_policy import PairPolicy  # noqa: E402

@@ -16,7 +16,7 @@ import surefoot  # noqa: E402
 import surefoot.language.models.policy as policies  # noqa: E402
 from surefoot.core.minibatches import groups_by_length  # noqa: E402
 from surefoot.core.rollout import Shared  # noqa: E402
-from surefoot.language.data.tokens import left_padded, right_padded  # noqa: E402
+from surefoot.language.data.batches import left_padded, right_padded  # noqa: E402
 from surefoot.language.models.padding_free import RowMask, prompts_once, reads_prompts_once  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy  # noqa: E402
 from surefoot.language.models.policy.critic import Critic  # noqa: E402

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import surefoot
 from surefoot.errors import SurefootError
+from surefoot.language.data.batches import right_padded
 from surefoot.language.data.rows import write_rows
-from surefoot.language.data.tokens import right_padded
 from surefoot.language.memory.check import readable_workload
 from surefoot.language.models.classifier import TextClassifier
 from surefoot.language.models.loading import load_model

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from surefoot.language.data.tokens import right_padded
+from surefoot.language.data.batches import right_padded
 from surefoot.language.models.reward_model import RewardModel, load_reward_model, new_reward_model
 
 from . import tiny

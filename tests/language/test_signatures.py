@@ -16,8 +16,8 @@ import torch
 
 import surefoot
 from surefoot.errors import SurefootError
+from surefoot.language.data.chat import Dialogue
 from surefoot.language.data.rows import write_rows
-from surefoot.language.data.tokens import Dialogue
 from surefoot.language.rewards.signatures import signature_of
 from surefoot.language.rewards.terms import FunctionReward, WeightedSum
 from surefoot.recipes.callables import import_object, is_importable, object_path, take_functions

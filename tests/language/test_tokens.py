@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
+from surefoot.language.data.batches import left_padded, positions, right_padded
 from surefoot.language.data.rows import Row, messages_column
-from surefoot.language.data.tokens import Edits, Tokens, left_padded, positions, right_padded
+from surefoot.language.data.tokens import Edits, Tokens
 from surefoot.language.models.pocket import ALPHABET, character_tokenizer, pocket
 
 from . import tiny
@@ -635,7 +636,7 @@ SLOW = "{% for i in range(99) %}{% for j in range(99999) %}{% if i > j and j > i
 
 
 def test_slow_template_raises_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.language.data.tokens.RENDERING", 0.1)
+    monkeypatch.setattr("surefoot.language.data.chat.RENDERING", 0.1)
     tokens = tokens_with(SLOW)
     for use in (lambda: tokens.encode_prompt(BEGUN), lambda: tokens.demonstration({"messages": SAID})):
         with pytest.raises(SurefootError, match=r"^the chat template takes longer than 0\.1 s [^\n]+$"):

@@ -12,8 +12,9 @@ from torch import nn
 
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
+from surefoot.language.data.chat import Messages
 from surefoot.language.data.rows import fault_in
-from surefoot.language.data.tokens import Messages, Tokens
+from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.adapter_files import (
     is_of_steps,
     load_adapted,

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from surefoot.language.data.tokens import Messages, columns_of
+from surefoot.language.data.chat import Messages, columns_of
 
 if TYPE_CHECKING:
     from surefoot.language.language_model import LanguageModel

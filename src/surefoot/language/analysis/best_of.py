@@ -10,8 +10,8 @@ import torch
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.data import datasets as data
+from surefoot.language.data.chat import columns_of
 from surefoot.language.data.sources import read_rows
-from surefoot.language.data.tokens import columns_of
 from surefoot.language.language_model import LanguageModel
 from surefoot.language.metrics import best_of_n_kl
 from surefoot.language.models.loading import context_length

@@ -1,6 +1,6 @@
-"""The order in which rows are read, and batches packed without padding between prompt and response."""
+"""The order in which rows are read, and batches: padded on a side, or packed without padding between prompt and response."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
@@ -64,6 +64,32 @@ class EpochSampler:
         if not 0 <= self.position <= self.count:
             raise ValueError(f"place={self.position}: of {self.count} rows")
         self._order = self._order_of(self.epoch)
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Prompts as one batch.   ids [B, P] and mask [B, P], True where real; the last column is real in every row"""
+    return _padded(rows, pad, left=True)
+
+
+def right_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Responses as one batch.   ids [B, T] and mask [B, T], True where real"""
+    return _padded(rows, pad, left=False)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Position ids from the mask: the first real token has 0.   [B, L] -> [B, L]"""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows), default=0)
+    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(len(row))
+        ids[number, place] = torch.tensor(row, dtype=torch.int64)
+        mask[number, place] = True
+    return ids, mask
 
 
 @dataclass(frozen=True)

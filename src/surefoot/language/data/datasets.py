@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from surefoot.language.data.cache import Facts, Ragged
+from surefoot.language.data.chat import Dialogue, Messages
 from surefoot.language.data.preparation import ControlPolicy, Preparation
 from surefoot.language.data.rows import Row
-from surefoot.language.data.tokens import Dialogue, Messages, Tokens
+from surefoot.language.data.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

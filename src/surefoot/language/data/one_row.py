@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of
+from surefoot.language.data.chat import Dialogue, Messages
 from surefoot.language.data.rows import (
     CALLS,
     SETTINGS,
@@ -19,7 +20,7 @@ from surefoot.language.data.rows import (
     text_column,
     text_or_messages,
 )
-from surefoot.language.data.tokens import Dialogue, Messages, Tokens
+from surefoot.language.data.tokens import Tokens
 
 Part = str | list[dict[str, Any]]
 SYSTEM = ("system", "developer")

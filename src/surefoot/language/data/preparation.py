@@ -4,6 +4,7 @@ Rows are read one at a time. Those of a large source are tokenised by several pr
 after the last row: rows are shuffled over all that are kept, and how many are kept is known only then.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
 from surefoot.language.data.cache import Facts, Fields, NotJson, cached
+from surefoot.language.data.chat import options_of
 from surefoot.language.data.one_row import (
     demonstration_columns,
     demonstration_of,
@@ -27,7 +29,7 @@ from surefoot.language.data.rows import Row, text_or_messages
 from surefoot.language.data.shapes import as_demonstration, as_pair, as_prompt, label_of, paired, steps_of, unpaired
 from surefoot.language.data.sources import Source
 from surefoot.language.data.steps import split_steps, step_tokens
-from surefoot.language.data.tokens import Edits, Tokens, options_of
+from surefoot.language.data.tokens import Edits, Tokens
 
 VERSION = 4
 """of what rows become; caches of another version are not read"""
@@ -170,7 +172,8 @@ class _RowMaker:
 
     def __init__(self, kind: str, tokens: Tokens, max_length: int, control: ControlPolicy, separator: str = "") -> None:
         self.kind, self.max_length, self.control, self.separator = kind, max_length, control, separator
-        self.tokens = tokens if tokens.split == (control != "keep") else Tokens.like(tokens, split=control != "keep")
+        self.tokens = copy.copy(tokens)
+        self.tokens.split = control != "keep"
         self.chat = bool(tokens.tokenizer.chat_template)
         self.tally = Tally()
         self._read_keys: dict[str, bool] = {}

@@ -1,24 +1,27 @@
-"""Text to token ids and back: padding, EOS, chat templates, and which ids of a conversation are trained.
+"""Text to token ids and back: EOS, replies of environments, and which ids of a conversation are trained."""
 
-Prompts are padded on the left and responses on the right. A mask is True at real tokens, so no result depends on the pad id.
-"""
-
-import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
-from surefoot.errors import SurefootError, cause_of
-from surefoot.language.calls import DeadlineExceeded, with_deadline
-from surefoot.language.data.rendering import ENDS, Continuation, ControlTokens, changed_span, tokens_within
-from surefoot.language.data.rows import CALLS, SETTINGS, TOOLS, WEIGHT
+from surefoot.errors import SurefootError
+from surefoot.language.data.chat import (
+    ChatTemplate,
+    Dialogue,
+    Messages,
+    PrefixError,
+    options_of,
+    placeholder,
+    tokens_within,
+    within_time,
+)
+from surefoot.language.data.rows import WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,44 +29,6 @@ if TYPE_CHECKING:
 
     from surefoot.core.rollout import Rollout
 
-Messages = Sequence[Mapping[str, Any]]
-
-
-class Dialogue(list[Mapping[str, Any]]):
-    """A list of messages with its own tools and settings for the chat template.
-
-    options   keyword arguments of the template, including ``tools``
-    """
-
-    def __init__(self, messages: Iterable[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
-        super().__init__(messages)
-        self.options = options
-
-
-def options_of(prompt: str | Messages) -> Mapping[str, Any]:
-    """The chat template's options of a prompt; none for plain lists and text."""
-    return prompt.options if isinstance(prompt, Dialogue) else {}
-
-
-def columns_of(prompt: str | Messages) -> dict[str, Any]:
-    """The columns that a row with this prompt needs to be rendered the same way."""
-    settings = dict(options_of(prompt))
-    tools = settings.pop(TOOLS, None)
-    return {name: value for name, value in ((TOOLS, tools), (SETTINGS, settings)) if value}
-
-
-class PrefixError(SurefootError):
-    """A chat template renders the beginning of a conversation differently when more follows."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(
-            f"the chat template renders the first {count} messages differently when more follow, so the assistant's text "
-            "can't be located; use a template with {% generation %} marks, or rows of one answer each"
-        )
-
-
-CALL = ("fetch", "city", "7305816942")
-"""name, argument and value of a tool call with which templates are tried"""
 SHORTEST = 5
 """characters that two texts share by more than chance"""
 Answers = Literal["template", "row"]
@@ -78,140 +43,6 @@ class Edits:
     """a part of an answer that is not among the trained tokens"""
     other_prompt: bool = False
     """the prompt that an answer to the same messages would get is no beginning of the row"""
-
-
-RENDERING = 10.0
-"""time limit of a chat template for one conversation, in seconds"""
-
-
-class ChatTemplate:
-    """A tokenizer with its chat template: conversations as token ids.
-
-    split   encode control tokens in messages of the user, the system and tools as ordinary text
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", split: bool = True) -> None:
-        self.tokenizer, self.split = tokenizer, split
-        self._control: dict[str, ControlTokens] = {}
-        self._call_forms: dict[tuple[str, bool], tuple[bool, Any]] = {}
-        self._text_after = Continuation(tokenizer)
-
-    def render(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
-        """The ids of a conversation, rendered by the chat template.
-
-        Raises SurefootError if the tokenizer has no template, or if the template rejects the messages.
-        """
-        marked, control = self._marked(messages)
-        if control is None:
-            ids = self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
-            return [int(i) for i in ids]
-        return control.encode(str(self._apply(marked, add_generation_prompt=add_generation_prompt, tokenize=False)))[0]
-
-    def control_tokens(self, value: Any) -> str | None:
-        """The first control token in the text of a message or value; None if there is none."""
-        return self._controls({}).first_in(value)
-
-    def _controls(self, options: Mapping[str, Any]) -> ControlTokens:
-        template = self._template(options) if self.tokenizer.chat_template else ""
-        if template not in self._control:
-            self._control[template] = ControlTokens(self.tokenizer, template)
-        return self._control[template]
-
-    def _text(self, messages: Messages, **options: Any) -> tuple[str, ControlTokens | None]:
-        """The rendered text. If messages of others than the assistant contain control tokens, it has marks in their place,
-        which the second value encodes.
-        """
-        messages, control = self._marked(messages)
-        return str(self._apply(messages, tokenize=False, **options)), control
-
-    def _marked(self, messages: Messages) -> tuple[Messages, ControlTokens | None]:
-        """Messages with marks in place of control tokens, and what encodes the marks; None without any."""
-        options = options_of(messages)
-        if not self.split:
-            return messages, None
-        self._template(options)
-        control = self._controls(options)
-        others = [message for message in messages if message["role"] != "assistant"]
-        if control.first_in([{key: part for key, part in m.items() if key != "role"} for m in others]) is None and (
-            control.first_in(options) is None
-        ):
-            return messages, None
-        marked = [message if message["role"] == "assistant" else control.marked(message) for message in messages]
-        return Dialogue(marked, control.marked(options)), control
-
-    def reads(self, name: str, options: Mapping[str, Any]) -> bool:
-        """Whether the chat template for these options contains this name."""
-        return re.search(rf"\b{re.escape(name)}\b", self._template(options)) is not None
-
-    def _template(self, options: Mapping[str, Any] | None = None) -> str:
-        _require_template(self.tokenizer)
-        return str(self.tokenizer.get_chat_template(tools=(options or {}).get("tools")))
-
-    def _apply(self, messages: Messages, **options: Any) -> Any:
-        template = self._template(options_of(messages))
-        if any(CALLS in message for message in messages):
-            messages = Dialogue([self._suited(message, template) for message in messages], options_of(messages))
-        return _apply_template(self.tokenizer, messages, **options)
-
-    def _suited(self, message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-        """A message whose tool calls have the form that the template renders: arguments as an object or as JSON text, and what
-        stands for a missing content.
-        """
-        if CALLS not in message:
-            return message
-        key = (template, bool(message.get("content")))
-        if key not in self._call_forms:
-            self._call_forms[key] = self._call_form(*key)
-        return _in_form(message, *self._call_forms[key])
-
-    def _call_form(self, template: str, content: bool) -> tuple[bool, Any]:
-        """Whether the arguments of calls are text for a template, and what stands for a missing content (... for none).
-
-        Objects where it renders both, or neither.
-        """
-        name, key, value = CALL
-        call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": name, "arguments": {key: value}}}
-        said = {"role": "assistant", **({"content": "!"} if content else {}), CALLS: [call]}
-        for as_text, missing in product((False, True), (...,) if content else (..., None, "")):
-            messages = [{"role": "user", "content": "?"}, _in_form(said, as_text, missing)]
-            with suppress(SurefootError):
-                text = str(_apply_template(self.tokenizer, messages, tokenize=False, chat_template=template))
-                wrong = (f"'{key}'", f"'{value}'", f'\\"{key}')  # Python's notation, and text within text
-                if all(part in text for part in CALL) and not any(part in text for part in wrong):
-                    return as_text, missing
-        return False, ...
-
-    def check_rendered(self, messages: Messages) -> None:
-        """Raise SurefootError if the template omits a message of the user, the system or a tool, or a tool call."""
-        options = options_of(messages)
-        texts = [str(message.get("content") or "") for message in messages]
-        whole, position = self._text(messages)[0], 0
-        tools = any(message["role"] == "tool" or CALLS in message for message in messages)
-        for message, text in zip(messages, texts, strict=True):
-            place = whole.find(text.strip(), position)
-            if (place < 0 or tools) and message["role"] != "assistant":
-                break
-            position = max(position, place)
-        else:
-            return
-        marks = [_mark(str(index), *texts) if text.strip() else "" for index, text in enumerate(texts)]
-        others = [
-            message if message["role"] == "assistant" else {**message, "content": mark or text}
-            for message, mark, text in zip(messages, marks, texts, strict=True)
-        ]
-        written = self._text(Dialogue(others, options))[0]
-        for number, (message, mark) in enumerate(zip(messages, marks, strict=True), start=1):
-            if message["role"] != "assistant" and mark and mark not in written:
-                raise SurefootError(
-                    f"the chat template omits message {number}, of role {message['role']!r}; write it as the template expects "
-                    "it, or use another model"
-                )
-            for call in message.get(CALLS, ()):
-                name = call.get("function", call).get("name") if isinstance(call, dict) else None
-                if isinstance(name, str) and name not in written:
-                    raise SurefootError(
-                        f"the chat template omits a call of {name!r} in message {number}; remove the row, or use another model"
-                    )
 
 
 class Tokens(ChatTemplate):
@@ -237,14 +68,6 @@ class Tokens(ChatTemplate):
         self.edits = Edits()
         self.eos_ids: tuple[int, ...] = _eos_ids(tokenizer, model)
         self.pad_id: int = _pad_id(tokenizer, self.eos_ids)
-
-    @classmethod
-    def like(cls, other: "Tokens", split: bool) -> "Tokens":
-        """The same tokenizer and EOS ids with another treatment of control tokens."""
-        tokens = copy.copy(other)
-        tokens.split = split
-        tokens.edits = Edits()
-        return tokens
 
     def fingerprint(self) -> str | None:
         """A hash of everything that the ids of a row depend on besides the row.
@@ -285,7 +108,7 @@ class Tokens(ChatTemplate):
             ids = ids[1:]
         while ids and ids[-1] in self.eos_ids:  # some tokenizers append EOS
             ids.pop()
-        return ids or [self._beginning()]
+        return ids or [self.eos_id if bos is None else int(bos)]  # a response needs at least one id before it
 
     def encode_completion(self, completion: str) -> list[int]:
         """The ids of a response, with EOS appended if the text does not end with one. No space is added before the text."""
@@ -313,7 +136,7 @@ class Tokens(ChatTemplate):
         if isinstance(reply, str):
             return self._text_after.encode(reply)[0]
         options = options or {}
-        mark = _mark(self._template(options), repr(reply))
+        mark = placeholder(self._template(options), repr(reply))
         before = Dialogue([{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}], options)
         written, control = self._text(Dialogue([*before, *reply], options), add_generation_prompt=True)
         _, *behind = written.split(mark)
@@ -338,7 +161,7 @@ class Tokens(ChatTemplate):
 
     def _check_reply(self, before: Messages, reply: Messages) -> None:
         """Raise SurefootError if the template omits a message of a reply, as one of a tool that was not called."""
-        marks = [_mark(str(index), repr(reply)) for index in range(len(reply))]
+        marks = [placeholder(str(index), repr(reply)) for index in range(len(reply))]
         marked = [{**message, "content": mark} for message, mark in zip(reply, marks, strict=True)]
         written = self._text(Dialogue([*before, *marked], options_of(before)), add_generation_prompt=True)[0]
         for message, mark in zip(reply, marks, strict=True):
@@ -434,7 +257,7 @@ class Tokens(ChatTemplate):
                 for turn in turns:
                     self._set(trained, messages, turn, ids, True)
             except PrefixError:
-                trained = self._located(messages, turns, ids)
+                trained = self.located(messages, turns, ids)
         if not any(trained):
             raise SurefootError(
                 "the chat template marks nothing of the assistant's text as generated, so nothing would be trained; "
@@ -501,7 +324,7 @@ class Tokens(ChatTemplate):
         options = {**self.tokenizer.special_tokens_map, **options_of(marked)}
         template = self._template(options)
         plain = [{key: part for key, part in self._suited(message, template).items() if key != WEIGHT} for message in marked]
-        text, spans = _bounded(
+        text, spans = within_time(
             lambda: render_jinja_template(
                 conversations=[plain],
                 chat_template=template,
@@ -513,45 +336,6 @@ class Tokens(ChatTemplate):
         if offsets is None:
             raise SurefootError("messages contain control tokens, and this tokenizer can't locate them; remove them")
         return ids, tokens_within(offsets, spans[0], inside=False)
-
-    def _located(self, messages: Messages, turns: Sequence[int], ids: list[int]) -> list[bool]:
-        """Which ids belong to some turns of the assistant, in a conversation whose prefixes are rendered differently.
-
-        With another text in place of a turn, the rendered conversation changes exactly there. The turn begins after the
-        beginning that the template writes for a new turn.
-        """
-        text, control = self._text(messages)
-        encoded, offsets = (control or self._controls(options_of(messages))).encode(text)
-        if encoded != ids or offsets is None:
-            raise PrefixError(len(messages))
-        return tokens_within(offsets, [self._turn(messages, turn, text) for turn in turns], inside=True)
-
-    def _turn(self, messages: Messages, turn: int, text: str) -> tuple[int, int]:
-        """The characters of one turn of the assistant, with the end that the template writes after it."""
-        options = options_of(messages)
-        start, stop = self._changed(messages, turn, text)
-        whole = Dialogue(messages[: turn + 1], options)
-        alone = self._text(whole)[0]
-        end = alone[self._changed(whole, turn, alone)[1] :]
-        stop += len(end) if text.startswith(end, stop) else 0
-        before = Dialogue(messages[:turn], options)
-        opening = self._text(before, add_generation_prompt=True)[0].removeprefix(self._text(before)[0])
-        begin = text.rfind(opening, 0, start)
-        if not opening or begin < 0 or (turn and begin < self._changed(messages, turn - 1, text)[1]):
-            return start, stop
-        return begin + len(opening), stop
-
-    def _changed(self, messages: Messages, index: int, text: str) -> tuple[int, int]:
-        """The characters that change with the content of a message. Raises PrefixError if the template omits it."""
-
-        def with_content(content: str) -> str:
-            other = {"role": messages[index]["role"], "content": content}
-            return self._text(Dialogue([*messages[:index], other, *messages[index + 1 :]], options_of(messages)))[0]
-
-        others = [with_content(content) for content in ENDS]
-        if any(content not in other for content, other in zip(ENDS, others, strict=True)):
-            raise PrefixError(index + 1)
-        return changed_span(text, others)
 
     def _set(self, trained: list[bool], messages: Messages, turn: int, ids: list[int], value: bool) -> None:
         """Mark the ids of one message as trained or not."""
@@ -584,22 +368,6 @@ class Tokens(ChatTemplate):
             return [*ids, self.eos_id], [*settled, True]
         return ids, settled
 
-    def _beginning(self) -> int:
-        """The id of an empty prompt: a response needs at least one id before it."""
-        bos = self.tokenizer.bos_token_id
-        return self.eos_id if bos is None else int(bos)
-
-
-def _in_form(message: Mapping[str, Any], as_text: bool, missing: Any) -> Mapping[str, Any]:
-    """A message with its calls' arguments as JSON text, if ``as_text``, and with a content (... for none) where it has none."""
-    calls = list(message[CALLS])
-    for index, call in enumerate(calls if as_text else ()):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-            calls[index] = {**call, "function": function} if "function" in call else function
-    return {**message, CALLS: calls} | ({} if message.get("content") or missing is ... else {"content": missing})
-
 
 def _dense(text: str) -> str:
     return "".join(text.split())
@@ -622,37 +390,6 @@ def _omitted(written: str, text: str) -> str:
     end = shared(lambda count: dense[len(dense) - count :])
     start = min(shared(lambda count: dense[:count]), len(dense) - end - 1)
     return text[places[start] : places[len(dense) - end - 1] + 1]
-
-
-def _require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
-    if not tokenizer.chat_template:
-        raise SurefootError("messages need a chat template and this tokenizer has none; use plain text, or another model")
-
-
-def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> Any:
-    """The chat template's output, within a time limit: a template is a program that came with the model."""
-    plain = [{key: part for key, part in message.items() if key != WEIGHT} for message in messages]
-    return _bounded(lambda: tokenizer.apply_chat_template(plain, **options_of(messages), **options))
-
-
-def _bounded(rendering: Callable[[], Any]) -> Any:
-    """What a template renders; any error of it is one line, and so is one that takes too long."""
-    try:
-        return with_deadline(RENDERING, rendering, "the chat template")
-    except DeadlineExceeded:
-        raise SurefootError(
-            f"the chat template takes longer than {RENDERING:g} s for these messages; fix it, or use another model"
-        ) from None
-    except Exception as error:
-        raise SurefootError(f"the chat template rejects these messages ({cause_of(error)})") from None
-
-
-def _mark(*texts: str) -> str:
-    """A placeholder for an assistant's message, to find the template's text after it.
-
-    It consists of digits, which no template escapes or strips, and is a hash of the texts, so none of them contains it.
-    """
-    return str(int.from_bytes(hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).digest()[:12]) + 10**28)
 
 
 def _eos_ids(tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel | None") -> tuple[int, ...]:
@@ -689,31 +426,3 @@ def decode_row(tokens: Tokens, rollout: "Rollout", row: int, steps: slice) -> di
     prompt = rollout.inputs["prompt"][row][rollout.inputs["prompt_mask"][row]]
     decode = tokens.tokenizer.decode
     return {"prompt": decode(prompt.tolist()), "tokens": [decode([i]) for i in rollout.actions[row, steps].tolist()]}
-
-
-def left_padded(rows: Sequence[Sequence[int]], pad: int) -> "tuple[Tensor, Tensor]":
-    """Prompts as one batch.   ids [B, P] and mask [B, P], True where real; the last column is real in every row"""
-    return _padded(rows, pad, left=True)
-
-
-def right_padded(rows: Sequence[Sequence[int]], pad: int) -> "tuple[Tensor, Tensor]":
-    """Responses as one batch.   ids [B, T] and mask [B, T], True where real"""
-    return _padded(rows, pad, left=False)
-
-
-def positions(mask: "Tensor") -> "Tensor":
-    """Position ids from the mask: the first real token has 0.   [B, L] -> [B, L]"""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def _padded(rows: Sequence[Sequence[int]], pad: int, left: bool) -> "tuple[Tensor, Tensor]":
-    import torch  # here, since processes that tokenise rows do without: half of their start and of their memory
-
-    width = max(map(len, rows), default=0)
-    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(len(row))
-        ids[index, place] = torch.tensor(row, dtype=torch.int64)
-        mask[index, place] = True
-    return ids, mask

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.language import quiet_transformers
-from surefoot.language.data.tokens import ChatTemplate, Dialogue, Messages, Tokens, options_of
+from surefoot.language.data.chat import ChatTemplate, Dialogue, Messages, options_of
+from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import (
     check_vocabulary,
     logits_close,

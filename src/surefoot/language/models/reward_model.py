@@ -21,7 +21,7 @@ from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import made_from
 from surefoot.language import require_transformers
-from surefoot.language.data.tokens import positions
+from surefoot.language.data.batches import positions
 from surefoot.language.models.classifier import (
     SCALE,
     Scale,

@@ -18,8 +18,10 @@ from torch import Tensor
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.calls import DeadlineExceeded, in_threads, left_behind
+from surefoot.language.data.batches import left_padded, right_padded
+from surefoot.language.data.chat import Messages
 from surefoot.language.data.rows import fault_in
-from surefoot.language.data.tokens import Messages, Tokens, left_padded, right_padded
+from surefoot.language.data.tokens import Tokens
 from surefoot.language.rewards.scores import Prompt, Scores
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.sampler import DecodedBy, Samples

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
+from surefoot.language.data.batches import right_padded
+from surefoot.language.data.chat import Dialogue, options_of
 from surefoot.language.data.steps import split_steps, step_tokens
-from surefoot.language.data.tokens import Dialogue, Tokens, options_of, right_padded
+from surefoot.language.data.tokens import Tokens
 from surefoot.language.language_model import errors_for, model_folder
 from surefoot.language.models.classifier import TextClassifier
 from surefoot.language.models.loading import context_length

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from surefoot.functional import masked_moments
+from surefoot.language.data.chat import Messages
 from surefoot.language.data.steps import split_steps
-from surefoot.language.data.tokens import Messages
 from surefoot.ranks.collectives import in_float64, merge_across_ranks, world_size
 
 Columns = Mapping[str, Sequence[Any]]

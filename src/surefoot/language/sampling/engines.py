@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.language.data.tokens import left_padded, right_padded
+from surefoot.language.data.batches import left_padded, right_padded
 from surefoot.language.sampling.ends import EndDetector
 from surefoot.language.sampling.sampler import Samples
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from surefoot.language.data.tokens import positions
+from surefoot.language.data.batches import positions
 from surefoot.language.models.policy.lengths import by_length
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.files import check_flags, check_whole
 from surefoot.language import quiet_transformers
-from surefoot.language.data.tokens import left_padded
+from surefoot.language.data.batches import left_padded
 from surefoot.language.models.policy.lengths import switch_of
 from surefoot.language.sampling.ends import EndDetector, Ends
 from surefoot.language.sampling.fast_decode import fast_decoder

@@ -12,11 +12,11 @@ from surefoot.core.minibatches import groups_by_length, select_rows
 from surefoot.core.rollout import Policy, map_tensors
 from surefoot.functional import aggregate
 from surefoot.language.data import datasets as data
-from surefoot.language.data.batches import EpochSampler, row_lengths
+from surefoot.language.data.batches import EpochSampler, left_padded, right_padded, row_lengths
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
-from surefoot.language.data.tokens import Tokens, left_padded, right_padded
+from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.ranks.collectives import all_max, all_sum, exchanging

@@ -21,10 +21,11 @@ from surefoot.core.rollout import Evaluation, Metrics, Policy
 from surefoot.errors import SurefootError
 from surefoot.functional import kto_loss
 from surefoot.language.data import datasets as data
+from surefoot.language.data.batches import right_padded
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
-from surefoot.language.data.tokens import Tokens, right_padded
+from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pair_policy import ANSWER, MISMATCHED
 from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors

@@ -13,10 +13,11 @@ from torch import Tensor
 from surefoot.core.rollout import Evaluation
 from surefoot.errors import SurefootError
 from surefoot.language.data import datasets as data
+from surefoot.language.data.batches import right_padded
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
-from surefoot.language.data.tokens import Tokens, right_padded
+from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pair_policy import ANSWER, PairPolicy, trimmed
 from surefoot.language.models.policy.passes import computing
 from surefoot.language.models.reward_model import RewardModel

@@ -18,10 +18,10 @@ from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollo
 from surefoot.errors import SurefootError
 from surefoot.language.blocks import compile_blocks, eager_blocks
 from surefoot.language.data import datasets as data
-from surefoot.language.data.batches import EpochSampler
+from surefoot.language.data.batches import EpochSampler, right_padded
 from surefoot.language.data.rows import check_row_count, check_unchanged
 from surefoot.language.data.sources import open_rows
-from surefoot.language.data.tokens import decode_row, right_padded
+from surefoot.language.data.tokens import decode_row
 from surefoot.language.language_model import (
     LanguageModel,
     load_base,
