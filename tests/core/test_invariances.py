@@ -140,13 +140,6 @@ def test_a_token_budget_does_not_change_the_gradient_of_rows(
     same(parts, gradient(policy, rollout, objective))
 
 
-@laws
-@given(SEEDS, st.integers(1, 31), step_objectives)
-def test_a_token_budget_does_not_change_the_gradient_of_steps(seed: int, tokens: int, objective: Objective) -> None:
-    policy, rollout = world(seed, "step")
-    same(gradient(policy, rollout, objective, micro_batch_tokens=tokens), gradient(policy, rollout, objective))
-
-
 # ---- padding and masked entries -----------------------------------------------------------------------------------------
 
 
@@ -154,13 +147,6 @@ def test_a_token_budget_does_not_change_the_gradient_of_steps(seed: int, tokens:
 @given(SEEDS, st.integers(1, 4), rows_objectives)
 def test_padding_does_not_change_the_gradient_whatever_it_holds(seed: int, extra: int, objective: Objective) -> None:
     policy, rollout = world(seed, "row")
-    same(gradient(policy, padded(rollout, extra, seed), objective), gradient(policy, rollout, objective))
-
-
-@laws
-@given(SEEDS, st.integers(1, 4), step_objectives)
-def test_padding_of_single_steps_does_not_change_the_gradient(seed: int, extra: int, objective: Objective) -> None:
-    policy, rollout = world(seed, "step")
     same(gradient(policy, padded(rollout, extra, seed), objective), gradient(policy, rollout, objective))
 
 

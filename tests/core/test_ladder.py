@@ -33,7 +33,7 @@ from .worlds import TinyPolicy, gradient, gradient_of, moved, random_rollout
 
 NAMES = ["REINFORCE", "REINFORCE_BASELINE", "ACTOR_CRITIC", "A2C", "PPO_UNCLIPPED", "PPO_CLIP"]
 SWITCHES = ["baseline", "baseline", "gae_lambda", "reuse", "trust_region"]
-SEEDS = [0, 1, 2]
+SEEDS = [0, 1]
 
 
 def same(a: Tensor, b: Tensor) -> None:
@@ -53,29 +53,17 @@ def test_the_ladder_is_six_rungs_in_order() -> None:
     assert len(set(LADDER)) == 6
 
 
-@pytest.mark.parametrize(("rung", "switch"), list(enumerate(SWITCHES, 1)), ids=NAMES[1:])
-def test_each_rung_changes_exactly_one_switch(rung: int, switch: str) -> None:
-    assert list(switches_between(LADDER[rung - 1], LADDER[rung])) == [switch]
-
-
-@pytest.mark.parametrize("rung", range(1, 6), ids=NAMES[1:])
-def test_with_its_switch_off_a_rung_is_the_rung_below(rung: int) -> None:
-    below, here = LADDER[rung - 1], LADDER[rung]
-    ((switch, (off, on)),) = switches_between(below, here).items()
-    assert getattr(here, switch) == on
-    assert replace(here, **{switch: off}) == below
-    assert replace(below, **{switch: on}) == here
+def test_each_rung_changes_exactly_one_switch_and_with_it_off_is_the_rung_below() -> None:
+    for below, here, name in zip(LADDER, LADDER[1:], SWITCHES, strict=False):
+        ((switch, (off, on)),) = switches_between(below, here).items()
+        assert switch == name
+        assert replace(here, **{switch: off}) == below
+        assert replace(below, **{switch: on}) == here
 
 
 def test_reinforce_has_all_switches_off() -> None:
     assert Objective() == REINFORCE
     assert (REINFORCE.baseline, REINFORCE.reuse, REINFORCE.trust_region) == (None, None, None)
-
-
-@pytest.mark.parametrize("objective", LADDER, ids=NAMES)
-def test_no_rung_normalises_advantages(objective: Objective) -> None:
-    """Subtracting the mean would make rungs 0 and 1 the same."""
-    assert objective.normalise_advantages is None
 
 
 def test_only_rungs_without_a_critic_need_whole_episodes() -> None:
@@ -101,15 +89,6 @@ def test_switches_between_shows_both_values_and_nothing_else() -> None:
 @pytest.fixture(params=SEEDS)
 def seed(request: pytest.FixtureRequest) -> int:
     return int(request.param)
-
-
-@pytest.mark.parametrize("rung", range(1, 6), ids=NAMES[1:])
-def test_with_its_switch_off_a_rung_has_the_gradient_of_the_rung_below(rung: int, seed: int) -> None:
-    below, here = LADDER[rung - 1], LADDER[rung]
-    ((switch, (off, _)),) = switches_between(below, here).items()
-    policy = TinyPolicy(seed)
-    rollout = moved(random_rollout(policy, seed), seed)
-    same(gradient(policy, rollout, replace(here, **{switch: off})), gradient(policy, rollout, below))
 
 
 def test_each_switch_changes_the_gradient(seed: int) -> None:
@@ -186,12 +165,6 @@ def test_a_critic_that_predicts_the_mean_return_is_the_mean_baseline(seed: int) 
     different(gradient(policy, constant_critic(rollout, mean + 1), without_critic_loss), expected)
 
 
-def test_a2c_at_lambda_one_is_the_actor_critic(seed: int) -> None:
-    policy = TinyPolicy(seed)
-    rollout = random_rollout(policy, seed)
-    same(gradient(policy, rollout, replace(A2C, gae_lambda=1.0)), gradient(policy, rollout, ACTOR_CRITIC))
-
-
 @pytest.mark.parametrize("objective", [PPO_UNCLIPPED, PPO_CLIP], ids=NAMES[4:])
 @pytest.mark.parametrize("unit", ["step", "row"])
 def test_at_ratio_one_ppo_has_the_gradient_of_a2c(objective: Objective, unit: str, seed: int) -> None:
@@ -209,8 +182,10 @@ def test_inside_the_band_the_clip_changes_nothing(seed: int) -> None:
     different(gradient_of(policy, far, credit, PPO_UNCLIPPED), gradient_of(policy, far, credit, PPO_CLIP))
 
 
-def test_clip_schedule_and_value_switches_are_off_in_all_six() -> None:
+def test_clip_schedule_normalisation_and_value_switches_are_off_in_all_six() -> None:
+    """Subtracting the mean of the advantages would make rungs 0 and 1 the same."""
     assert PPO_CLIP.trust_region == Clip(0.2)
     for objective in LADDER:
         assert (objective.value_clip, objective.value_lambda, objective.target_kl) == (None, None, None)
         assert (objective.entropy_coefficient, objective.reference_coefficient) == (0.0, 0.0)
+        assert objective.normalise_advantages is None

@@ -67,7 +67,7 @@ def numbered(policy: Policy, rollout: Rollout) -> Rollout:
     return replace(rollout, inputs=inputs, old_log_probs=here.log_probs)
 
 
-@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (3, 1), (1, 5), (4, 3)])
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (4, 3)])
 def test_epochs_times_minibatches_take_exactly_that_many_optimizer_steps(epochs: int, minibatches: int) -> None:
     policy, at = TinyPolicy(), state()
     learner = Learner(policy, replace(PPO_CLIP, reuse=Reuse(epochs, minibatches)), LearnerSettings(ADAM))
@@ -75,12 +75,6 @@ def test_epochs_times_minibatches_take_exactly_that_many_optimizer_steps(epochs:
     assert at.updates == epochs * minibatches
     assert int(learner.optimizers["policy"].state_dict()["step"]) == epochs * minibatches
     assert metrics["epochs"] == epochs
-
-
-def test_without_reuse_a_batch_serves_one_update() -> None:
-    policy, at = TinyPolicy(), state()
-    update(Learner(policy, A2C, LearnerSettings(ADAM)), random_rollout(policy, 0), at)
-    assert at.updates == 1
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
@@ -129,11 +123,10 @@ def test_the_same_streams_give_the_same_parameters() -> None:
 # ---- how far: optimizer and schedules -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [None, 0.5])
-def test_flat_adam_is_torch_adam_on_the_separate_parameters(limit: float | None) -> None:
+def test_flat_adam_is_torch_adam_on_the_separate_parameters() -> None:
     """Over steps whose gradients are above and below the limit, with a learning rate that changes."""
     ours, theirs = TinyPolicy(3), TinyPolicy(3)
-    flat = FlatOptimizer(ours.parameters(), AdamSettings(0.01, epsilon=1e-5, max_grad_norm=limit))
+    flat = FlatOptimizer(ours.parameters(), AdamSettings(0.01, epsilon=1e-5, max_grad_norm=0.5))
     adam = torch.optim.Adam(theirs.parameters(), lr=0.01, eps=1e-5)
     for step in range(6):
         rollout = random_rollout(TinyPolicy(step), step)
@@ -142,7 +135,7 @@ def test_flat_adam_is_torch_adam_on_the_separate_parameters(limit: float | None)
             here = policy(rollout.inputs, rollout.actions)
             (10.0 ** (step - 3) * (here.log_probs * rollout.rewards + here.values**2).sum()).backward()
         norm = flat.gradient_norm()
-        wanted = nn.utils.clip_grad_norm_(theirs.parameters(), torch.inf if limit is None else limit)
+        wanted = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         assert norm == pytest.approx(float(wanted), rel=1e-12)
         adam.param_groups[0]["lr"] = 0.01 * (1 - step / 6)
         flat.step(norm, scale=1 - step / 6)
@@ -247,7 +240,7 @@ def test_a_constant_learning_rate_does_not_change() -> None:
     assert rates_of_a_run("constant", 0.01, 3) == ([0.01] * 3, [0.01] * 3)
 
 
-@pytest.mark.parametrize(("steps", "minibatches"), [(10, 4), (20, 8), (40, 16)])
+@pytest.mark.parametrize(("steps", "minibatches"), [(10, 4), (40, 16)])
 def test_a_warm_up_rises_at_every_step_however_many_a_rollout_has(
     steps: int, minibatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,22 +258,16 @@ def test_a_warm_up_rises_at_every_step_however_many_a_rollout_has(
     assert logged == pytest.approx([0.01 * scale for scale in used[minibatches - 1 :: minibatches]]), "the last step's"
 
 
-def test_a_warm_up_of_an_adaptive_learning_rate_is_rejected() -> None:
-    with pytest.raises(SurefootError, match=r"^optimizer\.warmup=0\.1: schedule = 'adaptive' sets"):
-        Learner(TinyPolicy(), PPO_CLIP, LearnerSettings(ADAM, schedule="adaptive", warmup=0.1))
-
-
-@pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_linear_clip_falls_to_zero_with_the_budget_on_both_sides(dual_clip: float | None) -> None:
+def test_linear_clip_falls_to_zero_with_the_budget_on_both_sides() -> None:
     """A quarter of the way through, the gradient is that of three quarters of both bounds; dual clip is no such bound."""
     policy = TinyPolicy(exact=False)
     rollout = moved(random_rollout(policy, 0, rows=20), 0)
     credit = assign_credit(rollout, PPO_CLIP)
-    linear = replace(PPO_CLIP, reuse=Reuse(1, 1), trust_region=Clip(0.4, 0.8, dual_clip, schedule="linear"))
+    linear = replace(PPO_CLIP, reuse=Reuse(1, 1), trust_region=Clip(0.4, 0.8, 3.0, schedule="linear"))
     learner = Learner(copy.deepcopy(policy), linear, LearnerSettings(AdamSettings(0.0, max_grad_norm=None)))
     for steps, share in ((0, 1.0), (25, 0.75), (50, 0.5)):
         metrics = learner.update(rollout, credit, replace(state(), steps=steps))
-        fixed = replace(PPO_CLIP, trust_region=Clip(0.4 * share, 0.8 * share, dual_clip))
+        fixed = replace(PPO_CLIP, trust_region=Clip(0.4 * share, 0.8 * share, 3.0))
         near(learner.optimizers["policy"].gradients, gradient_of(policy, rollout, credit, fixed))
         low, high = 1 - 0.4 * share, 1 + 0.8 * share
         ratio = (policy(rollout.inputs, rollout.actions).log_probs - rollout.old_log_probs).exp()[rollout.mask]
@@ -341,19 +328,6 @@ def test_a_separate_critic_has_its_own_gradient_clip() -> None:
     assert not torch.equal(results[0]["critic"], results[1]["critic"])
 
 
-def test_both_optimizers_have_their_moments_in_the_state() -> None:
-    policy = TinyPolicy()
-    learner = Learner(policy, A2C, LearnerSettings(ADAM, ADAM))
-    update(learner, random_rollout(policy, 0))
-    assert learner.state_dict().keys() == {"policy", "critic"}
-    assert all(tree["exp_avg"].abs().max() > 0 for tree in learner.state_dict().values())
-
-
-def test_a_critic_without_parameters_of_its_own_is_rejected_an_optimizer() -> None:
-    with pytest.raises(SurefootError, match=r"critic_learning_rate.*shared_trunk"):
-        Learner(TinyPolicy(shared=True), A2C, LearnerSettings(ADAM, ADAM))
-
-
 def test_value_clip_stops_a_critic_that_has_moved_far_enough_towards_its_target() -> None:
     """V moved 1 since the rollout with ε = 0.2. On towards the target: no gradient. Back: the whole one."""
     policy = TinyPolicy()
@@ -399,17 +373,11 @@ def test_the_entropy_bonus_raises_entropy() -> None:
     [
         (Clip(0.2), 1.25, 1.0, False),
         (Clip(0.2, clip_high=0.3), 1.25, 1.0, True),
-        (Clip(0.2, clip_high=0.3), 1.35, 1.0, False),
-        (Clip(0.2, clip_high=0.3), 0.75, -1.0, False),
         (Clip(0.3, clip_high=0.2), 0.75, -1.0, True),
         (Clip(0.2), 0.75, 1.0, True),
-        (Clip(0.2), 1.25, -1.0, True),
         (Clip(0.2), 5.0, -1.0, True),
         (Clip(1.0), 1.95, 1.0, True),  # ε = 1: no bound below
-        (Clip(1.0), 2.05, 1.0, False),
-        (Clip(1.0), 0.1, -1.0, True),
         (Clip(0.2, dual_clip=3.0), 5.0, -1.0, False),
-        (Clip(0.2, dual_clip=3.0), 2.9, -1.0, True),
         (Clip(0.2, dual_clip=3.0), 0.5, 1.0, True),
     ],
 )
@@ -453,8 +421,6 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
         ("k1", [1, 1, 2, 4], lambda now, reference: 0 * now.sum()),
         ("k2", [1, 1, 2, 4], kl),
         ("k3", [1, 1, 2, 4], lambda now, reference: kl(reference, now)),
-        ("ratio_k3", [1, 1, 2, 4], kl),
-        ("ratio_k3", [2, 2, 2, 2], kl),
         ("ratio_k3", [3, 3, 1, 1], kl),
     ],
 )
@@ -533,20 +499,11 @@ def test_epochs_stop_when_the_kl_has_passed_one_and_a_half_times_its_target(esti
     assert 0.005 < float(before.kl(after)[rollout.mask].mean()) < 0.05, "the step that would go further was not taken"
 
 
-@pytest.mark.parametrize("estimator", ["k3", "exact"])
-def test_epochs_go_on_when_the_policy_does_not_move(estimator: str) -> None:
+def test_epochs_go_on_when_the_policy_does_not_move() -> None:
     policy, at = TinyPolicy(), state()
-    learner = Learner(policy, replace(STOPPING, kl_estimator=estimator, target_kl=1e-9), LearnerSettings(AdamSettings(0.0)))
+    learner = Learner(policy, replace(STOPPING, target_kl=1e-9), LearnerSettings(AdamSettings(0.0)))
     metrics = update(learner, random_rollout(policy, 0), at)
     assert (metrics["stopped_early"], metrics["epochs"], at.updates) == (0.0, 10.0, 20)
-
-
-def test_epochs_go_on_without_a_target() -> None:
-    policy, at = TinyPolicy(), state()
-    update(
-        Learner(policy, replace(STOPPING, target_kl=None), LearnerSettings(AdamSettings(0.05))), random_rollout(policy, 0), at
-    )
-    assert at.updates == 20
 
 
 def test_the_kl_is_measured_from_the_old_policy_to_the_new() -> None:
@@ -584,8 +541,7 @@ class Forgetful(TinyPolicy):
         return super().forward(inputs.masked_fill(dropped, 0) if self.training else inputs, actions, mask)
 
 
-@pytest.mark.parametrize("objective", [REINFORCE, A2C, PPO_CLIP], ids=["REINFORCE", "A2C", "PPO_CLIP"])
-@pytest.mark.parametrize("unit", ["step", "row"])
+@pytest.mark.parametrize(("objective", "unit"), [(A2C, "step"), (PPO_CLIP, "row")], ids=["A2C", "PPO_CLIP"])
 def test_the_ratio_at_the_start_is_one(objective: Objective, unit: str) -> None:
     policy = TinyPolicy(memory=unit == "row")
     metrics = update(Learner(policy, objective, LearnerSettings(AdamSettings(0.05))), random_rollout(policy, 0, unit=unit))
@@ -622,14 +578,13 @@ def test_a_policy_that_rounds_may_disagree_with_its_past() -> None:
     assert abs(metrics["ratio_at_start"] - 1) > 0.1  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("objective", [REINFORCE, A2C, PPO_CLIP], ids=["REINFORCE", "A2C", "PPO_CLIP"])
-def test_a_rollout_that_kept_its_graph_trains_as_one_without(objective: Objective) -> None:
+def test_a_rollout_that_kept_its_graph_trains_as_one_without() -> None:
     """A collector that forgets ``no_grad`` would make ρ constant and the critic chase itself, silently."""
     policy = TinyPolicy()
     rollout = random_rollout(policy, 0)
     here = policy(rollout.inputs, rollout.actions)
     attached = replace(rollout, old_log_probs=here.log_probs, values=here.values)
-    near(gradient(policy, attached, objective), gradient(policy, rollout, objective))
+    near(gradient(policy, attached, PPO_CLIP), gradient(policy, rollout, PPO_CLIP))
 
 
 # ---- what is not finite -------------------------------------------------------------------------------------------------
@@ -648,16 +603,13 @@ def breaks(name: str, value: float, rollout: Rollout) -> Rollout:
     return replace(rollout, **{name: broken})
 
 
-@pytest.mark.parametrize("critic_adam", [None, ADAM], ids=["one optimizer", "two"])
 @pytest.mark.parametrize(
-    ("name", "value", "terms"),
+    ("name", "value", "terms", "critic_adam"),
     [
-        ("rewards", torch.nan, ["policy_loss", "value_loss"]),
-        ("rewards", torch.inf, ["policy_loss", "value_loss"]),
-        ("rewards", -torch.inf, ["policy_loss", "value_loss"]),
-        ("inputs", torch.nan, ["policy_loss", "value_loss", "entropy"]),
-        ("ref_log_probs", torch.nan, ["reference_loss"]),
-        ("ref_log_probs", -torch.inf, ["reference_loss"]),
+        ("rewards", torch.inf, ["policy_loss", "value_loss"], None),
+        ("rewards", torch.nan, ["policy_loss", "value_loss"], ADAM),
+        ("inputs", torch.nan, ["policy_loss", "value_loss", "entropy"], None),
+        ("ref_log_probs", -torch.inf, ["reference_loss"], ADAM),
     ],
 )
 def test_a_value_that_is_not_finite_is_named_and_changes_nothing(
@@ -776,13 +728,6 @@ def test_the_loop_stops_if_the_callback_returns_true() -> None:
 
 
 @pytest.mark.parametrize("fault", [bad, unseen])
-def test_two_consecutive_faults_are_reported_and_training_continues(fault: Callable[[Rollout], Rollout]) -> None:
-    at, messages = loop([good, fault, fault, good])
-    assert (at.steps, at.updates, at.faults) == (40, 4, 0)
-    assert len(messages) == 2
-
-
-@pytest.mark.parametrize("fault", [bad, unseen])
 def test_three_consecutive_faults_end_the_run(fault: Callable[[Rollout], Rollout]) -> None:
     with pytest.raises(SurefootError, match=r"(not finite|nan).*3 consecutive updates were skipped") as raised:
         loop([good, fault, fault, fault, good])
@@ -829,11 +774,6 @@ def test_a_run_can_be_extended() -> None:
     assert (other.total_steps, other.steps, other.remaining) == (200, 100, 0.5)
 
 
-def test_streams_of_different_names_and_seeds_are_different() -> None:
-    streams = [g for seed in range(3) for g in LearnerState.seeded(seed, 1).generators.values()]
-    assert len({tuple(torch.rand(4, generator=stream).tolist()) for stream in streams}) == 6
-
-
 # ---- the loss itself ----------------------------------------------------------------------------------------------------
 
 
@@ -858,13 +798,3 @@ def cut(tree: Any, rows: slice) -> Any:
     if isinstance(tree, Tensor):
         return tree[rows]
     return tree if tree is None else replace(tree, **{name: cut(x, rows) for name, x in vars(tree).items()})
-
-
-def test_the_constant_aggregation_needs_its_length_and_no_other_takes_one() -> None:
-    """Dividing by the width of the padding would make the gradient depend on it."""
-    with pytest.raises(SurefootError, match="aggregation_length=None"):
-        Learner(TinyPolicy(), replace(PPO_CLIP, aggregation="constant"), LearnerSettings(AdamSettings(1e-3)))
-    with pytest.raises(SurefootError, match="aggregation_length=0"):
-        replace(PPO_CLIP, aggregation="constant", aggregation_length=0)
-    with pytest.raises(SurefootError, match="aggregation_length=8"):
-        replace(PPO_CLIP, aggregation_length=8)

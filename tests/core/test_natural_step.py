@@ -143,8 +143,9 @@ def explicit_hessian(policy: Policy, rollout: Rollout, exact: bool = True) -> Te
     return torch.autograd.functional.hessian(mean_kl, flat)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.parametrize(
+    ("world", "micro_batch"), [("Discrete", None), ("Box", 2), ("LSTM", 2), ("steps", None), ("rows", 2), ("rows", None)]
+)
 def test_the_fisher_vector_product_of_a_policy_is_that_of_the_explicit_hessian(world: str, micro_batch: int | None) -> None:
     policy, rollout = WORLDS[world]()
     hessian = explicit_hessian(policy, rollout)
@@ -210,8 +211,9 @@ def compiled(policy: Policy, objective: Objective, rows: int, micro_batch: int |
 
 
 @pytest.mark.usefixtures("without_compiler")
-@pytest.mark.parametrize("world", ["Discrete", "Box", "steps"])
-@pytest.mark.parametrize("changes", [{}, {"entropy_coefficient": 0.1}, {"kl_estimator": "exact"}], ids=str)
+@pytest.mark.parametrize(
+    ("world", "changes"), [("Discrete", {"kl_estimator": "exact"}), ("Box", {"entropy_coefficient": 0.1}), ("steps", {})]
+)
 def test_a_compiled_natural_step_equals_the_eager_one(world: str, changes: dict[str, Any]) -> None:
     """With the same KL, the same tries, and the same critic after it, in one part and in several."""
     results = []
@@ -234,8 +236,7 @@ def test_a_compiled_natural_step_equals_the_eager_one(world: str, changes: dict[
 
 
 @pytest.mark.usefixtures("without_compiler")
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "of samples"])
-@pytest.mark.parametrize("world", ["Discrete", "Box", "steps"])
+@pytest.mark.parametrize(("world", "exact"), [("Discrete", True), ("Box", True), ("steps", False)])
 def test_the_compiled_curvature_is_that_of_the_explicit_hessian(world: str, exact: bool) -> None:
     policy, rollout = WORLDS[world]()
     hessian = explicit_hessian(policy, rollout, exact)
@@ -272,8 +273,7 @@ def test_the_full_step_is_the_natural_gradient_to_the_length_that_the_bound_allo
     assert gap.abs().max() < 5e-4 * expected.abs().max(), "the solver stops at a residual of 1e-5"
 
 
-@pytest.mark.parametrize("delta", [0.001, 0.01, 0.3])
-@pytest.mark.parametrize("unit", ["step", "row"])
+@pytest.mark.parametrize(("delta", "unit"), [(0.001, "row"), (0.3, "step")])
 def test_after_every_accepted_step_the_kl_is_within_the_bound_and_the_surrogate_higher(delta: float, unit: str) -> None:
     policy, taken = TinyPolicy(3, memory=unit == "row"), []
     objective = constrained(replace(BATCHED, normalise_advantages=None), delta=delta, damping=0.01)
@@ -356,13 +356,12 @@ def test_a_failed_line_search_leaves_the_policy_unchanged_and_still_fits_the_cri
     assert at.updates == 2, "both are the critic's"
 
 
-@pytest.mark.parametrize("fall", [Interrupted("stop"), RuntimeError("broken")], ids=["Interrupted", "RuntimeError"])
-def test_an_interrupted_line_search_leaves_the_policy_unchanged(fall: BaseException) -> None:
-    policy = Slippery(fall)
+def test_an_interrupted_line_search_leaves_the_policy_unchanged() -> None:
+    policy = Slippery(Interrupted("stop"))
     rollout = random_rollout(policy, 0, rows=6)
     policy.start = policy.head.bias.detach().clone()
     before = parameters(policy)
-    with pytest.raises(type(fall)):
+    with pytest.raises(Interrupted):
         update(Learner(policy, BATCHED, LearnerSettings(ADAM)), rollout)
     assert policy.looks == 3
     assert torch.equal(parameters(policy), before)
@@ -451,24 +450,15 @@ def test_the_only_minibatch_of_the_step_is_the_batch() -> None:
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("rewards", [torch.nan, torch.inf])
-def test_a_step_that_is_not_finite_changes_nothing(rewards: float) -> None:
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
     policy, at = TinyPolicy(), state()
     learner = Learner(policy, BATCHED, LearnerSettings(ADAM))
     update(learner, random_rollout(policy, 0), at)
     rollout, before = random_rollout(policy, 1), parameters(policy)
     broken = rollout.rewards.clone()
-    broken.view(-1)[rollout.mask.flatten().nonzero()[0]] = rewards
+    broken.view(-1)[rollout.mask.flatten().nonzero()[0]] = torch.nan
     with pytest.raises(NotFiniteError, match=r"policy_loss.*not finite; the step was not taken"):
         update(learner, replace(rollout, rewards=broken), at)
-    assert torch.equal(parameters(policy), before)
-
-
-def test_a_policy_that_scores_differently_in_training_is_rejected() -> None:
-    policy = TinyPolicy()
-    rollout, before = random_rollout(policy, 0), parameters(policy)
-    with pytest.raises(SurefootError, match="ratio_at_start"):
-        update(Learner(policy, BATCHED, LearnerSettings(ADAM)), replace(rollout, old_log_probs=rollout.old_log_probs + 0.01))
     assert torch.equal(parameters(policy), before)
 
 
@@ -594,12 +584,6 @@ def test_without_a_critic_only_the_step_is_taken() -> None:
     learner.load_state_dict(learner.state_dict())
 
 
-def test_a_shared_trunk_is_rejected() -> None:
-    with pytest.raises(SurefootError, match=r"trust_region='constraint'.*no parameters of its own") as raised:
-        Learner(TinyPolicy(shared=True), TRPO, LearnerSettings(ADAM))
-    assert "\n" not in str(raised.value)
-
-
 class HalfShared(TinyPolicy):
     """A critic with a head of its own on the policy's trunk."""
 
@@ -623,24 +607,3 @@ def test_trpo_is_one_switch_away_from_the_unclipped() -> None:
     assert replace(TRPO, trust_region=None) == PPO_UNCLIPPED
     assert TRPO.constraint == Constraint(delta=0.01, damping=0.1, cg_iterations=10, shrink=0.8, tries=10)
     assert (TRPO.clip, TRPO.penalty) == (None, None)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"delta": 0.0}, {"damping": -0.1}, {"cg_iterations": 0}, {"shrink": 1.0}, {"shrink": 0.0}, {"tries": 0}]
-)
-def test_an_invalid_constraint_is_rejected(wrong: dict[str, Any]) -> None:
-    ((name, value),) = wrong.items()
-    with pytest.raises(SurefootError, match=f"{name}={value}"):
-        Constraint(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"target_kl": 0.01}, "target_kl=0.01.*bounded"),
-        ({"baseline": "mean", "gae_lambda": 1.0}, "objective.reuse=.*no critic"),
-    ],
-)
-def test_switches_without_effect_beside_a_constraint_are_rejected(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SurefootError, match=message):
-        replace(TRPO, **changes)

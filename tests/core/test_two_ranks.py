@@ -242,17 +242,13 @@ def test_the_shares_are_unequal() -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_gradient_is_that_of_one_process_with_all_the_data(ranks: list[Answers], name: str) -> None:
+def test_the_gradient_is_that_of_one_process_with_all_the_data_on_both_ranks(ranks: list[Answers], name: str) -> None:
     unit, objective = OBJECTIVES[name]
     whole = joined(*(moved(share(rank, unit), rank) for rank in range(RANKS)))
     expected = gradient(policy(unit), whole, objective)
     assert expected.abs().max() > 1e-3
     close(ranks[0][name], expected)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_gradient_is_the_same_on_both_ranks_bit_for_bit(ranks: list[Answers], name: str) -> None:
-    assert torch.equal(ranks[0][name], ranks[1][name])
+    assert torch.equal(ranks[0][name], ranks[1][name]), "bit for bit"
 
 
 @pytest.mark.parametrize("unit", ["step", "row"])
@@ -339,11 +335,6 @@ def test_the_natural_step_is_that_of_one_process_and_the_same_on_both_ranks_bit_
         assert mine["step_taken"] == whole["step_taken"] == 1.0
         for name in ("kl_after", "surrogate_improvement", "line_search_tries", "gradient_norm_policy"):
             assert mine[name] == pytest.approx(whole[name], rel=1e-6)
-
-
-def test_explained_variance_is_that_of_one_process(ranks: list[Answers]) -> None:
-    whole = trained(both(), replace(PPO_CLIP, reuse=Reuse(1, 1)), seed=0, updates=1)[1][0]["explained_variance"]
-    assert ranks[0]["many updates"][1][0]["explained_variance"] == pytest.approx(whole, rel=1e-10)
 
 
 def test_the_share_that_is_clipped_is_that_of_both_ranks(ranks: list[Answers]) -> None:

@@ -6,6 +6,7 @@ Numbers are drawn by a seed and flags as the bits of one integer: fast, and what
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,6 +14,18 @@ from torch import Tensor
 from . import oracles
 
 DOUBLE = torch.float64
+
+CONSTANTS = pytest.mark.parametrize(
+    ("constant", "count", "dtype"),
+    [
+        (0.1, 3, torch.float32),
+        (1e6 / 3, 7, DOUBLE),
+        (-123.456, 300, torch.bfloat16),
+        (7.3, 300, torch.float32),
+        (0.0, 1, DOUBLE),
+    ],
+)
+"""constants whose mean is rounded to something beside them"""
 
 scalars = st.floats(-10, 10, allow_subnormal=False)
 discounts = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])

@@ -544,17 +544,16 @@ def as_close(ours: Any, expected: Any, tolerance: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", sorted(CHECKS))
-def test_golden_case(name: str, dtype: torch.dtype) -> None:
+def test_golden_case(name: str) -> None:
     case = CASES[name]
-    tolerance = case["tolerance"] if dtype == torch.float64 else case["tolerance_fp32"]
-    ours = CHECKS[name](case["inputs"], lambda x: torch.tensor(x, dtype=dtype))
-    for key, expected in case["expected"].items():
-        if key.startswith(MISTAKES):
-            assert not as_close(ours["correct"], expected, 1e-3), f"{name}: returns the known mistake {key}"
-        elif (name, key) not in KEYS_LEFT_OUT:
-            assert_close(ours[key], expected, tolerance, f"{name}.{key}")
+    for dtype, tolerance in ((torch.float64, case["tolerance"]), (torch.float32, case["tolerance_fp32"])):
+        ours = CHECKS[name](case["inputs"], lambda x, dtype=dtype: torch.tensor(x, dtype=dtype))
+        for key, expected in case["expected"].items():
+            if key.startswith(MISTAKES):
+                assert not as_close(ours["correct"], expected, 1e-3), f"{name}: returns the known mistake {key}"
+            elif (name, key) not in KEYS_LEFT_OUT:
+                assert_close(ours[key], expected, tolerance, f"{name}.{key}")
 
 
 def test_every_golden_case_is_covered_or_left_out_for_a_reason() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surefoot import functional as F
 
-from .strategies import DOUBLE, masks, random, seeds
+from .strategies import CONSTANTS, masks, random, seeds
 
 
 def kept(rewards: Tensor, mask: Tensor) -> list[list[float]]:
@@ -47,27 +47,7 @@ def test_leave_one_out_advantage_is_the_reward_minus_the_mean_of_the_others(seed
             assert advantage == pytest.approx(expected, abs=1e-11)
 
 
-@given(seeds, st.integers(2, 6))
-def test_leaving_one_out_is_centring_stretched_by_g_over_g_minus_one(seed: int, samples: int) -> None:
-    rewards = random(seed, 3, samples)
-    stretched = F.leave_one_out_advantages(rewards) * (samples - 1) / samples
-    centred = rewards - torch.tensor([[statistics.fmean(row)] for row in rewards.tolist()], dtype=DOUBLE)
-    torch.testing.assert_close(stretched, centred, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(F.group_advantages(rewards, scale=False), centred, rtol=1e-10, atol=1e-10)
-
-
 BOTH = [F.group_advantages, F.leave_one_out_advantages]
-
-
-@pytest.mark.parametrize("advantages", BOTH)
-@given(seeds, masks(2, 5), st.floats(-10, 10))
-def test_group_advantages_sum_to_zero_and_ignore_a_common_shift(
-    advantages: object, seed: int, mask: Tensor, shift: float
-) -> None:
-    rewards = random(3 * seed, 2, 5)
-    ours = advantages(rewards, mask)  # type: ignore[operator]
-    assert ours.sum(-1).tolist() == pytest.approx([0, 0], abs=1e-9)
-    torch.testing.assert_close(advantages(rewards + shift, mask), ours, rtol=1e-7, atol=1e-8)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("advantages", BOTH)
@@ -92,23 +72,12 @@ def test_scaled_advantages_ignore_the_scale_of_rewards_and_unscaled_ones_keep_it
     torch.testing.assert_close(stretched, scale * plain, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("constant", [0.0, 1.0, 0.1, 7.3, -123.456, 1e6 / 3])
-@pytest.mark.parametrize("samples", [1, 3, 7, 16])
-def test_equal_rewards_give_zero_advantages(constant: float, samples: int, dtype: torch.dtype) -> None:
+@CONSTANTS
+def test_equal_rewards_give_zero_advantages(constant: float, count: int, dtype: torch.dtype) -> None:
     """Exactly: rounding error over eps would be a small lesson."""
-    rewards = torch.full((2, samples), constant, dtype=dtype)
+    rewards = torch.full((2, count), constant, dtype=dtype)
     assert (F.group_advantages(rewards) == 0).all()
     assert (F.group_advantages(rewards, ddof=0, eps=1e-8) == 0).all()
-
-
-@given(seeds)
-def test_the_leave_one_out_baseline_does_not_depend_on_its_own_sample(seed: int) -> None:
-    rewards = random(seed, 1, 4)
-    changed = rewards.clone()
-    changed[0, 1] += 7
-    difference = F.leave_one_out_advantages(changed) - F.leave_one_out_advantages(rewards)
-    assert difference[0].tolist() == pytest.approx([-7 / 3, 7, -7 / 3, -7 / 3])
 
 
 def test_groups_are_independent() -> None:

@@ -67,27 +67,7 @@ def test_each_estimator_is_its_formula(seed: int) -> None:
         assert F.kl_k3(log_p, log_q)[i].item() == pytest.approx(math.exp(x) - 1 - x, rel=1e-9, abs=1e-12)
 
 
-def test_k2_is_a_biased_metric() -> None:
-    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
-    expected = (p * F.kl_k2(p.log(), q.log())).sum().item()
-    assert abs(expected - divergence(p.tolist(), q.tolist())) > 0.004
-
-
-@given(seeds)
-def test_k2_and_k3_are_never_negative_and_zero_only_when_nothing_moved(seed: int) -> None:
-    log_p, log_q = random(3 * seed, 2, 6)
-    for estimator in (F.kl_k2, F.kl_k3):
-        assert (estimator(log_p, log_q) > 0).all()
-        assert (estimator(log_p, log_p) == 0).all()
-
-
-def test_k1_may_be_negative_where_k3_is_not() -> None:
-    log_p, log_q = torch.tensor([-2.0]), torch.tensor([-1.0])
-    assert F.kl_k1(log_p, log_q).item() == -1
-    assert F.kl_k3(log_p, log_q).item() == pytest.approx(math.e - 2)
-
-
-@pytest.mark.parametrize("shift", [1e-4, -1e-4, 1e-3])
+@pytest.mark.parametrize("shift", [1e-4, -1e-4])
 def test_k3_of_a_small_step_keeps_its_digits_in_float32(shift: float) -> None:
     """exp(x) − 1 − x would be rounding noise: x²/2 is 5e-9."""
     log_p = torch.zeros(1)
@@ -124,14 +104,6 @@ def test_with_a_differentiable_ratio_every_unbiased_metric_has_the_right_gradien
         torch.testing.assert_close(gradient, reverse_gradient(p, q), **CLOSE)
 
 
-@given(seeds)
-def test_in_the_reward_k1_has_the_gradient_of_kl(seed: int) -> None:
-    logits_p, logits_q, p, q = pair(seed)
-    log_p, log_q = logits_p.log_softmax(-1), logits_q.log_softmax(-1)
-    loss = (torch.tensor(p, dtype=DOUBLE) * F.kl_k1(log_p, log_q).detach() * log_p).sum()
-    torch.testing.assert_close(torch.autograd.grad(loss, logits_p)[0], reverse_gradient(p, q), **CLOSE)
-
-
 # Exact values.
 
 
@@ -158,15 +130,6 @@ def test_kl_ignores_a_shift_of_the_logits_and_is_zero_for_equal_distributions(se
     assert F.categorical_kl(logits_p, logits_p + c).item() == pytest.approx(0, abs=1e-12)
 
 
-def test_categorical_kl_keeps_leading_shape_and_rows_apart() -> None:
-    p, q = random(3, 2, 2, 3, 4)
-    kl = F.categorical_kl(p, q)
-    assert kl.shape == (2, 3)
-    for i in range(2):
-        for j in range(3):
-            assert kl[i, j].item() == pytest.approx(divergence(softmax(p[i, j].tolist()), softmax(q[i, j].tolist())))
-
-
 def test_impossible_outcomes_add_nothing_to_kl_and_no_nan_to_its_gradient() -> None:
     p = torch.tensor([0.3, -torch.inf, 0.1], dtype=DOUBLE, requires_grad=True)
     q = torch.tensor([0.2, -torch.inf, 0.9], dtype=DOUBLE, requires_grad=True)
@@ -184,7 +147,7 @@ def test_kl_from_an_impossible_to_a_possible_outcome_is_finite_and_the_other_way
     assert F.categorical_kl(all_, some).item() == math.inf
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_gaussian_kl_is_the_integral_of_its_definition(seed: int) -> None:
     """∫ p (log p − log q), by the trapezoid rule, dimension by dimension."""
     mean_p, log_std_p, mean_q, log_std_q = (random(seed, 4, 2, 3) / 4).unbind(0)
@@ -202,16 +165,6 @@ def test_gaussian_kl_is_the_integral_of_its_definition(seed: int) -> None:
             log_q = log_density(mean_q[row, d].item(), log_std_q[row, d].item())
             total += torch.trapezoid(log_p.exp() * (log_p - log_q), grid).item()
         assert kl[row].item() == pytest.approx(total, rel=1e-8)
-
-
-@given(seeds)
-def test_gaussian_kl_is_zero_to_itself_positive_otherwise_and_asymmetric(seed: int) -> None:
-    p, q = (random(3 * seed, 2, 2, 3) / 3).unbind(0)
-    assert F.gaussian_kl(*p, *p).item() == pytest.approx(0, abs=1e-12)
-    there, back = F.gaussian_kl(*p, *q).item(), F.gaussian_kl(*q, *p).item()
-    assert there > 0
-    assert back > 0
-    assert there != pytest.approx(back, rel=1e-6)
 
 
 # The rules.
@@ -247,10 +200,6 @@ def test_proportional_control_moves_beta_by_the_clipped_relative_error(
     expected = beta * (1 + error * n / 10_000)
     measured = torch.tensor(kl, dtype=DOUBLE) if as_tensor else kl
     assert float(F.proportional_kl_control(beta, measured, target, n, 10_000)) == pytest.approx(expected, rel=1e-12)
-
-
-def test_proportional_control_has_its_fixed_point_at_the_target() -> None:
-    assert F.proportional_kl_control(0.3, 6.0, 6.0, 256, 10_000) == 0.3
 
 
 @given(st.floats(1e-5, 1e-2), st.floats(0, 10), st.floats(1e-4, 1))

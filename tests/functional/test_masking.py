@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surefoot import functional as F
 
-from .strategies import DOUBLE, masks, random, seeds
+from .strategies import CONSTANTS, masks, random, seeds
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 MODES: list[F.Aggregation] = ["token-mean", "sequence-mean", "sequence-sum", "constant"]
@@ -34,15 +34,6 @@ def test_masked_statistics_are_those_of_the_kept_entries(seed: int, mask: Tensor
     assert [m.item() for m in F.masked_moments(x, mask)] == pytest.approx([len(entries), mean, var], abs=1e-11)
 
 
-def test_statistics_without_a_mask_are_those_of_everything() -> None:
-    x = random(3, 3, 4)
-    entries = x.flatten().tolist()
-    assert F.masked_mean(x, None).item() == pytest.approx(statistics.fmean(entries))
-    assert F.masked_var(x, None).item() == pytest.approx(statistics.pvariance(entries))
-    expected = [12, statistics.fmean(entries), statistics.pvariance(entries)]
-    assert [m.item() for m in F.masked_moments(x, None)] == pytest.approx(expected)
-
-
 @given(seeds)
 def test_a_full_mask_equals_no_mask(seed: int) -> None:
     x = random(seed, 3, 4)
@@ -52,14 +43,6 @@ def test_a_full_mask_equals_no_mask(seed: int) -> None:
     torch.testing.assert_close(F.whiten(x, None, eps=1e-2), F.whiten(x, everything, eps=1e-2), **CLOSE)
     for mode in MODES:
         torch.testing.assert_close(F.aggregate(x, None, mode), F.aggregate(x, everything, mode), **CLOSE)
-
-
-def test_statistics_of_empty_input_are_zero() -> None:
-    x, nothing = torch.full((2, 3), math.nan), torch.zeros(2, 3)
-    assert F.masked_mean(x, nothing).item() == 0
-    assert F.masked_var(x, nothing).item() == 0
-    assert [m.item() for m in F.masked_moments(x, nothing)] == [0, 0, 0]
-    assert F.whiten(x, nothing).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 @given(seeds, masks(3, 4))
@@ -146,18 +129,7 @@ def test_whiten_subtracts_the_mean_and_divides_by_the_root_of_the_biased_varianc
     torch.testing.assert_close(F.whiten(x, mask, shift_mean=shift, eps=eps), expected, rtol=1e-9, atol=1e-7)
 
 
-@given(seeds, masks(3, 4))
-def test_whitened_entries_have_mean_zero_and_variance_one(seed: int, mask: Tensor) -> None:
-    mask[0, :2] = True
-    white = F.whiten(random(3 * seed, 3, 4), mask, eps=1e-12)  # 3·seed: no ties
-    entries = kept(white, mask)
-    assert statistics.fmean(entries) == pytest.approx(0, abs=1e-9)
-    assert statistics.pvariance(entries) == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("constant", [0.0, 0.1, 7.3, -123.456, 1e6 / 3])
-@pytest.mark.parametrize("count", [1, 3, 7, 300])
+@CONSTANTS
 def test_a_constant_batch_whitens_to_exactly_zero(constant: float, count: int, dtype: torch.dtype) -> None:
     """Rounding of the mean, divided by √eps, would otherwise pass for a signal."""
     x = torch.full((count,), constant, dtype=dtype)
@@ -167,12 +139,6 @@ def test_a_constant_batch_whitens_to_exactly_zero(constant: float, count: int, d
     padded, mask = torch.cat([x, x + 1]), torch.arange(2 * count) < count
     assert (F.whiten(padded, mask) == 0).all()
     assert F.masked_var(padded, mask).item() == 0
-
-
-@given(seeds, st.floats(0.5, 20), st.floats(-50, 50))
-def test_whitening_removes_scale_and_shift(seed: int, scale: float, shift: float) -> None:
-    x = random(3 * seed, 6)
-    torch.testing.assert_close(F.whiten(scale * x + shift, None, eps=0.0), F.whiten(x, None, eps=0.0), rtol=1e-7, atol=1e-9)
 
 
 @given(seeds, masks(4, 3))
@@ -240,17 +206,6 @@ def test_micro_batches_with_the_global_count_add_up_to_the_whole(
     torch.testing.assert_close(by_parts, at_once, **CLOSE)
 
 
-def test_a_mean_of_means_would_not_add_up() -> None:
-    loss, mask = torch.tensor([[1.0, 3.0], [2.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
-    means = [F.aggregate(loss[i : i + 1], mask[i : i + 1], "token-mean").item() for i in range(2)]
-    assert sum(means) / 2 == 2.0
-    assert F.aggregate(loss, mask, "token-mean").item() == pytest.approx(2.0)
-    loss[1, 0] = 5.0
-    assert F.aggregate(loss, mask, "token-mean").item() == pytest.approx(3.0)
-    means = [F.aggregate(loss[i : i + 1], mask[i : i + 1], "token-mean").item() for i in range(2)]
-    assert sum(means) / 2 == 3.5
-
-
 @pytest.mark.parametrize("mode", MODES)
 @given(seeds, masks(3, 4), st.integers(0, 5), st.integers(0, 2))
 def test_the_amount_of_padding_does_not_matter(mode: F.Aggregation, seed: int, mask: Tensor, columns: int, rows: int) -> None:
@@ -263,24 +218,12 @@ def test_the_amount_of_padding_does_not_matter(mode: F.Aggregation, seed: int, m
     torch.testing.assert_close(a, b, **CLOSE)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@given(seeds, masks(4, 3), st.permutations(range(4)))
-def test_batch_order_does_not_matter(mode: F.Aggregation, seed: int, mask: Tensor, order: list[int]) -> None:
-    loss = random(seed, 4, 3)
-    shuffled = F.aggregate(loss[order], mask[order], mode).item()
-    assert shuffled == pytest.approx(reduced(loss, mask, mode), abs=1e-11)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_modes_agree_on_full_rows_of_equal_loss_and_differ_on_ragged_ones(mode: F.Aggregation) -> None:
+def test_modes_differ_on_ragged_rows() -> None:
     loss, ragged = torch.tensor([[4.0, 4.0], [1.0, 1.0]]), torch.tensor([[1, 1], [1, 0]])
-    full = {"token-mean": 2.5, "sequence-mean": 2.5, "sequence-sum": 5.0, "constant": 2.5}
-    partly = {"token-mean": 3.0, "sequence-mean": 2.5, "sequence-sum": 4.5, "constant": 2.25}
-    assert F.aggregate(loss, torch.ones(2, 2), mode).item() == full[mode]
-    assert F.aggregate(loss, ragged, mode).item() == partly[mode]
+    assert [F.aggregate(loss, ragged, mode).item() for mode in MODES] == [3.0, 2.5, 4.5, 2.25]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean"])
 def test_a_fully_masked_batch_has_zero_loss_and_gradient(mode: F.Aggregation) -> None:
     loss = torch.full((2, 3), math.nan, requires_grad=True)
     total = F.aggregate(loss, torch.zeros(2, 3), mode)

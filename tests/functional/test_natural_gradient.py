@@ -50,8 +50,7 @@ def setting(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 # Fisher-vector products.
 
 
-@pytest.mark.parametrize("damping", [0.0, 0.1])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "damping"), [(0, 0.0), (1, 0.1)])
 def test_fisher_vector_product_is_hessian_times_vector_plus_damping(seed: int, damping: float) -> None:
     flat, states, v = setting(seed)
     leaf = flat.clone().requires_grad_()
@@ -62,9 +61,8 @@ def test_fisher_vector_product_is_hessian_times_vector_plus_damping(seed: int, d
     assert not ours.requires_grad
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_both_directions_of_exact_kl_have_the_same_curvature_at_the_old_policy(seed: int) -> None:
-    flat, states, v = setting(seed)
+def test_both_directions_of_exact_kl_have_the_same_curvature_at_the_old_policy() -> None:
+    flat, states, v = setting(2)
     expected = fisher(flat, states) @ v
     for there in (True, False):
         leaf = flat.clone().requires_grad_()
@@ -95,15 +93,6 @@ def test_several_parameters_are_one_flat_vector_in_their_order() -> None:
     torch.testing.assert_close(ours, fisher(flat, states) @ v + 0.1 * v, rtol=1e-9, atol=1e-10)
 
 
-def test_the_gradient_graph_is_built_once_and_serves_every_product() -> None:
-    flat, states, v = setting(2)
-    leaf = flat.clone().requires_grad_()
-    matvec = F.fisher_vector_product(mean_kl(leaf, flat, states), [leaf], 0.0)
-    expected = fisher(flat, states)
-    for vector in (v, 2 * v, torch.zeros_like(v), v.flip(0)):
-        torch.testing.assert_close(matvec(vector), expected @ vector, rtol=1e-9, atol=1e-10)
-
-
 def test_a_parameter_without_effect_on_the_kl_has_only_damping() -> None:
     seen, unseen = (torch.zeros(n, dtype=DOUBLE, requires_grad=True) for n in (3, 2))
     kl = F.categorical_kl(torch.zeros(3, dtype=DOUBLE), seen)
@@ -112,12 +101,6 @@ def test_a_parameter_without_effect_on_the_kl_has_only_damping() -> None:
     p = 1 / 3
     expected = [p * (x - 7 / 3) + 0.5 * x for x in (1.0, 2.0, 4.0)] + [2.5, 3.0]
     assert product.tolist() == pytest.approx(expected)
-
-
-def test_a_linear_function_has_only_damping() -> None:
-    x = torch.zeros(2, requires_grad=True)
-    v = torch.tensor([1.0, -2.0])
-    assert F.fisher_vector_product(3 * x.sum(), [x], 0.25)(v).tolist() == [0.25, -0.5]
 
 
 # Conjugate gradient.
@@ -149,14 +132,6 @@ def test_conjugate_gradient_converges_monotonically_within_n_iterations(seed: in
     assert errors[5] < 1e-8 * errors[0]
 
 
-@given(seeds)
-def test_first_iteration_is_steepest_descent_with_the_exact_step(seed: int) -> None:
-    matrix, b = positive_definite(seed, 4), random(3 * seed + 3, 4)
-    expected = (b @ b) / (b @ matrix @ b) * b
-    ours = F.conjugate_gradient(lambda v: matrix @ v, b, iterations=1)
-    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_conjugate_gradient_stops_after_its_iterations_or_at_its_tolerance() -> None:
     matrix, b = positive_definite(1, 6), random(3, 6)
     calls = 0
@@ -184,14 +159,6 @@ def test_conjugate_gradient_of_a_zero_gradient_is_no_step_and_computes_no_produc
 
     assert F.conjugate_gradient(matvec, torch.zeros(3)).tolist() == [0, 0, 0]
     assert F.conjugate_gradient(matvec, torch.ones(3), iterations=0).tolist() == [0, 0, 0]
-
-
-def test_conjugate_gradient_is_deterministic_and_leaves_b_alone() -> None:
-    matrix, b = positive_definite(2, 4), random(3, 4)
-    before = b.clone()
-    first, second = (F.conjugate_gradient(lambda v: matrix @ v, b) for _ in range(2))
-    assert torch.equal(first, second)
-    assert torch.equal(b, before)
 
 
 # Line search.
@@ -225,14 +192,6 @@ def test_line_search_takes_the_longest_step_that_improves_within_the_trust_regio
         assert ours.tolist() == seen[-1]
     else:
         assert ours is None
-
-
-def test_line_search_needs_both_improvement_and_the_kl_bound() -> None:
-    full = torch.ones(2)
-    assert F.line_search(lambda step: (-1.0, 0.0), full, 0.01) is None
-    assert F.line_search(lambda step: (0.0, 0.0), full, 0.01) is None
-    assert F.line_search(lambda step: (1.0, 0.02), full, 0.01) is None
-    assert F.line_search(lambda step: (math.nan, math.nan), full, 0.01) is None
 
 
 def test_line_search_by_default_tries_ten_steps_shrunk_by_four_fifths() -> None:
