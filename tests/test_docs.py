@@ -115,7 +115,6 @@ def check_surefoot(words: list[str]) -> None:
         params = dict(context.params)
     if name == "train" and (not params["what"].endswith(".toml") or Path(params["what"]).exists()):
         own = {"what", "seeds", "run_dir", "name", "preset", "checkpoint_every", "dry_run", "quiet", "profile"}
-        own |= {"ranks", "max_restarts", "rank_timeout"}
         find_recipe(params["what"], changes_from({key: value for key, value in params.items() if key not in own}))
 
 

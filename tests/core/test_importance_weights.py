@@ -23,6 +23,7 @@ from surefoot.functional.surrogates import ImportanceMode
 from .test_groups import same, world
 from .worlds import gradient
 
+laws = settings(settings.get_profile("core"))
 MODES: tuple[ImportanceMode, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 DOUBLE = torch.float64
 CLIPPED = replace(PPO_CLIP, reuse=Reuse(1, 1), baseline=None, gae_lambda=1.0)
@@ -41,6 +42,7 @@ def log_probs_of(table: list[list[float]]) -> Tensor:
     return torch.stack([log_policy[0, first], log_policy[first, second]], -1)
 
 
+@laws
 @given(tables, tables, st.lists(st.floats(-2, 2), min_size=9, max_size=9))
 def test_without_a_bound_the_mean_over_the_samplers_responses_is_the_policys(
     old_table: list[list[float]], sampler_table: list[list[float]], worth: list[float]
@@ -55,6 +57,7 @@ def test_without_a_bound_the_mean_over_the_samplers_responses_is_the_policys(
         torch.testing.assert_close(*means, atol=1e-9, rtol=0)
 
 
+@laws
 @given(tables, tables, st.floats(1, 4))
 def test_a_cap_bounds_every_weight_and_changes_none_below_it(
     old_table: list[list[float]], sampler_table: list[list[float]], cap: float
@@ -109,7 +112,7 @@ def weights_of(r: Rollout, cap: float, mode: ImportanceMode) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("objective", "mode"), zip((REINFORCE, REINFORCE_BASELINE, CLIPPED, GRPO), MODES, strict=True), ids=MODES
+    ("objective", "mode"), list(zip((REINFORCE, REINFORCE_BASELINE, CLIPPED, GRPO), MODES, strict=True)), ids=MODES
 )
 def test_samples_of_the_policy_itself_change_nothing_bit_for_bit(objective: Objective, mode: ImportanceMode) -> None:
     net, r = world(1)
@@ -136,7 +139,7 @@ def test_the_gradient_is_that_of_advantages_times_the_weights(mode: ImportanceMo
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
-@settings(max_examples=5)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(1, 6))
 def test_micro_batches_do_not_matter(mode: ImportanceMode, size: int) -> None:
     net, r = world(3)

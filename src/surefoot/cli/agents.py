@@ -15,6 +15,7 @@ from surefoot.cli.options import (
     IntRange,
     checkpoint_option,
     json_option,
+    option,
     reject_options,
     seed_option,
     task_option,
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run", type=RUN)
-@click.option("--episodes", type=COUNT, default=20, show_default=True, help="Agents: greedy episodes.")
+@option("--episodes", type=COUNT, default=20, help="Agents: greedy episodes.")
 @seed_option(0, "Seed of the episodes or the responses.")
 @task_option
-@click.option("--data", "rows_file", help="Language: evaluate on these rows instead of the held-out ones.")
-@click.option("--rows", type=COUNT, help="Language: number of rows. [default: as in the recipe]")
-@click.option(
+@option("--data", "rows_file", help="Language: evaluate on these rows instead of the held-out ones.")
+@option("--rows", type=COUNT, help="Language: number of rows. [default: as in the recipe]")
+@option(
     "--reward",
     "rewards",
     multiple=True,
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
     help="Language: score the responses by this reward model's folder or run, module:function, or term as in reward.terms; "
     "repeatable.",
 )
-@click.option("--samples", type=COUNT, help="Online runs: responses to each prompt, for pass@k.")
-@click.option("--k", metavar="1,4,8", help="The k of pass@k. [default: powers of 2 up to --samples]")
-@click.option("--threshold", type=FiniteFloat(), help="Lowest reward of a correct response. [default: rewards must be 0 or 1]")
-@click.option("--after", metavar="TEXT", help="Majority vote: the answer is the text after the last TEXT. [default: all of it]")
+@option("--samples", type=COUNT, help="Online runs: responses to each prompt, for pass@k.")
+@option("--k", metavar="1,4,8", help="The k of pass@k. [default: powers of 2 up to --samples]")
+@option("--threshold", type=FiniteFloat(), help="Lowest reward of a correct response. [default: rewards must be 0 or 1]")
+@option("--after", metavar="TEXT", help="Majority vote: the answer is the text after the last TEXT. [default: all of it]")
 @json_option
 def evaluate(
     run: Path,
@@ -119,16 +120,16 @@ def attempts_from(samples: int | None, k: str | None, threshold: float | None, a
 
 @click.command()
 @click.argument("run", type=RUN)
-@click.option("--episodes", type=COUNT, default=1, show_default=True, help="Greedy episodes.")
+@option("--episodes", type=COUNT, default=1, help="Greedy episodes.")
 @seed_option(0, "Seed of the episodes, as in surefoot evaluate.")
-@click.option("--out", type=PATH, help="MP4 file. [default: RUN/videos/TASK-STEP-seedSEED.mp4]")
-@click.option("--size", metavar="WIDTHxHEIGHT", default="320x240", show_default=True, help="Size in pixels.")
-@click.option("--fps", type=FiniteFloat(1, 240), metavar="N", help="Frames per second. [default: the environment's]")
-@click.option("--max-steps", type=COUNT, default=10_000, show_default=True, help="Longest episode, in steps.")
+@option("--out", type=PATH, help="MP4 file. [default: RUN/videos/TASK-STEP-seedSEED.mp4]")
+@option("--size", metavar="WIDTHxHEIGHT", default="320x240", help="Size in pixels.")
+@option("--fps", type=FiniteFloat(1, 240), metavar="N", help="Frames per second. [default: the environment's]")
+@option("--max-steps", type=COUNT, default=10000, help="Longest episode, in steps.")
 @checkpoint_option
 @task_option
-@click.option("--no-caption", is_flag=True, help="Leave out the caption with step, reward and return.")
-@click.option("--traced", metavar="last|all|STEPS", help="Film the traced training episodes instead, for surefoot inspect.")
+@option("--no-caption", is_flag=True, help="Leave out the caption with step, reward and return.")
+@option("--traced", metavar="last|all|STEPS", help="Film the traced training episodes instead, for surefoot inspect.")
 def watch(
     run: Path,
     episodes: int,
@@ -166,8 +167,8 @@ def watch(
 
 @click.command()
 @click.argument("run", type=RUN)
-@click.option("--format", type=click.Choice(["onnx", "torch"]), metavar="onnx|torch", default="onnx", show_default=True)
-@click.option("--out", type=PATH, help="File to write. [default: RUN/exports/TASK-STEP.onnx or .pt2]")
+@option("--format", type=click.Choice(["onnx", "torch"]), metavar="onnx|torch", default="onnx")
+@option("--out", type=PATH, help="File to write. [default: RUN/exports/TASK-STEP.onnx or .pt2]")
 @checkpoint_option
 def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> None:
     """Export the agent in RUN to ONNX or torch.export.
@@ -186,17 +187,17 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
 @click.command()
 @click.argument("run", type=RUN)
 @click.argument("name", metavar="ORG/NAME", required=False)
-@click.option("--public", is_flag=True, help="Make a new repository public; without it, it is private.")
-@click.option("--dry-run", is_flag=True, help="Only write the folder that would be uploaded.")
-@click.option("--out", type=PATH, help="Folder to write with --dry-run. [default: RUN/hub]")
+@option("--public", is_flag=True, help="Make a new repository public; without it, it is private.")
+@option("--dry-run", is_flag=True, help="Only write the folder that would be uploaded.")
+@option("--out", type=PATH, help="Folder to write with --dry-run. [default: RUN/hub]")
 @checkpoint_option
-@click.option("--episodes", type=IntRange(0, MAX_COUNT), default=20, show_default=True, help="Agents: episodes to evaluate.")
+@option("--episodes", type=IntRange(0, MAX_COUNT), default=20, help="Agents: episodes to evaluate.")
 @seed_option(0, "Agents: seed of these episodes and of the video.")
-@click.option("--film", is_flag=True, help="Agents: record an episode, if the run has no video of this checkpoint.")
-@click.option("--no-samples", is_flag=True, help="Language: leave out the responses of the last evaluation.")
-@click.option("--license", metavar="ID", help="Licence in the card, by the hub's name, such as apache-2.0.")
-@click.option("--publish", multiple=True, metavar="NAME", help="Publish this argument of the recipe too.")
-@click.option("--message", default="Upload by surefoot push", show_default=True, help="Message of the commit.")
+@option("--film", is_flag=True, help="Agents: record an episode, if the run has no video of this checkpoint.")
+@option("--no-samples", is_flag=True, help="Language: leave out the responses of the last evaluation.")
+@option("--license", metavar="ID", help="Licence in the card, by the hub's name, such as apache-2.0.")
+@option("--publish", multiple=True, metavar="NAME", help="Publish this argument of the recipe too.")
+@option("--message", default="Upload by surefoot push", help="Message of the commit.")
 def push(
     run: Path,
     name: str | None,
@@ -239,7 +240,7 @@ def push(
 @click.command()
 @click.argument("name", metavar="ORG/NAME")
 @click.argument("folder", type=PATH, required=False)
-@click.option("--revision", help="Branch, tag or commit. [default: main]")
+@option("--revision", help="Branch, tag or commit. [default: main]")
 def pull(name: str, folder: Path | None, revision: str | None) -> None:
     """Download an agent or model that "surefoot push" uploaded.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from surefoot.cli.options import COUNT, IntRange, complete_run, complete_task, json_option, run_named
+from surefoot.cli.options import COUNT, IntRange, complete_run, complete_task, json_option, option, run_named
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
@@ -83,69 +83,45 @@ def check_run(folder: Path, as_json: bool) -> int:
 
 @click.command()
 @click.argument("model", shell_complete=complete_run)
-@click.option("--adapter", type=COUNT, metavar="RANK", help="Train all roles as adapters of one frozen base.")
-@click.option(
+@option("--adapter", type=COUNT, metavar="RANK", help="Train all roles as adapters of one frozen base.")
+@option(
     "--quantize",
     type=click.Choice(["int8", "nf4"]),
     help="Quantisation of the adapter's base, as adapter.quantize in a recipe.",
 )
-@click.option(
-    "--optimizer",
-    type=click.Choice(["adam", "adam-8bit"]),
-    default="adam",
-    show_default=True,
-    help="As optimizer.kind in a recipe.",
-)
-@click.option("--ranks", type=COUNT, default=1, show_default=True, help="Ranks that train together, one per GPU.")
-@click.option("--ranks-per-machine", type=COUNT, default=8, show_default=True, help="GPUs of a machine, for --sharding hybrid.")
-@click.option("--offload", is_flag=True, help="As offload in a recipe.")
-@click.option("--kind", type=click.Choice(["language", "sft", "reward", "dpo"]), default="language", show_default=True)
-@click.option(
+@option("--optimizer", type=click.Choice(["adam", "adam-8bit"]), default="adam", help="As optimizer.kind in a recipe.")
+@option("--ranks", type=COUNT, default=1, help="Ranks that train together, one per GPU.")
+@option("--ranks-per-machine", type=COUNT, default=8, help="GPUs of a machine, for --sharding hybrid.")
+@option("--offload", is_flag=True, help="As offload in a recipe.")
+@option("--kind", type=click.Choice(["language", "sft", "reward", "dpo"]), default="language")
+@option(
     "--critic",
     type=click.Choice(["shared", "own", "none"]),
     default="own",
-    show_default=True,
     help="A head on the policy's trunk, a separate value model, or none.",
 )
-@click.option("--reference/--no-reference", default=True, show_default=True, help="A frozen reference for the KL.")
-@click.option("--rewards", type=IntRange(0, MAX_COUNT), default=1, show_default=True, help="Reward models of the same size.")
-@click.option(
+@option("--reference/--no-reference", default=True, help="A frozen reference for the KL.")
+@option("--rewards", type=IntRange(0, MAX_COUNT), default=1, help="Reward models of the same size.")
+@option(
     "--precision",
     type=click.Choice(["float32", "bfloat16", "bfloat16-weights"]),
     default="float32",
-    show_default=True,
     help="As precision in a recipe.",
 )
-@click.option("--gradient-checkpointing", is_flag=True, help="As gradient_checkpointing in a recipe.")
-@click.option("--micro-batch", type=COUNT, metavar="ROWS", help="As optimizer.micro_batch in a recipe.")
-@click.option("--micro-batch-tokens", type=COUNT, metavar="TOKENS", help="As optimizer.micro_batch_tokens in a recipe.")
-@click.option(
-    "--sharding",
-    type=click.Choice(["none", "full", "hybrid"]),
-    default="none",
-    show_default=True,
-    help="As sharding in a recipe.",
+@option("--gradient-checkpointing", is_flag=True, help="As gradient_checkpointing in a recipe.")
+@option("--micro-batch", type=COUNT, metavar="ROWS", help="As optimizer.micro_batch in a recipe.")
+@option("--micro-batch-tokens", type=COUNT, metavar="TOKENS", help="As optimizer.micro_batch_tokens in a recipe.")
+@option("--sharding", type=click.Choice(["none", "full", "hybrid"]), default="none", help="As sharding in a recipe.")
+@option(
+    "--reshard-after-forward/--no-reshard-after-forward", "reshard", default=True, help="As reshard_after_forward in a recipe."
 )
-@click.option(
-    "--reshard-after-forward/--no-reshard-after-forward",
-    "reshard",
-    default=True,
-    show_default=True,
-    help="As reshard_after_forward in a recipe.",
-)
-@click.option("--prompts", type=COUNT, default=64, show_default=True, help="Prompts per iteration of all ranks.")
-@click.option("--samples", type=COUNT, default=1, show_default=True, help="Responses to each prompt.")
-@click.option("--minibatches", type=COUNT, default=4, show_default=True, help="Updates per epoch.")
-@click.option(
-    "--batch",
-    type=COUNT,
-    default=64,
-    show_default=True,
-    help="Rows per update of SFT, reward models and DPO, of all ranks.",
-)
-@click.option("--prompt-tokens", type=COUNT, default=512, show_default=True, help="Longest prompt in tokens.")
-@click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@option("--prompts", type=COUNT, default=64, help="Prompts per iteration of all ranks.")
+@option("--samples", type=COUNT, default=1, help="Responses to each prompt.")
+@option("--minibatches", type=COUNT, default=4, help="Updates per epoch.")
+@option("--batch", type=COUNT, default=64, help="Rows per update of SFT, reward models and DPO, of all ranks.")
+@option("--prompt-tokens", type=COUNT, default=512, help="Longest prompt in tokens.")
+@option("--max-tokens", type=COUNT, default=64, help="Longest response in tokens.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def memory(
     model: str,
     as_json: bool,

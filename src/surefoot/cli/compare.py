@@ -1,7 +1,8 @@
 """Compare runs, report on them, train several algorithms to compare them, and tune recipes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from surefoot.cli.options import (
     changes_from,
     complete_task,
     json_option,
+    option,
     preset_option,
     recipe_flags,
     reject_options,
     run_named,
+    together,
 )
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import LADDER, MAX_COUNT
@@ -32,23 +35,18 @@ if TYPE_CHECKING:
     from surefoot.compare.runs import SavedRun
 
 
-def across_tasks_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that group runs by task and by a field of their recipes."""
-    for option in (
-        click.option(
-            "--range",
-            "ranges",
-            multiple=True,
-            metavar="TASK=LOW:HIGH",
-            help="With --by: scores that count as 0 and 1; repeatable. [default: the worst and the best run of the task]",
-        ),
-        click.option("--score", metavar="METRIC", help="With --by: the metric. [default: the first score that all runs have]"),
-        click.option(
-            "--by", metavar="FIELD", help="Compare the values of a recipe's field, such as algorithm, over all tasks."
-        ),
-    ):
-        command = option(command)
-    return command
+across_tasks_options = together(
+    option("--by", metavar="FIELD", help="Compare the values of a recipe's field, such as algorithm, over all tasks."),
+    option("--score", metavar="METRIC", help="With --by: the metric. [default: the first score that all runs have]"),
+    option(
+        "--range",
+        "ranges",
+        multiple=True,
+        metavar="TASK=LOW:HIGH",
+        help="With --by: scores that count as 0 and 1; repeatable. [default: the worst and the best run of the task]",
+    ),
+)
+"""options that group runs by task and by a field of their recipes"""
 
 
 def tasks_compared(
@@ -76,7 +74,7 @@ def tasks_compared(
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=RUN, metavar="RUN RUN...")
 @across_tasks_options
-@click.option("--figure", type=PATH, help="With --by: file for the performance profiles (.png or .svg).")
+@option("--figure", type=PATH, help="With --by: file for the performance profiles (.png or .svg).")
 @json_option
 def compare(
     runs: tuple[Path, ...], by: str | None, score: str | None, ranges: tuple[str, ...], figure: Path | None, as_json: bool
@@ -131,8 +129,8 @@ def _range(text: str) -> tuple[str, tuple[float, float]]:
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=RUN, metavar="RUN...")
-@click.option("--out", type=PATH, help="HTML file to write. [default: RUN/report.html; report.html for several runs]")
-@click.option("--figures", type=click.Choice(["svg", "png"]), help="Also write the curves as files, next to the page.")
+@option("--out", type=PATH, help="HTML file to write. [default: RUN/report.html; report.html for several runs]")
+@option("--figures", type=click.Choice(["svg", "png"]), help="Also write the curves as files, next to the page.")
 @across_tasks_options
 def report(
     runs: tuple[Path, ...], out: Path | None, figures: str | None, by: str | None, score: str | None, ranges: tuple[str, ...]
@@ -158,24 +156,16 @@ def report(
         echo(f"{len(written)} figures in {folder}/")
 
 
-def comparison_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of commands that train many runs: a flag for every recipe field except the algorithm."""
-    command = recipe_flags(command, without=("kind", "task", "algorithm"))
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print results.json on stdout and progress on stderr."),
-        click.option("--run-dir", type=PATH, help="Folder of all runs, the tables and the plot."),
-        click.option("--jobs", type=COUNT, default=1, show_default=True, help="Trainings at a time, one process each."),
-        click.option(
-            "--episodes",
-            type=IntRange(0, MAX_COUNT),
-            default=20,
-            show_default=True,
-            help="Greedy episodes to evaluate each final agent.",
-        ),
-        click.option("--seeds", type=COUNT, default=3, show_default=True, help="Seeds of each: seed, seed + 1, …"),
-    ):
-        command = option(command)
-    return command
+results_option = option("--json", "as_json", is_flag=True, help="Print results.json on stdout and progress on stderr.")
+comparison_options = together(
+    option("--seeds", type=COUNT, default=3, help="Seeds of each: seed, seed + 1, …"),
+    option("--episodes", type=IntRange(0, MAX_COUNT), default=20, help="Greedy episodes to evaluate each final agent."),
+    option("--jobs", type=COUNT, default=1, help="Trainings at a time, one process each."),
+    option("--run-dir", type=PATH, help="Folder of all runs, the tables and the plot."),
+    results_option,
+    partial(recipe_flags, without=("kind", "task", "algorithm")),
+)
+"""options of commands that train many runs; every recipe field is a flag, except the algorithm"""
 
 
 def settings_from(options: dict[str, Any]) -> dict[str, Any]:
@@ -187,14 +177,8 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
 
 @click.command(cls=RecipeCommand)
 @click.argument("task", shell_complete=complete_task)
-@click.option("--rung", "rungs", type=IntRange(0, len(LADDER) - 1), multiple=True, help="Only this rung; repeatable.")
-@click.option(
-    "--batches",
-    type=IntRange(2, MAX_COUNT),
-    default=100,
-    show_default=True,
-    help="Batches for the variance, with θ frozen.",
-)
+@option("--rung", "rungs", type=IntRange(0, len(LADDER) - 1), multiple=True, help="Only this rung; repeatable.")
+@option("--batches", type=IntRange(2, MAX_COUNT), default=100, help="Batches for the variance, with θ frozen.")
 @comparison_options
 def ladder(
     task: str,
@@ -214,7 +198,7 @@ def ladder(
 
 @click.command(name="compare-algorithms", cls=RecipeCommand)
 @click.argument("task", shell_complete=complete_task)
-@click.option("--algorithms", required=True, metavar="A,B,C", help="Names, separated by commas (surefoot list).")
+@option("--algorithms", required=True, metavar="A,B,C", help="Names, separated by commas (surefoot list).")
 @comparison_options
 def compare_algorithms(
     task: str,
@@ -234,23 +218,22 @@ def compare_algorithms(
 
 @click.command(cls=RecipeCommand)
 @click.argument("what", shell_complete=complete_task)
-@click.option("--space", type=PATH, metavar="FILE", help="TOML file of fields and values to try. [default: one for WHAT]")
-@click.option("--trials", type=COUNT, help="Trials of the study, with those of earlier commands. [default: 20]")
-@click.option("--seeds", type=COUNT, default=2, show_default=True, help="Runs of each trial: seed, seed + 1, …")
-@click.option("--jobs", type=COUNT, default=1, show_default=True, help="Trials at a time, one process each.")
-@click.option(
+@option("--space", type=PATH, metavar="FILE", help="TOML file of fields and values to try. [default: one for WHAT]")
+@option("--trials", type=COUNT, help="Trials of the study, with those of earlier commands. [default: 20]")
+@option("--seeds", type=COUNT, default=2, help="Runs of each trial: seed, seed + 1, …")
+@option("--jobs", type=COUNT, default=1, help="Trials at a time, one process each.")
+@option(
     "--confirm",
     type=IntRange(0, MAX_COUNT),
     default=0,
-    show_default=True,
     help="New seeds on which the best and the initial recipe are trained at the end.",
 )
-@click.option("--no-pruning", is_flag=True, help="Train every trial to its end.")
-@click.option("--resume", is_flag=True, help="WHAT is a study's folder or its name: continue it with its settings.")
-@click.option("--name", help="Name of the study; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
-@click.option("--run-dir", type=PATH, help="Folder of the study; with --name, the folder that contains it.")
+@option("--no-pruning", is_flag=True, help="Train every trial to its end.")
+@option("--resume", is_flag=True, help="WHAT is a study's folder or its name: continue it with its settings.")
+@option("--name", help="Name of the study; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
+@option("--run-dir", type=PATH, help="Folder of the study; with --name, the folder that contains it.")
 @preset_option
-@click.option("--json", "as_json", is_flag=True, help="Print results.json on stdout and progress on stderr.")
+@results_option
 @recipe_flags
 def tune(
     what: str,

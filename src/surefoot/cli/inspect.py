@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from surefoot.cli.options import PATH, RUN, IntRange
+from surefoot.cli.options import PATH, RUN, IntRange, option
 from surefoot.cli.output import echo
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import RUNS
@@ -19,10 +19,12 @@ from surefoot.terminal import is_terminal
 
 @click.command()
 @click.argument("runs", nargs=-1, type=RUN, metavar="[RUN|FOLDER]...")
-@click.option("--clip-table", is_flag=True, help="Write the clip table as one HTML file, with samples of the runs.")
-@click.option("--out", type=PATH, help="File of the clip table. [default: clip-table.html]")
-@click.option("--port", type=IntRange(0, 65535), default=0, help="Port of the inspector. [default: any free port]")
-@click.option("--no-browser", is_flag=True, help="Print the address; open no browser.")
+@option("--clip-table", is_flag=True, help="Write the clip table as one HTML file, with samples of the runs.")
+@option("--out", type=PATH, help="File of the clip table. [default: clip-table.html]")
+@option(
+    "--port", type=IntRange(0, 65535), default=0, help="Port of the inspector. [default: any free port]", show_default=False
+)
+@option("--no-browser", is_flag=True, help="Print the address; open no browser.")
 def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: int, no_browser: bool) -> None:
     """Open the inspector for runs in a browser.
 

@@ -22,6 +22,7 @@ from surefoot.cli.options import (
     device_option,
     greedy_option,
     json_option,
+    option,
     run_named,
     seed_option,
     special_option,
@@ -55,17 +56,17 @@ def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel"
 
 @click.command()
 @click.argument("model", shell_complete=complete_run)
-@click.option("--prompt", "prompts", multiple=True, help="Prompt; repeatable.")
-@click.option("--file", type=PATH, help="Prompts from a file, a folder or hf://org/name:split.")
-@click.option("--samples", type=COUNT, default=1, show_default=True, help="Responses to each prompt.")
-@click.option("--max-tokens", type=COUNT, default=128, show_default=True, help="Longest response in tokens, with EOS.")
+@option("--prompt", "prompts", multiple=True, help="Prompt; repeatable.")
+@option("--file", type=PATH, help="Prompts from a file, a folder or hf://org/name:split.")
+@option("--samples", type=COUNT, default=1, help="Responses to each prompt.")
+@option("--max-tokens", type=COUNT, default=128, help="Longest response in tokens, with EOS.")
 @temperature_option
 @greedy_option
 @stop_option
 @special_option
 @seed_option(1)
 @trust_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per response.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object per response.")
 def generate(
     model: str,
     prompts: tuple[str, ...],
@@ -103,7 +104,7 @@ def generate(
 
 @click.command()
 @click.argument("model", shell_complete=complete_run)
-@click.option("--max-tokens", type=COUNT, default=256, show_default=True, help="Longest answer in tokens, with EOS.")
+@option("--max-tokens", type=COUNT, default=256, help="Longest answer in tokens, with EOS.")
 @temperature_option
 @greedy_option
 @stop_option
@@ -178,9 +179,9 @@ def show(piece: str) -> None:
 
 @click.command(name="best-of-n")
 @click.argument("model", shell_complete=complete_run)
-@click.option("--prompts", type=PATH, required=True, help="A file, a folder or hf://org/name:split.")
-@click.option("--samples", type=COUNT, required=True, help="n, responses to each prompt.")
-@click.option(
+@option("--prompts", type=PATH, required=True, help="A file, a folder or hf://org/name:split.")
+@option("--samples", type=COUNT, required=True, help="n, responses to each prompt.")
+@option(
     "--reward",
     "rewards",
     multiple=True,
@@ -188,16 +189,16 @@ def show(piece: str) -> None:
     metavar="TERM",
     help="A reward model's folder or run, module:function, or a term as in reward.terms; repeatable, terms are added.",
 )
-@click.option("--out", type=PATH, required=True, help="JSONL file to write.")
-@click.option("--worst", is_flag=True, help="Write pairs of the best and the worst response, for reward models.")
-@click.option("--at-least", type=FiniteFloat(), metavar="R", help="Keep a prompt only if its best response earns R or more.")
-@click.option("--keep-cut", is_flag=True, help="Keep responses that --max-tokens truncated as candidates.")
-@click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens, with EOS.")
+@option("--out", type=PATH, required=True, help="JSONL file to write.")
+@option("--worst", is_flag=True, help="Write pairs of the best and the worst response, for reward models.")
+@option("--at-least", type=FiniteFloat(), metavar="R", help="Keep a prompt only if its best response earns R or more.")
+@option("--keep-cut", is_flag=True, help="Keep responses that --max-tokens truncated as candidates.")
+@option("--max-tokens", type=COUNT, default=64, help="Longest response in tokens, with EOS.")
 @temperature_option
 @stop_option
 @special_option
 @seed_option(1)
-@click.option("--batch", type=COUNT, default=256, show_default=True, help="Responses sampled at a time.")
+@option("--batch", type=COUNT, default=256, help="Responses sampled at a time.")
 @device_option
 @trust_option
 @json_option
@@ -241,7 +242,7 @@ def best_of_n(
 
 @click.command()
 @click.argument("run", type=RUN)
-@click.option("--out", type=PATH, required=True, help="Folder to write; a model in it is replaced.")
+@option("--out", type=PATH, required=True, help="Folder to write; a model in it is replaced.")
 @trust_option
 def merge(run: Path, out: Path, trust_remote_code: bool) -> None:
     """Merge the adapter of RUN into its base model.
@@ -267,21 +268,20 @@ def data() -> None:
 
 @data.command()
 @click.argument("file", type=PATH)
-@click.option("--model", required=True, help="Model whose tokenizer and chat template are used.")
-@click.option("--rows", type=COUNT, default=5, show_default=True, help="Rows to show.")
-@click.option("--max-length", type=IntRange(2, MAX_COUNT), default=1024, show_default=True, help="As in data.max_length.")
-@click.option("--columns", default="{}", metavar="TABLE", help='As in data.columns, such as { question = "prompt" }.')
-@click.option(
+@option("--model", required=True, help="Model whose tokenizer and chat template are used.")
+@option("--rows", type=COUNT, default=5, help="Rows to show.")
+@option("--max-length", type=IntRange(2, MAX_COUNT), default=1024, help="As in data.max_length.")
+@option(
+    "--columns", default="{}", metavar="TABLE", help='As in data.columns, such as { question = "prompt" }.', show_default=False
+)
+@option(
     "--control-tokens",
     "control",
     type=click.Choice(["split", "keep", "reject"]),
     default="split",
-    show_default=True,
     help="As in data.control_tokens.",
 )
-@click.option(
-    "--answers", type=click.Choice(["template", "row"]), default="template", show_default=True, help="As in data.answers."
-)
+@option("--answers", type=click.Choice(["template", "row"]), default="template", help="As in data.answers.")
 @trust_option
 def preview(file: Path, columns: str, **options: Any) -> None:
     """Show rows of FILE as tokens.
@@ -303,17 +303,19 @@ def preview(file: Path, columns: str, **options: Any) -> None:
 
 @data.command()
 @click.argument("file", type=PATH)
-@click.option("--model", required=True, help="Run, checkpoint, transformers folder or hub id.")
-@click.option("--function", default="surefoot.language.tasks:verify", show_default=True, help="As in reward.terms.")
-@click.option("--arguments", default="{}", metavar="TABLE", help="Its other arguments, such as { tolerance = 0.1 }.")
-@click.option("--rows", "prompts", type=COUNT, default=64, show_default=True, help="Number of prompts, from the first row.")
-@click.option("--samples", type=IntRange(2, MAX_COUNT), default=4, show_default=True, help="Responses to each prompt.")
-@click.option("--max-tokens", type=COUNT, default=64, show_default=True, help="Longest response in tokens, with EOS.")
+@option("--model", required=True, help="Run, checkpoint, transformers folder or hub id.")
+@option("--function", default="surefoot.language.tasks:verify", help="As in reward.terms.")
+@option(
+    "--arguments", default="{}", metavar="TABLE", help="Its other arguments, such as { tolerance = 0.1 }.", show_default=False
+)
+@option("--rows", "prompts", type=COUNT, default=64, help="Number of prompts, from the first row.")
+@option("--samples", type=IntRange(2, MAX_COUNT), default=4, help="Responses to each prompt.")
+@option("--max-tokens", type=COUNT, default=64, help="Longest response in tokens, with EOS.")
 @temperature_option
 @seed_option(1)
 @stop_option
 @special_option
-@click.option("--keep-cut", is_flag=True, help="Score truncated responses with the function, instead of 0.")
+@option("--keep-cut", is_flag=True, help="Score truncated responses with the function, instead of 0.")
 @trust_option
 def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote_code: bool, **sampling: Any) -> None:
     """Measure the accuracy of a model on FILE.
@@ -337,13 +339,13 @@ def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote
 
 @data.command()
 @click.argument("task")
-@click.option("--rows", type=COUNT, default=1000, show_default=True, help="Number of rows.")
+@option("--rows", type=COUNT, default=1000, help="Number of rows.")
 @seed_option(1)
-@click.option("--difficulty", type=int, help="Difficulty (surefoot data tasks). [default: the task's usual one]")
-@click.option("--test", is_flag=True, help="Test problems: never in training rows of any seed. For games: other plays.")
-@click.option("--demonstrations", is_flag=True, help="Write a teacher's answers for SFT, not problems.")
-@click.option("--sloppy", type=FiniteFloat(0, 1), help="Share of careless demonstrations. [default: 0.6]")
-@click.option("--out", type=PATH, required=True, help="JSONL file to write.")
+@option("--difficulty", type=int, help="Difficulty (surefoot data tasks). [default: the task's usual one]")
+@option("--test", is_flag=True, help="Test problems: never in training rows of any seed. For games: other plays.")
+@option("--demonstrations", is_flag=True, help="Write a teacher's answers for SFT, not problems.")
+@option("--sloppy", type=FiniteFloat(0, 1), help="Share of careless demonstrations. [default: 0.6]")
+@option("--out", type=PATH, required=True, help="JSONL file to write.")
 def make(
     task: str,
     rows: int,

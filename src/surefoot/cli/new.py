@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from surefoot.cli.options import PATH, seed_option
+from surefoot.cli.options import PATH, option, seed_option
 from surefoot.cli.output import display_for, echo
 from surefoot.cli.ranks import launch_ranks, ranks_option
 from surefoot.errors import SurefootError
@@ -22,7 +22,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @click.command()
 @click.argument("name", type=PATH)
-@click.option("--language", is_flag=True, help="Create a reward for a language model instead of an environment.")
+@option("--language", is_flag=True, help="Create a reward for a language model instead of an environment.")
 def new(name: Path, language: bool) -> None:
     """Create a folder NAME for a new task.
 
@@ -69,11 +69,11 @@ def _json_lines(rows: list[dict[str, str]]) -> str:
 
 @click.command()
 @click.argument("which", type=click.Choice(DEMOS), default="control", metavar=f"[{'|'.join(DEMOS)}]")
-@click.option("--run-dir", type=PATH, default=Path("runs"), show_default=True, help="Folder of the demo's runs.")
+@option("--run-dir", type=PATH, default=Path("runs"), help="Folder of the demo's runs.")
 @seed_option(1)
-@click.option("--no-anchor", is_flag=True, help="Language: no KL penalty (β = 0), to see reward hacking.")
+@option("--no-anchor", is_flag=True, help="Language: no KL penalty (β = 0), to see reward hacking.")
 @ranks_option
-def demo(which: str, run_dir: Path, seed: int, no_anchor: bool, ranks: int | None) -> None:
+def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
     """Run a demo of control, language or a verifier.
 
     control: PPO on CartPole-v1, one minute. language: SFT, a reward model and PPO on short reviews, five minutes. verifier:
@@ -81,7 +81,7 @@ def demo(which: str, run_dir: Path, seed: int, no_anchor: bool, ranks: int | Non
     """
     if no_anchor and which != "language":
         raise SurefootError("--no-anchor: is for the language demo; run: surefoot demo language --no-anchor")
-    if launch_ranks(ranks, None, None):
+    if launch_ranks():
         return
     from surefoot.demos import run_demo
     from surefoot.ranks.collectives import rank

@@ -4,6 +4,7 @@ click gives an option the next word, whatever it is. Here a boolean option needs
 as its value.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,6 +26,23 @@ TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
 
 ALIASES = {"optimizer.learning_rate": ("--lr", "--learning-rate"), "objective.gamma": ("--gamma",)}
 """more flags of fields that people look for under shorter names"""
+
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def option(*names: str, **form: Any) -> Decorator:
+    """An option whose help ends with its default, if it has one."""
+    return click.option(*names, **{"show_default": "default" in form, **form})
+
+
+def together(*options: Decorator) -> Decorator:
+    """Several options as one decorator, in the order of the help."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.reduce(lambda made, each: each(made), reversed(options), command)
+
+    return add
 
 
 class BooleanOption(click.Option):
@@ -246,24 +264,24 @@ PATH = click.Path(path_type=Path)
 RUN = RunPath(path_type=Path)
 POSITIVE = FiniteFloat(min=0, min_open=True)
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-preset_option = click.option(
+json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+preset_option = option(
     "--preset",
     metavar="NAME",
     help="Preset to start from; none: plain defaults. [default: the one tuned for WHAT]",
     shell_complete=complete_preset,
 )
-quiet_option = click.option("--quiet", is_flag=True, help="Show warnings only.")
-device_option = click.option("--device", default="cpu", show_default=True, help="Device of the models.")
-trust_option = click.option("--trust-remote-code", is_flag=True, help="Run a model's own code from the hub.")
-temperature_option = click.option("--temperature", type=POSITIVE, default=1.0, show_default=True, help="Sampling temperature.")
-greedy_option = click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
-stop_option = click.option("--stop", multiple=True, help="Text that ends a response, in addition to EOS; repeatable.")
-special_option = click.option("--special-tokens", is_flag=True, help="Keep special tokens in the text of responses.")
-task_option = click.option("--task", help="Another task than the one trained on.")
-checkpoint_option = click.option("--checkpoint", metavar="best|last|STEP", help="Checkpoint to use. [default: best, else last]")
+quiet_option = option("--quiet", is_flag=True, help="Show warnings only.")
+device_option = option("--device", default="cpu", help="Device of the models.")
+trust_option = option("--trust-remote-code", is_flag=True, help="Run a model's own code from the hub.")
+temperature_option = option("--temperature", type=POSITIVE, default=1.0, help="Sampling temperature.")
+greedy_option = option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
+stop_option = option("--stop", multiple=True, help="Text that ends a response, in addition to EOS; repeatable.")
+special_option = option("--special-tokens", is_flag=True, help="Keep special tokens in the text of responses.")
+task_option = option("--task", help="Another task than the one trained on.")
+checkpoint_option = option("--checkpoint", metavar="best|last|STEP", help="Checkpoint to use. [default: best, else last]")
 
 
-def seed_option(default: int, help_text: str = "Random seed.") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def seed_option(default: int, help_text: str = "Random seed.") -> Decorator:
     """``--seed N``."""
-    return click.option("--seed", type=IntRange(0, MAX_SEED), default=default, show_default=True, help=help_text)
+    return option("--seed", type=IntRange(0, MAX_SEED), default=default, help=help_text)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from surefoot.cli.options import COUNT, POSITIVE
+from surefoot.cli.options import COUNT, POSITIVE, option, together
 from surefoot.errors import SurefootError
 from surefoot.files import read_text
 from surefoot.ranks.launching import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note, restarts
@@ -26,45 +26,62 @@ AGENT = "SUREFOOT_AGENT"
 died, and the last line of another if none was printed"""
 
 
-def _ranks(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """A number of ranks, or ``auto``: one per GPU; a usage error of click for anything else."""
-    if value is None or value != "auto":
-        return None if value is None else int(COUNT.convert(value, parameter, context))  # type: ignore[arg-type]  # it takes texts
-    import torch
+class Ranks(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click
+    """A number of ranks, or ``auto``: one per GPU."""
 
-    if not torch.cuda.device_count():
-        raise SurefootError("--ranks auto: this machine has no GPU that PyTorch can use; give a number")
-    return torch.cuda.device_count()
+    name = "ranks"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number, or a usage error of click."""
+        if value != "auto":
+            return int(COUNT.convert(value, param, ctx))
+        import torch
+
+        if not torch.cuda.device_count():
+            raise SurefootError("--ranks auto: this machine has no GPU that PyTorch can use; give a number")
+        return torch.cuda.device_count()
 
 
-ranks_option = click.option(
-    "--ranks", callback=_ranks, metavar="N|auto", help="Train as this many processes; auto: one per GPU. [default: 1]"
+def _keep(context: click.Context, parameter: click.Parameter, value: float | None) -> None:
+    """Keep a value for ``launch_ranks``; the command itself doesn't get it."""
+    context.meta[f"ranks.{parameter.name}"] = value
+
+
+kept: Any = {"callback": _keep, "expose_value": False}
+ranks_option = option(
+    "--ranks",
+    type=Ranks(),
+    metavar="N|auto",
+    help="Train as this many processes; auto: one per GPU. [default: 1]",
+    **kept,
 )
+rank_options = together(
+    option(
+        "--rank-timeout",
+        type=POSITIVE,
+        metavar="SECONDS",
+        help=f"Wait at most this long for the slowest rank. [default: {DEFAULT_TIMEOUT:g}]",
+        **kept,
+    ),
+    option(
+        "--max-restarts",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Restart all ranks up to N times after one has died.",
+        **kept,
+    ),
+    ranks_option,
+)
+"""``launch_ranks`` reads what they set"""
 
 
-def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--ranks``, ``--max-restarts`` and ``--rank-timeout``; ``launch_ranks`` reads them."""
-    for option in (
-        ranks_option,
-        click.option(
-            "--max-restarts", type=click.IntRange(0), metavar="N", help="Restart all ranks up to N times after one has died."
-        ),
-        click.option(
-            "--rank-timeout",
-            type=POSITIVE,
-            metavar="SECONDS",
-            help=f"Wait at most this long for the slowest rank. [default: {DEFAULT_TIMEOUT:g}]",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def launch_ranks(ranks: int | None, max_restarts: int | None, rank_timeout: float | None) -> bool:
+def launch_ranks() -> bool:
     """Run this command line as several ranks and return True when they have ended; False if this process is to run it.
 
     Raises SurefootError if a launcher has started another number of ranks, or if a rank died.
     """
+    given = click.get_current_context().meta
+    ranks, max_restarts, rank_timeout = (given.get(f"ranks.{name}") for name in ("ranks", "max_restarts", "rank_timeout"))
     launch = launch_of(os.environ)
     if launch is not None:
         if ranks is not None and ranks != launch.size:

@@ -19,6 +19,7 @@ from surefoot.cli.options import (
     changes_from,
     complete_task,
     json_option,
+    option,
     preset_option,
     quiet_option,
     recipe_flags,
@@ -42,13 +43,15 @@ if TYPE_CHECKING:
 
 @click.command(cls=RecipeCommand)
 @click.argument("what", shell_complete=complete_task)
-@click.option("--seeds", type=COUNT, default=1, help="Train this many seeds, one after the other: seed, seed + 1, …")
-@click.option("--run-dir", type=PATH, help="Run folder; with --name, its parent folder.")
-@click.option("--name", help="Name of the run; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
+@option(
+    "--seeds", type=COUNT, default=1, help="Train this many seeds, one after the other: seed, seed + 1, …", show_default=False
+)
+@option("--run-dir", type=PATH, help="Run folder; with --name, its parent folder.")
+@option("--name", help="Name of the run; its folder is runs/NAME, or DIR/NAME with --run-dir DIR.")
 @preset_option
-@click.option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and its batch arithmetic; train nothing.")
-@click.option("--profile", is_flag=True, help="Print the seconds of each part.")
+@option("--checkpoint-every", type=COUNT, metavar="STEPS", help="Steps between checkpoints.")
+@option("--dry-run", is_flag=True, help="Print the resolved recipe and its batch arithmetic; train nothing.")
+@option("--profile", is_flag=True, help="Print the seconds of each part.")
 @rank_options
 @quiet_option
 @recipe_flags
@@ -61,9 +64,6 @@ def train(
     checkpoint_every: int | None,
     dry_run: bool,
     profile: bool,
-    ranks: int | None,
-    max_restarts: int | None,
-    rank_timeout: float | None,
     quiet: bool,
     **flags: Any,
 ) -> None:
@@ -87,7 +87,7 @@ def train(
     if dry_run:
         echo(dry_run_text(resolved))
         return
-    if launch_ranks(ranks, max_restarts, rank_timeout):
+    if launch_ranks():
         return
     with lasting_imports():
         from surefoot.ranks.collectives import on_first, rank
@@ -158,17 +158,14 @@ def spread(scores: list[float | None]) -> str:
 
 @click.command()
 @click.argument("run", type=RUN)
-@click.option("--steps", type=COUNT, help="Extend the run to this many steps in total.")
-@click.option("--allow-changes", is_flag=True, help="Accept changes to config.toml since the checkpoint.")
+@option("--steps", type=COUNT, help="Extend the run to this many steps in total.")
+@option("--allow-changes", is_flag=True, help="Accept changes to config.toml since the checkpoint.")
 @rank_options
 @quiet_option
 def resume(
     run: Path,
     steps: int | None,
     allow_changes: bool,
-    ranks: int | None,
-    max_restarts: int | None,
-    rank_timeout: float | None,
     quiet: bool,
 ) -> None:
     """Resume an interrupted RUN, or extend a finished one.
@@ -178,7 +175,7 @@ def resume(
     from surefoot.store.reading import check_is_run
 
     check_is_run(run)
-    if launch_ranks(ranks, max_restarts, rank_timeout):
+    if launch_ranks():
         return
     with lasting_imports():
         from surefoot.ranks.collectives import rank
@@ -191,25 +188,19 @@ def resume(
 
 @click.command()
 @click.argument("recipe", type=PATH)
-@click.option("--rounds", "count", type=COUNT, default=3, show_default=True, help="Total number of rounds.")
-@click.option(
+@option("--rounds", "count", type=COUNT, default=3, help="Total number of rounds.")
+@option(
     "--judge",
     metavar="TERM",
     help="Judge of the pairs: module:function, file.py:function, or a reward model's folder or run. [default: reward.gold]",
 )
-@click.option(
-    "--pairs", type=IntRange(10, MAX_COUNT), default=512, show_default=True, help="Prompts per round, with two answers each."
+@option("--pairs", type=IntRange(10, MAX_COUNT), default=512, help="Prompts per round, with two answers each.")
+@option(
+    "--noise", type=FiniteFloat(min=0), default=0.0, help="Label noise: an answer wins with probability σ(difference / noise)."
 )
-@click.option(
-    "--noise",
-    type=FiniteFloat(min=0),
-    default=0.0,
-    show_default=True,
-    help="Label noise: an answer wins with probability σ(difference / noise).",
-)
-@click.option("--new-only", is_flag=True, help="Train each reward model on the pairs of its own round only.")
-@click.option("--name", help="The folder is runs/NAME. [default: the recipe's name with -rounds]")
-@click.option("--run-dir", type=PATH, help="Folder of all rounds; with --name, the folder that contains it.")
+@option("--new-only", is_flag=True, help="Train each reward model on the pairs of its own round only.")
+@option("--name", help="The folder is runs/NAME. [default: the recipe's name with -rounds]")
+@option("--run-dir", type=PATH, help="Folder of all rounds; with --name, the folder that contains it.")
 @rank_options
 @quiet_option
 @json_option
@@ -219,9 +210,6 @@ def rounds(
     judge: str | None,
     name: str | None,
     run_dir: Path | None,
-    ranks: int | None,
-    max_restarts: int | None,
-    rank_timeout: float | None,
     quiet: bool,
     as_json: bool,
     **options: Any,
@@ -246,7 +234,7 @@ def rounds(
     from surefoot.runs.rounds import RoundsSettings, rounds_table, run_rounds
 
     settings = RoundsSettings(language_recipe, labeller, **options)
-    if launch_ranks(ranks, max_restarts, rank_timeout):
+    if launch_ranks():
         return
     from surefoot.ranks.collectives import rank
     from surefoot.runs.display import Display
