@@ -155,20 +155,30 @@ def test_examples_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.
                 del sys.modules[module]
 
 
-@pytest.mark.parametrize("path", RUN, ids=name_of)
-def test_examples_of_a_page_parse(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for block in blocks(path.read_text("utf-8")):
-        if block.language == "python":
-            check_python(block.text)
-        if block.language == "toml":
-            tomllib.loads(block.text)
-        if block.file is not None:
-            Path(block.file).write_text(block.text, "utf-8")
-        if block.language == "console":
-            assert block.commands, f"line {block.line}: a console block without a line that begins with '$ '"
-        for command in block.commands if block.language == "console" else ():
+def check_block(block: Block) -> None:
+    """Parse it, and save it in the working folder if it has a file's name."""
+    if block.language == "python":
+        check_python(block.text)
+    if block.language == "toml":
+        tomllib.loads(block.text)
+    if block.file is not None:
+        Path(block.file).write_text(block.text, "utf-8")
+    if block.language == "console":
+        assert block.commands, "a console block without a line that begins with '$ '"
+        for command in block.commands:
             check_command(command)
+
+
+def test_examples_of_all_pages_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, path in enumerate(RUN):
+        (folder := tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(folder)
+        for block in blocks(path.read_text("utf-8")):
+            try:
+                check_block(block)
+            except Exception as error:
+                error.add_note(f"{name_of(path)}:{block.line}")
+                raise
 
 
 def test_every_printed_training_has_its_steps() -> None:
@@ -225,17 +235,17 @@ def anchors(path: Path) -> set[str]:
     return result
 
 
-@pytest.mark.parametrize("path", LINKED, ids=name_of)
-def test_links_work(path: Path) -> None:
-    text = re.sub(r"^```.*?^```|`[^`\n]+`(?!\])", "", path.read_text("utf-8"), flags=re.M | re.S)
+def test_links_work() -> None:
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", link):
-            continue
-        file, _, anchor = link.partition("#")
-        target = (path.parent / file).resolve() if file else path
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
+    for path in LINKED:
+        text = re.sub(r"^```.*?^```|`[^`\n]+`(?!\])", "", path.read_text("utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"[a-z]+:", link):
+                continue
+            file, _, anchor = link.partition("#")
+            target = (path.parent / file).resolve() if file else path
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{name_of(path)}: {link}")
     assert broken == []
 
 
@@ -286,25 +296,16 @@ def test_code_blocks_are_parsed() -> None:
     assert (third.file, first.file) == ("some.toml", None)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_wrong_commands_are_detected_and_right_ones_accepted() -> None:
+    for command in (
         "surefoot train CartPole-v1 --objective.gea-lambda 0.9",
         "surefoot train CartPole-v1 --objective.gae-lambda 2",
         "surefoot train CartPole-v9",
         "surefoot evaluate",
         "surefoot fly runs/x",
         "rm -rf runs",
-    ],
-)
-def test_a_wrong_command_is_detected(command: str) -> None:
-    with pytest.raises((click.UsageError, ValueError, AssertionError)):
+    ):
+        with pytest.raises((click.UsageError, ValueError, AssertionError)):
+            check_command(command)
+    for command in ("surefoot train CartPole-v1 --seeds 3 &", "FOO=1 surefoot list", "surefoot evaluate runs/x --json  # look"):
         check_command(command)
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["surefoot train CartPole-v1 --seeds 3 &", "FOO=1 surefoot list", "kill -9 %1", "surefoot evaluate runs/x --json  # look"],
-)
-def test_a_right_command_is_accepted(command: str) -> None:
-    check_command(command)

@@ -60,13 +60,6 @@ def test_a_claim_is_confirmed_only_if_every_interval_supports_it(
     assert verdict_of(bounds) == expected
 
 
-def test_a_number_that_is_not_finite_decides_nothing() -> None:
-    from claims import Bound, verdict_of
-
-    assert verdict_of([Bound("x", float("nan"), 1.0, 2.0)]) == "undecided"
-    assert verdict_of([Bound("x", 1.5, 1.0, float("inf"))]) == "undecided"
-
-
 def test_one_run_has_no_interval_and_decides_nothing() -> None:
     from claims import single, verdict_of
 
@@ -86,30 +79,6 @@ def test_missing_cells_decide_nothing_whatever_the_finished_ones_show(ledger: An
     assert decided(claim, experiment, some).text == f"undecided, {len(needed) - 1} of {len(needed)} cells"
     assert decided(claim, experiment, some | {needed[0]: {}}).text == "confirmed"
     assert decided(claim, experiment, {}).bounds == ()
-
-
-def test_a_row_with_missing_cells_gives_no_reason(ledger: Any) -> None:
-    from claims import Claim, Verdict
-
-    claim = Claim("E0.1", "", "", "", lambda results: [], {"undecided": "why"}, out_of_reach="cost")
-    assert ledger.why_text(claim, Verdict("undecided", 1, 2, ())) == ""
-    assert ledger.why_text(claim, Verdict("undecided", 2, 2, ())) == "why"
-    assert ledger.why_text(claim, Verdict("refuted", 2, 2, ())) == ""
-    assert ledger.why_text(claim, Verdict("out of reach here", 0, 0, ())) == "cost"
-
-
-def test_a_confirmed_or_refuted_row_has_intervals_that_show_it(ledger: Any) -> None:
-    from claims import CONFIRMED, REFUTED, decided
-
-    for experiment in ledger.EXPERIMENTS.values():
-        results = experiment.results()
-        for claim in experiment.claims:
-            verdict = decided(claim, experiment, results)
-            if verdict.word == CONFIRMED:
-                assert verdict.bounds, claim.key
-                assert all(b.holds for b in verdict.bounds), claim.key
-            if verdict.word == REFUTED:
-                assert any(b.fails for b in verdict.bounds), claim.key
 
 
 def test_every_claim_has_a_source_a_rule_a_protocol_and_cells(ledger: Any) -> None:
@@ -190,42 +159,6 @@ def test_the_recipes_of_cells_that_train_control_runs_are_valid(
             (tmp_path / cell.name).mkdir()
             assert cell.work(tmp_path / cell.name)["task"] == made[-1].task
     assert made
-
-
-def test_a_curve_keeps_its_last_point_and_at_most_so_many() -> None:
-    from claims.training import POINTS, thinned
-
-    assert thinned([1.0, 2.0, None]) == [1.0, 2.0, None]
-    long = thinned([float(i) for i in range(1000)])
-    assert len(long) == POINTS
-    assert long[-1] == 999.0
-
-
-def test_gold_at_a_kl_is_linear_in_its_root_between_runs() -> None:
-    from claims.reviews import gold_at
-
-    assert gold_at([(4.0, 1.0), (0.0, 0.0)], 1.0) == 0.5
-    assert gold_at([(4.0, 1.0), (1.0, 0.5)], 4.0) == 1.0
-    assert gold_at([(9.0, 0.0), (4.0, 1.0), (1.0, 0.5)], 6.25) == 0.5
-
-
-def test_gold_is_compared_at_a_kl_that_both_curves_cover() -> None:
-    from claims.reviews import at_equal_kl, common_kl, kl_tables
-
-    flat, steep = [(1.0, 0.5), (9.0, 0.5)], [(4.0, 0.0), (16.0, 1.0)]
-    assert common_kl(steep, flat) == common_kl(flat, steep) == 2.5**2  # √KL from 2 to 3
-    assert common_kl([(1.0, 0.5), (2.0, 0.5)], steep) is None
-
-    def results(reward: list[tuple[float, float]]) -> dict[str, Any]:
-        runs = {"reward": [*reward, (2.0, 0.5)], "k2": [*steep, (9.0, 5 / 11)]}
-        named = {f"{place}_{c}-1": run for place, each in runs.items() for c, run in zip((0.1, 0.3, 1), each, strict=True)}
-        return {name: {"trained": {"kl": kl, "gold": gold}} for name, (kl, gold) in named.items()}
-
-    (bound,) = at_equal_kl(results(flat), "k2")
-    assert bound.value == pytest.approx(5 / 22 - 0.5)
-    assert bound.runs == 1
-    assert len(kl_tables(results(flat))[0].splitlines()) == 3
-    assert at_equal_kl(results([(1.0, 0.5), (3.0, 0.5)]), "k2") == []
 
 
 @pytest.fixture
@@ -384,91 +317,10 @@ def test_a_cell_that_fails_leaves_no_result_and_stops_no_other(
     assert len(calls) == 1
 
 
-def test_anchors_match_the_links_of_the_page(ledger: Any) -> None:
-    text = (ROOT / "docs" / "ledger.md").read_text("utf-8")
-    headings = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("### ")]
-    claims = [claim for experiment in ledger.EXPERIMENTS.values() for claim in experiment.claims]
-    assert headings == [f"{claim.key}: {claim.sentence}" for claim in claims]
-    assert all(f"(#{ledger.anchor(claim)})" in text for claim in claims)
-
-
 def test_the_readme_has_the_demo_s_means_over_seeds() -> None:
     script = runpy.run_path(str(ROOT / "benchmarks" / "language.py"))
     for page, text in ((script["README"], script["for_readme"]()), (script["PAGE"], script["tables"]())):
         assert script["with_part"](page.read_text("utf-8"), text) == page.read_text("utf-8"), "run benchmarks/language.py table"
-
-
-def test_pipes_in_table_cells_are_escaped(ledger: Any) -> None:
-    rows = [line for line in ledger.page().splitlines() if line.startswith("| [E")]
-    assert len(rows) == sum(len(experiment.claims) for experiment in ledger.EXPERIMENTS.values())
-    assert all(row.count("|") == 4 for row in rows)
-
-
-def test_a_number_with_a_limit_on_each_side_is_shown_once() -> None:
-    from claims import Bound, bounds_text
-
-    x = Bound("x", 2.0, 1.9, 2.1, 1.5, runs=5)
-    both = [x, replace(x, limit=2.5, above=False), Bound("y", 1.0, 1.0, 1.0)]
-    assert bounds_text(both) == "x: 2.00 (1.90 to 2.10), claimed > 1.5 and < 2.5; y: 1.00, claimed > 0"
-
-
-def test_a_table_of_scores_has_each_setting_once_with_sampled_and_greedy_scores(one: Any) -> None:
-    from claims.scores import score_tables
-
-    experiment, _ = one
-    run = {"last_100_mean": 1.0, "greedy_mean": 3.0}
-    results = {f"A-0.1-{seed}": {"seed": seed, **run, "cpu_seconds": 10.0 * seed} for seed in (1, 2)}
-    results["A-random-1"] = {"last_100_mean": 0.0}  # belongs to no policy that was trained
-    results["B-1"] = {"seed": 1, "trained": {"gold": 0.5, "reward": 1.0, "kl": 2.0, "repeated": 0.0}}
-    control, reviews = (table.splitlines() for table in score_tables(replace(experiment, setting="task-x"), results))
-    cells = [[part.strip() for part in line.strip("|").split("|")] for line in (control[0], *control[2:])]
-    assert cells == [
-        ["task-x", "seeds", "last 100 episodes, sampled", "greedy", "CPU seconds"],
-        ["A-0.1", "2", "1.00 (1.00 to 1.00)", "3.00 (3.00 to 3.00)", "15.0"],
-    ]
-    assert [part.strip() for part in reviews[2].strip("|").split("|")] == ["B", "1", "0.50", "1.00", "2.00", "0.00", "–"]
-
-
-def test_missing_cells_are_expected_to_take_as_long_as_finished_ones_of_their_task(ledger: Any, one: Any) -> None:
-    experiment, _ = one
-    cells = dict.fromkeys(("short-1", "short-2", "long-1", "long-2", "new-1"), experiment.cells["a"])
-    results = {"short-1": {"seed": 1, "cpu_seconds": 36.0}, "long-1": {"seed": 1, "cpu_seconds": 3_600.0}}
-    results["new-random"] = {"cpu_seconds": 0.1}
-    planned = replace(experiment, cells=cells, core_hours=10.0)
-    assert ledger.hours_left(planned, results) == pytest.approx(0.01 + 1.0 + 2.0)
-    results["short-1"] = {"seed": 1, "seconds": 72.0}  # a peer's cell has the time of the clock alone
-    assert ledger.hours_left(planned, results) == pytest.approx(0.02 + 1.0 + 2.0)
-    assert "1 cell by the clock" in ledger.made_text(planned, results)
-
-
-def test_cells_with_equal_hardware_are_named_once_with_all_their_sources(ledger: Any) -> None:
-    made = {"version": "0.1.0", "torch": "2.13.0", "threads": 1, "cpu": "EPYC"}
-    rows = [{**made, "source": source} for source in ("b", "a", "b")] + [{**made, "threads": 2, "source": "c"}]
-    assert ledger.hardware(rows) == [
-        "PyTorch 2.13.0 on EPYC, 1 thread, Surefoot 0.1.0 (source a, b)",
-        "PyTorch 2.13.0 on EPYC, 2 threads, Surefoot 0.1.0 (source c)",
-    ]
-
-
-def test_an_undecided_claim_names_the_bounds_that_are_open(ledger: Any) -> None:
-    from claims import Bound, Claim, Verdict
-
-    claim = Claim("E0.1", "", "", "", lambda results: [])
-    holds, open_one = (Bound(what, 1.0, low, 2.0, runs=3) for what, low in (("first", 0.5), ("second", -0.5)))
-    for bounds, text in (
-        ((open_one,), "The interval contains its bound."),
-        ((open_one, open_one), "Every interval contains its bound."),
-        ((holds, open_one), "The interval contains the bound: second."),
-    ):
-        assert ledger.why_text(claim, Verdict("undecided", 1, 1, bounds)) == text
-
-
-def test_a_return_that_only_rises_never_falls() -> None:
-    from claims.algorithms import largest_fall
-
-    assert largest_fall({"curve": [[1, None], [2, 5.0], [3, 9.0]], "last_100_mean": 9.0}, 1.0) == 0.0
-    assert largest_fall({"curve": [[1, 5.0], [2, 9.0], [3, 3.0], [4, 8.0]], "last_100_mean": 8.5}, 1.0) == 6 / 8
-    assert largest_fall({"curve": [[1, 1.0]], "last_100_mean": -5.0}, -6.0) == pytest.approx(6 / 7)
 
 
 def test_the_paper_s_own_scores_rank_as_in_the_paper_and_reversed_ones_do_not() -> None:
@@ -490,14 +342,6 @@ def test_the_paper_s_own_scores_rank_as_in_the_paper_and_reversed_ones_do_not() 
     assert beside_paper(dict(list(results(1.0).items())[:-1])) == []
 
 
-def test_equal_values_share_the_mean_of_their_ranks() -> None:
-    import numpy as np
-    from claims.ablation import correlation, ranks
-
-    assert ranks(np.array([[3.0, 1.0, 3.0, 0.0]])).tolist() == [[2.5, 1.0, 2.5, 0.0]]
-    assert correlation(np.array([[1.0, 2.0, 4.0]]), np.array([[-2.0, -4.0, -8.0]])) == pytest.approx([-1.0])
-
-
 def test_runs_that_two_experiments_share_have_the_settings_of_both() -> None:
     from claims import ablation, peers, sweeps, training
 
@@ -516,29 +360,6 @@ def test_runs_that_two_experiments_share_have_the_settings_of_both() -> None:
         cell = ablation.ablation_cell("HalfCheetah-v5", region, 1)
         assert cell.file == sweeps.grid_cell("HalfCheetah", clip, 10, 1).file
     assert sweeps.grid_cell("HalfCheetah", 0.2, 10, 1).file == peers.mujoco_file("surefoot", "HalfCheetah-v5", "PPO_CLIP", 1)
-
-
-def test_equal_regions_decide_nothing_without_noise_and_chance_refutes_more_than_it_confirms() -> None:
-    import numpy as np
-    from equal_regions import decided_by_chance
-
-    equal = np.ones((10, 7, 3))
-    assert decided_by_chance(equal, 5) == (0, 0)
-    noisy = equal + np.random.default_rng(0).normal(0, 0.1, equal.shape)
-    confirmed, refuted = decided_by_chance(noisy, 40)
-    assert confirmed < refuted < 0.6, "one of nine others is above by chance more often than all nine are below"
-
-
-def test_a_claim_that_is_out_of_reach_stays_so_when_other_cells_are_finished(ledger: Any, one: Any) -> None:
-    from claims import OUT_OF_REACH, Claim, decided
-
-    experiment, _ = one
-    claim = Claim("E0.1", "", "", "", lambda results: [], out_of_reach="cost")
-    verdict = decided(claim, experiment, {"a": {"value": 1}})
-    assert verdict.text == OUT_OF_REACH
-    text = "\n".join(ledger.entry(experiment, claim, verdict))
-    assert "cost" in text
-    assert "Repeat" not in text
 
 
 def test_cells_that_cannot_run_are_one_line_and_exit_code_2(ledger: Any, capsys: pytest.CaptureFixture[str]) -> None:

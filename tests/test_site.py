@@ -49,24 +49,22 @@ def test_text_escaped_differently_by_github_and_the_site_reads_the_same(tool: di
     assert made == "k&lt;n `k\\<n`\n```\nk\\<n | `a\\|b`\n```\n"
 
 
-@pytest.mark.parametrize(
-    ("body", "wrong"),
-    [
-        ('<a href="b.html#there">', None),
-        ('<a href="#here" id="here">', None),
-        ('<a href="https://elsewhere.org/">', None),
-        ('<img src="data:image/png;base64,x">', None),
-        ('<a href="c.html">', "c.html leads nowhere"),
-        ('<a href="b.html#gone">', "b.html#gone leads nowhere"),
-        ('<img src="gone.png">', "gone.png leads nowhere"),
-        ('<script src="https://elsewhere.org/x.js">', "fetches https://elsewhere.org/x.js"),
-        ('<link rel="stylesheet" href="//elsewhere.org/x.css">', "fetches //elsewhere.org/x.css"),
-    ],
-)
-def test_a_broken_site_is_detected(tool: dict[str, Any], tmp_path: Path, body: str, wrong: str | None) -> None:
-    (tmp_path / "a.html").write_text(body)
+LINKS = {
+    '<a href="b.html#there"> <a href="#here" id="here"> <a href="https://elsewhere.org/">': None,
+    '<img src="data:image/png;base64,x">': None,
+    '<a href="c.html">': "c.html leads nowhere",
+    '<a href="b.html#gone">': "b.html#gone leads nowhere",
+    '<img src="gone.png">': "gone.png leads nowhere",
+    '<script src="https://elsewhere.org/x.js">': "fetches https://elsewhere.org/x.js",
+    '<link rel="stylesheet" href="//elsewhere.org/x.css">': "fetches //elsewhere.org/x.css",
+}
+
+
+def test_a_broken_site_is_detected(tool: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "b.html").write_text('<h2 id="there">')
-    assert list(tool["broken"](tmp_path)) == ([] if wrong is None else [f"a.html: {wrong}"])
+    for body, wrong in LINKS.items():
+        (tmp_path / "a.html").write_text(body)
+        assert list(tool["broken"](tmp_path)) == ([] if wrong is None else [f"a.html: {wrong}"])
 
 
 @pytest.mark.slow

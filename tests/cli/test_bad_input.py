@@ -46,6 +46,9 @@ CASES = [
     ),
     (["train", "CartPole-v1", "--rung", "9"], ["--rung"]),
     (["train", "CartPole-v1", "--steps", "9" * 400], ["steps=0x", "more than 64 bits"]),
+    (["train", "CartPole-v1", "--steps", "1" + "0" * 5000], ["steps="]),
+    (["train", "CartPole-v1", "--seeds", "1000000000000"], ["is not in the range"]),
+    (["compare-algorithms", "CartPole-v1", "--algorithms", "A2C", "--jobs", "1000000000000"], ["is not in the range"]),
     (["train", "CartPole-v1", "--environment", f"{{ a = {'9' * 400} }}"], ["environment.a=0x", "more than 64 bits"]),
     (["train", "CartPole-v1", "--environment", "{wheels = 3}", "--steps", "256"], ["could not be made", "wheels"]),
     (["train", "CartPole-v1", "--device", "cuda:7", "--dry-run"], ["device='cuda:7'", "can't be used here"]),
@@ -73,26 +76,24 @@ CASES = [
     (["compare-algorithms", "CartPole-v1", "--algorithms", "A2C", "--jobs", "0"], ["--jobs", "1<=x"]),
     (["train", "CartPole-v1", "--total_timesteps", "5"], ["'--total_timesteps'", "Did you mean '--steps'?"]),
     (["train", "CartPole-v1", "--batch-size=5"], ["'--batch-size'", "'--data.batch', '--objective.reuse.minibatches'"]),
-    *(
-        ([name, option, "2"], [f"{option}: only train, resume, rounds and demo run on several ranks; leave it out"])
-        for name in ("evaluate", "export", "generate", "ladder", "tune", "watch")
-        for option in ("--ranks", "--rank-timeout")
-    ),
+    (["evaluate", "--ranks", "2"], ["--ranks: only train, resume, rounds and demo run on several ranks; leave it out"]),
+    (["tune", "--rank-timeout", "2"], ["--rank-timeout: only train, resume, rounds and demo run on several ranks"]),
     (["resume", "runs/none"], ["runs/none", "no such run folder"]),
     (["evaluate", "runs/none"], ["runs/none", "no such run folder"]),
     (["evaluate", "runs/none", "--episodes", "0"], ["--episodes"]),
 ]
 
 
-@pytest.mark.parametrize(("words", "parts"), CASES, ids=lambda x: " ".join(x)[:60])
-def test_bad_options_are_rejected_in_one_line(command, words, parts, tmp_path):
-    rejected(command(*words), *parts)
+def test_bad_options_are_rejected_in_one_line(command, tmp_path):
+    for words, parts in CASES:
+        rejected(command(*words), *parts)
     assert list(tmp_path.iterdir()) == [], "a rejected command left something behind"
 
 
 TOML = [
     ("task = ", ["not TOML"]),
     ("steps = 100\n", ["task: is missing"]),
+    ('task = "CartPole-v1"\nsteps = 1' + "0" * 5000 + "\n", ["mine.toml: not TOML", "4300 digits"]),
     ('task = "CartPole-v1"\nlearning_rate = 1e-3\n', ["learning_rate=0.001", "did you mean 'optimizer.learning_rate'?"]),
     ('task = "CartPole-v1"\nstep = 3\n', ["step=3", "unknown key", "did you mean 'steps'?"]),
     ('task = "CartPole-v1"\n[objectiv]\ngamma = 1\n', ["objectiv", "did you mean 'objective'?"]),
@@ -101,10 +102,10 @@ TOML = [
 ]
 
 
-@pytest.mark.parametrize(("text", "parts"), TOML)
-def test_a_bad_recipe_file_is_rejected_in_one_line(command, tmp_path, text, parts):
-    (tmp_path / "mine.toml").write_text(text)
-    rejected(command("train", "mine.toml", "--dry-run"), *parts)
+def test_a_bad_recipe_file_is_rejected_in_one_line(command, tmp_path):
+    for text, parts in TOML:
+        (tmp_path / "mine.toml").write_text(text)
+        rejected(command("train", "mine.toml", "--dry-run"), *parts)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_a_truncated_checkpoint_is_rejected_with_a_remedy(command, run):
     assert "1,024 steps" in out
 
 
-@pytest.mark.parametrize("name", ["agent.safetensors", "learner.safetensors", "state.json", "recipe.json"])
+@pytest.mark.parametrize("name", ["agent.safetensors", "state.json"])
 def test_a_flipped_bit_is_detected(command, run, name):
     file = newest(run) / name
     content = bytearray(file.read_bytes())
@@ -166,11 +167,6 @@ def test_a_flipped_bit_is_detected(command, run, name):
     file.write_bytes(bytes(content))
     rejected(command("resume", str(run), "--steps", "1024"), name, "SHA-256")
     rejected(command("evaluate", str(newest(run))), name, "SHA-256")
-
-
-def test_a_missing_file_is_detected(command, run):
-    (newest(run) / "learner.json").unlink()
-    rejected(command("resume", str(run), "--steps", "1024"), "learner.json is missing")
 
 
 def test_a_pickle_is_never_read(command, run, tmp_path):
@@ -184,12 +180,6 @@ def test_a_pickle_is_never_read(command, run, tmp_path):
         rejected(command("resume", str(folder), "--steps", "1024"), "pickle", name)
         rejected(command("evaluate", str(folder / "checkpoints" / "512")), "pickle", name)
     assert not (tmp_path / "exploded").exists()
-
-
-def test_json_that_is_no_manifest_is_rejected(command, run):
-    for text in ("{}", "[]", "nonsense", '{"format": 99, "files": {}}'):
-        (newest(run) / "manifest.json").write_text(text)
-        rejected(command("resume", str(run), "--steps", "1024"), "512")
 
 
 def test_the_install_command_fits_the_installation(tmp_path):
@@ -268,15 +258,13 @@ def explode():
 BREAKAGES = [
     (explode, "raised RuntimeError: the wheel"),
     (lambda: (np.zeros(3, np.float32), 1.0, False, False, {}), "shape (3,) where its space has shape (2,)"),
-    (lambda: (None, 1.0, False, False, {}), "type NoneType"),
     (lambda: (np.zeros(2, np.float32), None, False, False, {}), "gave a reward of type NoneType"),
-    (lambda: (np.zeros(2, np.float32), "5", False, False, {}), "gave a reward of type str"),
     (lambda: (np.zeros(2, np.float32), 1.0, False), "gave 3 values where Gymnasium's interface has 5"),
     (lambda: sys.exit(3), "raised SystemExit: 3"),
 ]
 
 
-@pytest.mark.parametrize(("result", "part"), BREAKAGES, ids=["raises", "shape", "type", "reward", "word", "length", "exits"])
+@pytest.mark.parametrize(("result", "part"), BREAKAGES, ids=["raises", "shape", "reward", "length", "exits"])
 def test_errors_of_environments_name_the_step(tmp_path, result, part):
     fields = {"steps": 1024, "rollout": {"environments": 1, "steps": 8}, "objective": {"reuse": {"minibatches": 4}}}
     with pytest.raises(SurefootError) as raised:
@@ -377,12 +365,6 @@ def test_a_changed_number_of_environments_or_optimizers_is_rejected_on_resume(tm
         api.resume(tmp_path / "run", allow_changes=True)
 
 
-def test_an_environment_cannot_catch_an_interrupt():
-    from surefoot import Interrupted
-
-    assert not issubclass(Interrupted, Exception)
-
-
 ODDITIES = """
 import gymnasium
 import numpy as np
@@ -434,18 +416,12 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "parts"), ODD, ids=lambda x: " ".join(x)[:60])
-def test_odd_spaces_masks_and_networks_are_rejected_in_one_line(command, words, parts, tmp_path):
+def test_odd_spaces_masks_and_networks_are_rejected_in_one_line(command, tmp_path):
     (tmp_path / "oddities.py").write_text(ODDITIES)
     sys.modules.pop("oddities", None)
-    rejected(command("train", *words, "--steps", "100", "--run-dir", "run"), *parts)
+    for words, parts in ODD:
+        rejected(command("train", *words, "--steps", "100", "--run-dir", "run"), *parts)
     assert not (tmp_path / "run").exists()
-
-
-def test_numbers_with_thousands_of_digits_are_rejected_in_one_line(command, tmp_path):
-    rejected(command("train", "CartPole-v1", "--steps", "1" + "0" * 5000), "steps=")
-    (tmp_path / "mine.toml").write_text('task = "CartPole-v1"\nsteps = 1' + "0" * 5000 + "\n")
-    rejected(command("train", "mine.toml"), "mine.toml: not TOML", "4300 digits")
 
 
 def test_a_dry_run_makes_only_one_environment(command):

@@ -151,13 +151,6 @@ def test_a_kl_in_the_loss_with_the_right_gradient_converges_there_too(estimator:
     assert distance(learned(0.0, in_the_loss(beta, estimator), 240), optimum(beta)) <= 2 * BAR
 
 
-def test_beside_the_loss_the_groups_own_mean_makes_beta_larger() -> None:
-    """The mean that holds the response itself shortens the reward's gradient by 1 − 1/n, and not the KL's."""
-    actual = learned(0.0, in_the_loss(0.5, "k2", DR_GRPO), 240)
-    assert distance(actual, optimum(0.5 / (1 - 1 / GROUP))) <= 2 * BAR
-    assert distance(actual, optimum(0.5)) > 2 * BAR
-
-
 def other_optimum(beta: float) -> Tensor:
     """argmax E_π[r] − β·KL(π_ref‖π): π = β·π_ref/(λ − r), with λ by bisection."""
     low, high = float(REWARDS.max()), float(REWARDS.max()) + 10

@@ -71,18 +71,6 @@ def test_a_cap_bounds_every_weight_and_changes_none_below_it(
         assert (weights[~below] == (cap if mode.endswith("truncate") else 0.0)).all()
 
 
-def test_padding_changes_no_weight_even_if_it_holds_nan() -> None:
-    old = torch.tensor([[-1.0, -2.0, torch.nan], [-0.5, torch.nan, torch.nan]])
-    sampler = torch.tensor([[-2.0, -1.5, torch.inf], [-1.5, 0.0, torch.nan]])
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    for mode in MODES:
-        weights = importance_weights(old, sampler, 9.0, mode, mask)
-        for row, length in ((0, 2), (1, 1)):
-            alone = importance_weights(old[row, :length], sampler[row, :length], 9.0, mode)
-            torch.testing.assert_close(weights[row, :length], alone)
-        assert weights.isfinite().all()
-
-
 def test_a_response_much_likelier_under_the_policy_has_a_finite_weight() -> None:
     old, sampler = torch.full((1, 400), -0.1), torch.full((1, 400), -3.0)
     assert importance_weights(old, sampler, 2.0, "sequence_truncate").eq(2).all()

@@ -6,7 +6,6 @@ float64, where equal means equal to rounding, for every aggregation, with every 
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -207,14 +206,3 @@ def test_the_aggregations_differ_and_weigh_as_documented() -> None:
     same(only([short, long], "sequence-mean"), (a + b) / 2)
     same(only([short, long], "sequence-sum"), (n * a + m * b) / 2)
     same(only([short, long], "constant"), (n * a + m * b) / (2 * 9))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_micro_batches_of_unequal_rows_are_not_means_of_means(mode: str) -> None:
-    """The trap: averaging each part's own mean. With unequal parts that is another gradient for all but sequence means."""
-    policy, rollout = world(2, "row")
-    objective = replace(MODES[mode], normalise_advantages=None)
-    parts = [gradient(policy, map_tensors(lambda x, i=i: x[i : i + 1], rollout), objective) for i in range(1, 5)]
-    whole = gradient(policy, rollout, objective, micro_batch=1)
-    gap = float((torch.stack(parts).mean(0) - whole).abs().max())
-    assert (gap > 1e-3) == (mode == "token-mean")

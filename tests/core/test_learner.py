@@ -123,27 +123,6 @@ def test_the_same_streams_give_the_same_parameters() -> None:
 # ---- how far: optimizer and schedules -----------------------------------------------------------------------------------
 
 
-def test_flat_adam_is_torch_adam_on_the_separate_parameters() -> None:
-    """Over steps whose gradients are above and below the limit, with a learning rate that changes."""
-    ours, theirs = TinyPolicy(3), TinyPolicy(3)
-    flat = FlatOptimizer(ours.parameters(), AdamSettings(0.01, epsilon=1e-5, max_grad_norm=0.5))
-    adam = torch.optim.Adam(theirs.parameters(), lr=0.01, eps=1e-5)
-    for step in range(6):
-        rollout = random_rollout(TinyPolicy(step), step)
-        for policy, zero in ((ours, flat.zero), (theirs, adam.zero_grad)):
-            zero()
-            here = policy(rollout.inputs, rollout.actions)
-            (10.0 ** (step - 3) * (here.log_probs * rollout.rewards + here.values**2).sum()).backward()
-        norm = flat.gradient_norm()
-        wanted = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        assert norm == pytest.approx(float(wanted), rel=1e-12)
-        adam.param_groups[0]["lr"] = 0.01 * (1 - step / 6)
-        flat.step(norm, scale=1 - step / 6)
-        adam.step()
-        near(parameters(ours), parameters(theirs))
-    assert not torch.equal(parameters(ours), parameters(TinyPolicy(3)))
-
-
 def test_flat_adam_takes_the_golden_steps() -> None:
     """Those of torch; with the same epsilon TensorFlow's first step is almost four times smaller."""
     (case,) = (case for case in json.loads(GOLDEN.read_text("utf-8")) if case["name"] == "adam_torch_vs_tf_eps")
@@ -374,11 +353,8 @@ def test_the_entropy_bonus_raises_entropy() -> None:
         (Clip(0.2), 1.25, 1.0, False),
         (Clip(0.2, clip_high=0.3), 1.25, 1.0, True),
         (Clip(0.3, clip_high=0.2), 0.75, -1.0, True),
-        (Clip(0.2), 0.75, 1.0, True),
-        (Clip(0.2), 5.0, -1.0, True),
         (Clip(1.0), 1.95, 1.0, True),  # ε = 1: no bound below
         (Clip(0.2, dual_clip=3.0), 5.0, -1.0, False),
-        (Clip(0.2, dual_clip=3.0), 0.5, 1.0, True),
     ],
 )
 def test_the_gradient_is_zero_exactly_where_the_clip_is_active(clip: Clip, ratio: float, advantage: float, flows: bool) -> None:
@@ -448,17 +424,6 @@ def test_what_each_estimator_of_the_reference_kl_pulls_towards(
     gradient = gradient_of(policy, rollout, Credit(nothing, nothing), objective)
     (expected,) = torch.autograd.grad(0.5 * target(policy.logits.log_softmax(-1), reference), [policy.logits])
     near(gradient, expected)
-
-
-def test_normalised_advantages_have_neither_scale_nor_mean() -> None:
-    """Changing both changes nothing, but with the switch off."""
-    policy = TinyPolicy(critic=False)
-    rollout = random_rollout(policy, 0)
-    for scheme, same in (("batch", True), ("minibatch", True), (None, False)):
-        one, other = (
-            trained(policy, rollout, scheme, scale * rollout.rewards + shift) for scale, shift in ((1.0, 0.0), (10.0, 5.0))
-        )
-        assert bool(torch.allclose(one, other, rtol=0, atol=1e-6)) == same
 
 
 def test_advantages_are_normalised_once_over_the_batch_or_over_each_minibatch() -> None:

@@ -96,15 +96,6 @@ def test_merged_moments_are_those_of_the_union_whatever_the_split(seed: int, mas
         assert [m.item() for m in merged] == pytest.approx(expected, abs=1e-10)
 
 
-@given(seeds)
-def test_merging_with_empty_moments_changes_nothing(seed: int) -> None:
-    some = F.masked_moments(random(seed, 5), None)
-    nothing = F.masked_moments(random(seed, 5), torch.zeros(5))
-    for merged in (F.merge_moments(some, nothing), F.merge_moments(nothing, some)):
-        assert [m.item() for m in merged] == pytest.approx([m.item() for m in some], rel=1e-14)
-    assert [m.item() for m in F.merge_moments(nothing, nothing)] == [0, 0, 0]
-
-
 @given(seeds, masks(2, 3), masks(2, 3))
 def test_moments_of_features_merge_feature_by_feature(seed: int, left: Tensor, right: Tensor) -> None:
     x, y = random(seed, 2, 2, 3, 2)
@@ -204,18 +195,6 @@ def test_micro_batches_with_the_global_count_add_up_to_the_whole(
     (by_parts,) = torch.autograd.grad(torch.stack(parts).sum(), loss)
     (at_once,) = torch.autograd.grad(whole, loss)
     torch.testing.assert_close(by_parts, at_once, **CLOSE)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@given(seeds, masks(3, 4), st.integers(0, 5), st.integers(0, 2))
-def test_the_amount_of_padding_does_not_matter(mode: F.Aggregation, seed: int, mask: Tensor, columns: int, rows: int) -> None:
-    loss = random(seed, 3, 4).requires_grad_()
-    wide = torch.nn.functional.pad(loss, (0, columns, 0, rows), value=math.nan)
-    wide_mask = torch.nn.functional.pad(mask, (0, columns, 0, rows), value=False)
-    narrow, padded = (F.aggregate(x, m, mode, max_length=4) for x, m in ((loss, mask), (wide, wide_mask)))
-    assert padded.item() == pytest.approx(reduced(loss, mask, mode, 4), abs=1e-11)
-    (a,), (b,) = torch.autograd.grad(narrow, loss), torch.autograd.grad(padded, loss)
-    torch.testing.assert_close(a, b, **CLOSE)
 
 
 def test_modes_differ_on_ragged_rows() -> None:
