@@ -89,11 +89,11 @@ def mean_over_ranks(mean: float, count: int) -> float:
     return total / numbers if numbers else mean
 
 
-def all_max(tensor: Tensor) -> Tensor:
-    """The elementwise maximum of a tensor over ranks, in place."""
-    if world_size() > 1:
+def all_max(tensor: Tensor, group: Any = None) -> Tensor:
+    """The elementwise maximum of a tensor over ranks, in place; ``group`` is that of ``exchange``."""
+    if group is not None or world_size() > 1:
         with one_line_errors():
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     return tensor
 
 
@@ -177,13 +177,15 @@ def on_first(function: Callable[[], T]) -> T:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def together(group: Any = None) -> Iterator[None]:
     """A piece of work without exchanges that all ranks do at the same time: if it fails on one, it fails on all.
+
+    group   that of ``exchange``, in another thread than that of training
 
     Raises the error of this rank, or else a NotFiniteError or SurefootError with the message and the number of the rank that
     has one. Without this, the other ranks would wait in their next exchange for one that will not come.
     """
-    if world_size() == 1:
+    if group is None and world_size() == 1:
         yield
         return
     mine: Exception | None = None
@@ -192,9 +194,9 @@ def together() -> Iterator[None]:
     except Exception as error:
         mine = error
     failed = torch.tensor(0 if mine is None else 1)
-    if int(all_max(failed)):
+    if int(all_max(failed, group)):
         text = None if mine is None else str(mine) if isinstance(mine, SurefootError) else cause_of(mine)
-        errors = exchange(None if mine is None else (isinstance(mine, NotFiniteError), text))
+        errors = exchange(None if mine is None else (isinstance(mine, NotFiniteError), text), group)
         # NotFiniteError skips an update, so all ranks must raise it, or none.
         skips = all(error is None or error[0] for error in errors)
         if mine is not None and (skips or not isinstance(mine, NotFiniteError)):

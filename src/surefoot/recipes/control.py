@@ -5,7 +5,7 @@ import importlib.util
 import re
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import PackagePath, distribution, entry_points, packages_distributions, requires
+from importlib.metadata import distribution, entry_points, packages_distributions, requires
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -103,13 +103,9 @@ class RolloutSettings(Section):
     @pydantic.field_validator("info", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        return names_in(value)
-
-    @pydantic.field_validator("info")
-    @classmethod
-    def _check_info(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for name in set(names or ()) & RUN_METRICS:
-            raise SurefootError(f"rollout.info={list(names or ())}: episode_{name} is a metric of every run; rename {name!r}")
+        names = names_in(value)
+        for name in RUN_METRICS.intersection(x for x in names if isinstance(x, str)) if isinstance(names, list) else ():
+            raise SurefootError(f"rollout.info={names}: episode_{name} is a metric of every run; rename {name!r}")
         return names
 
 
@@ -307,9 +303,5 @@ def _registers(name: str) -> bool:
     code = [file for file in distribution(name).files or () if file.suffix == ".py"]
     call = re.compile(r"\bregister(_envs?)?\(")
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return not code or any(call.search(text) and "gym" in text for text in map(_text, code))
+        return not code or any(call.search(text) and "gym" in text for text in (file.read_text("utf-8") for file in code))
     return True
-
-
-def _text(file: PackagePath) -> str:
-    return file.read_text("utf-8")

@@ -222,11 +222,6 @@ class RunFolder:
         write_text(self.path / "config.toml", to_toml(recipe))
 
     @property
-    def began_in(self) -> str | None:
-        """The working folder for the recipe's relative paths; None if unknown."""
-        return working_folder(self.path)
-
-    @property
     def finished_at(self) -> int | None:
         """The steps after which the trained model was exported; None if it was not."""
         try:

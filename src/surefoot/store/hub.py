@@ -65,15 +65,11 @@ def is_hub_name(path: str | Path) -> bool:
     return PREFIX.match(str(path)) is not None
 
 
-def _with_both_slashes(text: str | Path) -> str:
-    return PREFIX.sub("hf://", str(text), count=1)
-
-
-def parse_name(text: str | Path, what: str = "an agent or model", form: str = FORM) -> HubName:
-    """The parts of a name. Raises SurefootError for another form."""
+def parse_name(text: str | Path, what: str = "an agent or model", form: str = FORM, alone: bool = False) -> HubName:
+    """The parts of a name; ``alone`` allows only a name and a revision. Raises SurefootError for another form."""
     match = NAME.fullmatch(PREFIX.sub("", str(text), count=1))
-    if match is None:
-        raise SurefootError(f"{_with_both_slashes(text)}: is not the name of {what} on the hub; {form}")
+    if match is None or (alone and (match["config"] or match["split"])):
+        raise SurefootError(f"{PREFIX.sub('hf://', str(text), count=1)}: is not the name of {what} on the hub; {form}")
     return HubName(match["name"], match["config"], match["revision"], match["split"])
 
 
@@ -82,9 +78,7 @@ def parse_repository(text: str | Path, revision: str | None = None) -> HubName:
 
     Raises SurefootError for the name of a data set, and for two revisions.
     """
-    name = parse_name(text)
-    if name.config or name.split:
-        raise SurefootError(f"{_with_both_slashes(text)}: is not the name of an agent or model on the hub; {FORM}")
+    name = parse_name(text, alone=True)
     if revision is not None and name.revision is not None:
         raise SurefootError(f"--revision {revision}: {text} has a revision already; give one of the two")
     return HubName(name.name, revision=revision or name.revision)
@@ -365,7 +359,11 @@ def hub_errors(where: str) -> Iterator[None]:
             f"{where}: has no {LISTING}, so surefoot push did not write it; name a model of transformers without hf://"
         ) from None
     except errors.HfHubHTTPError as error:
-        raise _rejected(where, error) from None
+        status = error.response.status_code
+        remedies = {401: "the token is not valid; run: hf auth login", 403: "give the token the right to write there"}
+        raise SurefootError(
+            f"{where}: the hub answers with status {status} ({cause_of(error)}); {remedies.get(status, 'try again later')}"
+        ) from None
     except Exception as error:
         if isinstance(error, (ConnectionError, *_network_errors())):
             raise _unreachable(where, error) from None
@@ -389,14 +387,6 @@ def why_unreachable(error: Exception) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "is not in the cache, and HF_HUB_OFFLINE is set; unset it, or give a folder"
     return f"the hub can't be reached, and the cache lacks it ({cause_of(error)}); check the network and HF_ENDPOINT"
-
-
-def _rejected(where: str, error: Any) -> SurefootError:
-    status = error.response.status_code
-    remedies = {401: "the token is not valid; run: hf auth login", 403: "give the token the right to write there"}
-    return SurefootError(
-        f"{where}: the hub answers with status {status} ({cause_of(error)}); {remedies.get(status, 'try again later')}"
-    )
 
 
 @contextmanager

@@ -57,11 +57,6 @@ def fingerprint(path: Path) -> dict[str, Any]:
         return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def fingerprint_of(content: bytes) -> dict[str, Any]:
-    """Size and SHA-256 of what a file contains."""
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
 def _known_fingerprint(path: Path) -> dict[str, Any]:
     """The same as ``fingerprint``, read once in a process unless the file is written to."""
     state = path.stat()
@@ -187,7 +182,7 @@ def write_listed(path: Path, content: str | bytes) -> None:
     manifest = path.parent / MANIFEST
     with _writing:
         files = _kept(manifest)
-        entry = fingerprint_of(content)
+        entry: dict[str, Any] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         if path.name in files:
             before = {key: files[path.name].get(key) for key in entry}
             _rewrite(manifest, {**files, path.name: {**entry, "before": before}})

@@ -39,8 +39,7 @@ class TraceFolder:
     def __init__(self, folder: Path, steps: int, megabytes: float, warn: Callable[[str], None] = lambda line: None) -> None:
         self.folder, self.limit, self.warn = folder, int(megabytes * 1e6), warn
         self.warned = False
-        remove_later(traces_in(folder), steps)
-        clear(folder)
+        remove_later(folder, traces_in(folder), steps)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, UpdateEnd) and event.trace is not None:
@@ -83,8 +82,7 @@ class SampleFolder:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
-        remove_later(samples_in(folder), steps)
-        clear(folder)
+        remove_later(folder, samples_in(folder), steps)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -101,11 +99,12 @@ class SampleFolder:
             write_listed(path, "".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
 
 
-def remove_later(paths: Iterable[Path], steps: int) -> None:
-    """Remove the files that an interrupted run wrote after ``steps``."""
+def remove_later(folder: Path, paths: Iterable[Path], steps: int) -> None:
+    """Remove the files that an interrupted run wrote after ``steps``, and what a kill left half-written."""
     for path in paths:
         if int(path.stem) > steps:
             path.unlink()
+    clear(folder)
 
 
 def to_bytes(trace: Trace) -> bytes:

@@ -32,7 +32,7 @@ from surefoot.runs.trackers.delivery import check_trackers
 from surefoot.store import hub
 from surefoot.store.checkpoint import latest_checkpoint
 from surefoot.store.events import Listener
-from surefoot.store.folder import RunFolder, check_free, check_unchanged, environment, table_differences
+from surefoot.store.folder import RunFolder, check_free, check_unchanged, environment, table_differences, working_folder
 from surefoot.store.reading import FINISHED, START
 
 
@@ -94,7 +94,8 @@ def start(
         with together():
             world = _make_world(recipe, task, functions)
             start_from(world, agent)
-            session = Session(recipe, world, None, _listeners(display, callback), several, functions, profile, task)
+            objects = _objects(task, functions)
+            session = Session(recipe, world, None, _listeners(display, callback), several, objects, profile)
             session.opening = choice
             if asked == "auto" and isinstance(world, ControlWorld):
                 session.use_eager = world.use_eager
@@ -137,8 +138,9 @@ def continue_run(
             choose_gpu(recipe.device)
             prepare_gpu(recipe.device, recipe.deterministic)
             functions = functions_of(recipe)
+            objects = _objects(task, functions)
             if checkpoint is not None:
-                check_unchanged(checkpoint, recipe, _objects(task, functions), allow_changes)
+                check_unchanged(checkpoint, recipe, objects, allow_changes)
         try:
             with together():
                 world = _make_world(recipe, task, functions)
@@ -150,7 +152,7 @@ def continue_run(
         with together():
             if checkpoint is None:
                 start_from(world, agent)
-            session = Session(recipe, world, folder, _listeners(display, callback), callbacks, functions, task=task)
+            session = Session(recipe, world, folder, _listeners(display, callback), callbacks, objects)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
         else:
@@ -201,7 +203,7 @@ def _to_continue(folder: RunFolder | None, steps: int | None, allow_changes: boo
     if checkpoint is not None:
         check_unchanged(checkpoint, recipe, None, allow_changes)
     check_trackers(recipe, folder.path)
-    return recipe, checkpoint, folder.began_in
+    return recipe, checkpoint, working_folder(folder.path)
 
 
 def _is_finished(run_dir: Path, recipe: Recipe) -> bool:

@@ -67,7 +67,7 @@ class Session:
     folder      the run's folder; None writes nothing. Of several ranks only the first has one
     listeners   receive every event; of several ranks only the first has some
     callbacks   of the user; they receive every event and may add metrics
-    functions   schedules that were passed as objects
+    objects     functions and classes that were passed as objects, by field, and the task if it was one
     profile     measure where the seconds go; of several ranks the first does
 
     Events go to callbacks, then to the run's own listeners (traces, samples, trackers, findings), then to ``listeners``.
@@ -84,13 +84,12 @@ class Session:
         folder: RunFolder | None,
         listeners: Sequence[Listener] = (),
         callbacks: Sequence[Callback] = (),
-        functions: Functions | None = None,
+        objects: Functions | None = None,
         profile: bool = False,
-        task: Callable[..., Any] | None = None,
     ) -> None:
         self.recipe, self.world, self.folder, self.listeners = recipe, world, folder, list(listeners)
         self.callbacks = callbacks
-        self.learner = make_learner(recipe, world.policy, functions)
+        self.learner = make_learner(recipe, world.policy, objects)
         self.learner.auxiliary_loss = world.auxiliary_loss
         self.sharded = is_sharded(world.policy)
         """whether every rank reads and writes its own part of a checkpoint"""
@@ -104,7 +103,7 @@ class Session:
         """the steps of the best one"""
         self.lacks_best = False
         """whether best/ lacks the weights of the checkpoint that the run continues from"""
-        self.sources = sources_of(recipe.table, {**(functions or {}), **({} if task is None else {"task": task})})
+        self.sources = sources_of(recipe.table, objects)
         """the code of the user that the run rests on"""
         self.saved = False
         """whether a checkpoint is on the disk or being written; the first one is on the disk before training goes on"""

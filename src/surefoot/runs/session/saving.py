@@ -8,6 +8,7 @@ thread is raised by ``report``, ``wait`` or the next ``copy``.
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,25 +134,12 @@ class Saver:
     def _write_one(self, folder: Path, commit: Callable[[], None] | None, shards: RankShards | None) -> Path | None:
         """Write a checkpoint: ``commit`` writes the rest on the first rank, when the shards of all ranks are on the disk."""
         if shards is not None:
-            self._together(partial(write_shards, shards_folder(folder), shards, self.rank))
-            self._together(commit or (lambda: None))
-        elif commit is not None:
-            commit()
+            with together(self.group):  # no thread waits for one that has given up
+                write_shards(shards_folder(folder), shards, self.rank)
+        with together(self.group) if shards is not None else nullcontext():
+            if commit is not None:
+                commit()
         return None if commit is None else folder
-
-    def _together(self, step: Callable[[], None]) -> None:
-        """Take a step on all ranks, of whose errors each is one for all: no thread waits for one that has given up."""
-        mine: Exception | None = None
-        try:
-            step()
-        except Exception as error:
-            mine = error
-        text = None if mine is None else str(mine) if isinstance(mine, SurefootError) else cause_of(mine)
-        errors = exchange(text, self.group)
-        if mine is not None:
-            raise mine
-        if others := [error for error in errors if error]:
-            raise SurefootError(others[0])
 
 
 def _commit(
