@@ -12,9 +12,10 @@ import pytest
 import torch
 from runs.test_process import process
 
+from surefoot import calls
+from surefoot.calls import DeadlineExceeded, Threads, in_threads, wait_for, with_deadline
 from surefoot.errors import SurefootError
-from surefoot.language import calls
-from surefoot.language.calls import DeadlineExceeded, Threads, in_threads, wait_for, with_deadline
+from surefoot.language.rewards.terms import FunctionReward
 
 PATIENCE = 60.0
 """seconds after which a test fails that waits for threads"""
@@ -67,16 +68,36 @@ def test_calls_that_go_on_after_their_deadline_are_limited(release: threading.Ev
     assert with_deadline(60, lambda: "done") == "done"
 
 
-def test_a_call_has_the_gradient_mode_and_the_thread_of_the_calls_before() -> None:
-    def about() -> tuple[bool, threading.Thread]:
-        return torch.is_grad_enabled(), threading.current_thread()
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_function_has_the_gradient_mode_of_its_caller_and_the_thread_of_the_calls_before(enabled: bool) -> None:
+    threads = []
 
-    with torch.no_grad():
-        first = with_deadline(60, about)
-    second = with_deadline(60, about)
-    assert (first[0], second[0]) == (False, True)
-    assert first[1] is second[1] is not threading.current_thread()
-    assert first[1].daemon
+    def reward(responses: list[str]) -> list[float]:
+        threads.append(threading.current_thread())
+        return [float(torch.is_grad_enabled())]
+
+    with torch.set_grad_enabled(enabled):
+        for _ in range(2):
+            assert FunctionReward(reward)(["p"], ["r"], {}).total.tolist() == [float(enabled)]
+    assert threads[0] is threads[1] is not threading.current_thread()
+    assert threads[0].daemon
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_calls_within_a_call_obey_its_deadline(at_once: int) -> None:
+    begun: list[int] = []
+
+    def call(number: int) -> None:
+        begun.append(number)
+        ends = time.monotonic() + PATIENCE
+        while number == 1 and not calls.overdue() and time.monotonic() < ends:
+            time.sleep(0.01)
+
+    with pytest.raises(DeadlineExceeded):
+        with_deadline(0.2, lambda: in_threads(call, (0, *[1] * at_once, 2), at_once))
+    time.sleep(0.1)
+    assert begun == [0, *[1] * at_once]
+    assert not calls.overdue()
 
 
 @pytest.mark.parametrize("error", [KeyError, TimeoutError, SystemExit])
@@ -90,7 +111,7 @@ def test_errors_pass_through_also_those_that_look_like_a_deadline(error: type[Ba
     with pytest.raises(error, match="mine"):
         with_deadline(60, fails)
     with pytest.raises(TimeoutError, match="mine"):
-        wait_for([fails_later()], time.monotonic() + 60)
+        with_deadline(60, lambda: wait_for([fails_later()]))
 
 
 def test_coroutines_run_together_and_are_cancelled_at_the_deadline() -> None:
@@ -109,7 +130,7 @@ def test_coroutines_run_together_and_are_cancelled_at_the_deadline() -> None:
 
     assert wait_for([meets(number) for number in range(3)]) == [0, 1, 2]
     with pytest.raises(DeadlineExceeded, match=r"^$"):
-        with_deadline(0.2, lambda: wait_for([hangs(0), hangs(1)], time.monotonic() + 0.2))
+        with_deadline(0.2, lambda: wait_for([hangs(0), hangs(1)]))
     assert (sorted(cancelled), calls.calls_left()) == ([0, 1], [])
 
 
@@ -168,8 +189,8 @@ def test_as_many_run_at_the_same_time_as_are_allowed_and_no_more(at_once: int) -
         assert set(threads) == {threading.current_thread()}, "without a deadline, one at a time stays in this thread"
 
 
-@pytest.mark.parametrize("seconds", [None, PATIENCE])
-def test_the_first_error_ends_the_rest_and_is_raised(seconds: float | None) -> None:
+@pytest.mark.parametrize("seconds", [float("inf"), PATIENCE])
+def test_the_first_error_ends_the_rest_and_is_raised(seconds: float) -> None:
     begun: list[int] = []
 
     def call(number: int) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from surefoot.calls import DeadlineExceeded
 from surefoot.errors import SurefootError
 from surefoot.language import http_client
-from surefoot.language.calls import DeadlineExceeded
 from surefoot.language.online.engine import InProcess
 from surefoot.language.rewards.endpoint import Endpoint
 from surefoot.language.sampling.sampler import sample

@@ -11,9 +11,9 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
+from surefoot.calls import DeadlineExceeded
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import require_package
-from surefoot.language.calls import DeadlineExceeded
 from surefoot.store.public import RANDOM_VALUE, is_harmless
 
 if TYPE_CHECKING:

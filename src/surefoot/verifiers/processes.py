@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from surefoot.calls import in_threads
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import available_cores
 
@@ -34,11 +34,7 @@ def check_in_processes(kind: str, rows: Sequence[tuple[str, Any]], seconds: floa
     Raises SurefootError for a row whose answer is invalid, and for invalid limits.
     """
     check_limits(seconds, workers)
-    with ThreadPoolExecutor(workers or available_cores()) as threads:
-        try:
-            replies = list(threads.map(lambda row: _check(kind, row, seconds), rows))
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+    replies = in_threads(lambda row: _check(kind, row, seconds), rows, workers or available_cores())
     for number, reply in enumerate(replies, 1):
         if "error" in reply:
             raise SurefootError(f"response {number}: {reply['error']}")

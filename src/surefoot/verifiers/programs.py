@@ -2,13 +2,12 @@
 
 import json
 import math
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from surefoot.calls import in_threads, overdue
 from surefoot.errors import SurefootError
 from surefoot.files import available_cores
 from surefoot.sandbox import STARTUP, Call, Limits, Outcome, check, run
@@ -84,19 +83,8 @@ def code(
     _check_code(megabytes=megabytes)
     limits = Limits(seconds=seconds, memory=megabytes * 2**20)
     expected = [parsed(column, f"tests (of response {row + 1})") for row, column in enumerate(tests)]
-    cancelled = threading.Event()
-    with ThreadPoolExecutor(workers or available_cores()) as threads:
-        try:
-            results = list(
-                threads.map(
-                    lambda response, its: run_tests(response, its, limits, every=partial, cancelled=cancelled),
-                    responses,
-                    expected,
-                )
-            )
-        finally:
-            cancelled.set()
-            threads.shutdown(wait=False, cancel_futures=True)
+    rows = list(zip(responses, expected, strict=True))
+    results = in_threads(lambda row: run_tests(*row, limits, every=partial), rows, workers or available_cores())
     return [sum(r.passed) / len(r.passed) if partial else float(all(r.passed)) for r in results]
 
 
@@ -106,12 +94,10 @@ def run_tests(
     limits: Limits | None = None,
     *,
     every: bool = True,
-    cancelled: threading.Event | None = None,
 ) -> CodeResult:
-    """Run a response's code on tests from ``parsed``, and compare the results.
+    """Run a response's code on tests from ``parsed``, and compare the results. No script begins after the deadline of a caller.
 
-    every       if False, tests after a script that failed don't run and count as failed
-    cancelled   once it is set, no further script runs
+    every   if False, tests after a script that failed don't run and count as failed
     """
     source = fenced(response)
     passed: dict[int, bool] = {}
@@ -126,7 +112,7 @@ def run_tests(
         for index, (row, test) in enumerate(called.items()):
             passed[row] = whole and _returns(lines[index], test)
     for row, test in enumerate(tests):
-        if "stdin" in test and ((cancelled is not None and cancelled.is_set()) or not (every or all(passed.values()))):
+        if "stdin" in test and (overdue() or not (every or all(passed.values()))):
             passed[row] = False
         elif "stdin" in test:
             outcome = run(source, stdin=test["stdin"], limits=limits)

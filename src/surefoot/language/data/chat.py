@@ -8,8 +8,8 @@ from contextlib import suppress
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from surefoot.calls import DeadlineExceeded, with_deadline
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.calls import DeadlineExceeded, with_deadline
 from surefoot.language.data.rows import CALLS, SETTINGS, TOOLS, WEIGHT
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surefoot.calls import Threads
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.core.minibatches import select_rows
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
@@ -27,7 +28,6 @@ from surefoot.functional import (
     successor_values,
 )
 from surefoot.functional.masking import keep_only
-from surefoot.language.calls import Threads
 from surefoot.language.data.batches import EpochSampler, pack_batch, row_lengths
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from surefoot.calls import DeadlineExceeded, in_threads, left_behind
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.calls import DeadlineExceeded, in_threads, left_behind
 from surefoot.language.data.batches import left_padded, right_padded
 from surefoot.language.data.chat import Messages
 from surefoot.language.data.rows import fault_in
@@ -353,8 +353,9 @@ class Environments:
         self._timed(close, failed, f"{len(failed)} conversations")
 
     def _timed(self, call: Callable[[A], T], items: Sequence[A], what: str, at_once: int = 1) -> list[T]:
+        with_gradients = torch.set_grad_enabled(torch.is_grad_enabled())
         try:
-            return in_threads(call, items, at_once, self.deadline, self.path)
+            return in_threads(with_gradients(call), items, at_once, self.deadline, self.path)
         except DeadlineExceeded as error:
             raise self._error(
                 f"took longer than reward.deadline={self.deadline:g} s for {what}{left_behind(error)}; make it faster, or "

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
+from surefoot.calls import DeadlineExceeded, Threads, in_threads
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.calls import DeadlineExceeded, Threads, in_threads
 from surefoot.language.http_client import RESUME, HttpClient
 
 if TYPE_CHECKING:

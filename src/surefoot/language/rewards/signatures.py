@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from surefoot.language.calls import wait_for
+from surefoot.calls import wait_for
 from surefoot.language.rewards.scores import Columns, Prompt
 
 Style = Literal["surefoot", "trl", "verifiers"]
@@ -72,27 +72,20 @@ class Signature:
         ]
         return {**lists, "prompt": plain, "completion": completions, "state": state}
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        lists: Mapping[str, list[Any]],
-        constants: Mapping[str, Any],
-        ends: float | None = None,
-    ) -> Any:
+    def call(self, function: Callable[..., Any], lists: Mapping[str, list[Any]], constants: Mapping[str, Any]) -> Any:
         """What the function returns, a list or an array; awaitables are awaited, all rows of a function at once.
 
         lists      arguments with an entry for each response
         constants  arguments that are the same for each
-        ends       the time by ``time.monotonic`` at which awaitables are cancelled
         """
         chosen = {name: x for name, x in lists.items() if self._takes(name)}
         others = {name: x for name, x in constants.items() if self._takes(name)}
         if self.style == "verifiers":
             count = len(next(iter(lists.values())))
-            return _call_rows(function, [{name: x[row] for name, x in chosen.items()} | others for row in range(count)], ends)
+            return _call_rows(function, [{name: x[row] for name, x in chosen.items()} | others for row in range(count)])
         returned = function(**chosen, **others)
         if inspect.isawaitable(returned):
-            returned = wait_for([returned], ends)[0]
+            returned = wait_for([returned])[0]
         if self.style == "trl" and isinstance(returned, (list, tuple)):  # None: the function does not apply to the row
             return [0.0 if value is None else value for value in returned]
         return returned
@@ -142,7 +135,7 @@ def _style(names: Sequence[str], takes_all: bool) -> Style:
     return "verifiers"
 
 
-def _call_rows(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]], ends: float | None) -> list[Any]:
+def _call_rows(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The results of one call per row."""
     returned: list[Any] = []
     try:
@@ -154,6 +147,6 @@ def _call_rows(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]], 
                 value.close()  # otherwise Python warns that it was never awaited
         raise
     waiting = [row for row, value in enumerate(returned) if inspect.isawaitable(value)]
-    for row, value in zip(waiting, wait_for([returned[row] for row in waiting], ends) if waiting else [], strict=True):
+    for row, value in zip(waiting, wait_for([returned[row] for row in waiting]) if waiting else [], strict=True):
         returned[row] = value
     return returned

@@ -7,7 +7,6 @@ tokenizer. A score is for the whole response, or for each of its steps or tokens
 
 import contextlib
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -16,10 +15,10 @@ import pydantic
 import torch
 from torch import Tensor
 
+from surefoot.calls import DeadlineExceeded, left_behind, with_deadline
 from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.files import parse_value
-from surefoot.language.calls import DeadlineExceeded, left_behind, with_deadline
 from surefoot.language.data.steps import split_steps
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import REPEAT, RESUME
@@ -217,10 +216,11 @@ class FunctionReward:
 
     def _call(self, arguments: Mapping[str, list[Any]], count: int, tokens: TokenTexts | None) -> list[Any]:
         """What the function returns, as a list of ``count`` entries."""
-        of_tokens = tokens if self.per == "token" else None
+        of_tokens, gradients = tokens if self.per == "token" else None, torch.is_grad_enabled()
 
         def rows() -> Any:
-            returned = self.signature.call(self.function, arguments, self.arguments, time.monotonic() + self.deadline)
+            with torch.set_grad_enabled(gradients):
+                returned = self.signature.call(self.function, arguments, self.arguments)
             if self.per == "response" and hasattr(returned, "tolist") and getattr(returned, "shape", ())[1:] == (1,):
                 returned = returned[:, 0]  # [N, 1], as heads and classifiers return it
             return _without_padding(returned, of_tokens)

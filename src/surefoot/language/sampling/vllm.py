@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from surefoot.calls import DeadlineExceeded, in_threads
 from surefoot.errors import SurefootError
-from surefoot.language.calls import DeadlineExceeded, in_threads
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import HttpClient, is_local
 from surefoot.language.models.loading import save_model

@@ -2,12 +2,14 @@
 several at once.
 
 Python can't stop a function. So it is called in a thread, and nobody waits for it longer than until its deadline; a call that
-goes on is counted, and ends with the process. Coroutines are cancelled. Signals, timers and handlers stay the program's own.
-A call that holds the interpreter's lock, as a regular expression or an extension in C may, delays everything until it returns.
+goes on is counted, and ends with the process. Coroutines are cancelled, and code of this package asks ``overdue``. Signals,
+timers and handlers stay the program's own. A call that holds the interpreter's lock, as a regular expression or an extension in
+C may, delays everything until it returns. This module imports no torch.
 """
 
 import asyncio
 import contextvars
+import math
 import os
 import threading
 import time
@@ -17,8 +19,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
-
-import torch
 
 from surefoot.errors import SurefootError
 
@@ -39,23 +39,44 @@ class DeadlineExceeded(Exception):
     """The deadline passed. The text counts the calls that can't be stopped; "" if there are none."""
 
 
+class _Deadline:
+    """The time by ``time.monotonic`` until which calls may take; −∞ once nobody waits for them."""
+
+    def __init__(self, ends: float) -> None:
+        self.ends = ends
+
+
+_deadlines: contextvars.ContextVar[tuple[_Deadline, ...]] = contextvars.ContextVar("deadlines", default=())
+"""those of this call and of the calls around it"""
+
+
+def overdue() -> bool:
+    """Whether nobody waits any more for the call that this thread makes."""
+    return _time_left(_deadlines.get()) <= 0
+
+
+def _time_left(deadlines: Sequence[_Deadline]) -> float:
+    return min((deadline.ends for deadline in deadlines), default=math.inf) - time.monotonic()
+
+
 class Threads:
     """Calls in threads that don't keep the process alive: at most ``at_once`` at the same time, begun in their order.
 
-    A call has the context variables of its caller, and computes gradients if that does.
+    A call has the context variables of its caller. None begins after the deadlines.
     """
 
-    def __init__(self, at_once: int = 1) -> None:
-        self.at_once = at_once
+    def __init__(self, at_once: int = 1, deadlines: tuple[_Deadline, ...] = ()) -> None:
+        self.at_once, self.deadlines = at_once, deadlines
         self._waiting: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._busy, self._lock = 0, threading.Lock()
 
     def begin(self, call: Callable[[], Result]) -> Future[Result]:
         """Begin a call, or let it wait for the others."""
         future: Future[Result] = Future()
-        in_context = partial(contextvars.copy_context().run, _with_gradients, torch.is_grad_enabled(), call)
+        context = contextvars.copy_context()
+        context.run(_deadlines.set, self.deadlines)
         with self._lock:
-            self._waiting.append((in_context, future))
+            self._waiting.append((partial(context.run, call), future))
             if self._busy == self.at_once:
                 return future
             self._busy += 1
@@ -88,7 +109,7 @@ class Threads:
     def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
         """What waits longest; None ends the work of a thread."""
         with self._lock:
-            if not self._waiting:
+            if not self._waiting or _time_left(self.deadlines) <= 0:
                 self._busy -= 1
                 return None
             self._waiting[0][1].set_running_or_notify_cancel()
@@ -96,31 +117,39 @@ class Threads:
 
 
 def in_threads(
-    call: Callable[[T], Result], items: Sequence[T], at_once: int, seconds: float | None = None, name: str = "a call"
+    call: Callable[[T], Result], items: Sequence[T], at_once: int, seconds: float = math.inf, name: str = "a call"
 ) -> list[Result]:
     """``call(item)`` for every item, in their order, at most ``at_once`` at the same time.
 
-    seconds   deadline of all calls together; None: none, and one call at a time runs in this thread
+    seconds   deadline of all calls together, which that of a call around them may precede. Without any, one call at a time runs
+              in this thread
     name      of the calls, for messages about those that were left behind
 
     Raises the error of the first item that has one, once the calls in progress are over; DeadlineExceeded when they take too
     long. No further call is begun then, nor after an exception in this thread.
     """
-    if seconds is None and min(at_once, len(items)) <= 1:
-        return [call(item) for item in items]
-    ends = None if seconds is None else time.monotonic() + seconds
+    if seconds == math.inf and min(at_once, len(items)) <= 1:
+        results = []
+        for item in items:
+            if overdue():
+                raise DeadlineExceeded
+            results.append(call(item))
+        return results
     if len(left := calls_left()) >= MOST_LEFT:
         names = ", ".join(f"{count} of {of}" for of, count in Counter(left).most_common(3))
         raise SurefootError(f"{len(left)} calls are still running after their deadlines ({names}); start the process again")
-    threads = Threads(at_once)
+    deadline = _Deadline(time.monotonic() + seconds)
+    deadlines = (*_deadlines.get(), deadline)
+    threads = Threads(at_once, deadlines)
+    grace = GRACE / len(deadlines)  # calls within calls are over first
     futures = [threads.begin(partial(call, item)) for item in items]
     try:
-        wait(futures, seconds, FIRST_EXCEPTION)
+        wait(futures, _limit(_time_left(deadlines)), FIRST_EXCEPTION)
         threads.stop()
-        running = [future for future in futures if future.running()]
-        wait(running, None if ends is None else max(0.0, ends - time.monotonic()) + GRACE)
+        wait([future for future in futures if future.running()], _limit(_time_left(deadlines) + grace))
     finally:
         threads.stop()
+        deadline.ends = -math.inf
         _left.extend((name, future) for future in futures if future.running())
     for future in futures:
         if future.done():
@@ -130,6 +159,10 @@ def in_threads(
         calls = f"{hanging} {'call' if hanging == 1 else 'calls'}"
         raise DeadlineExceeded(f"{calls} can't be stopped and will run until this process ends" if hanging else "")
     return [future.result() for future in futures]
+
+
+def _limit(seconds: float) -> float | None:
+    return None if seconds == math.inf else max(0.0, seconds)
 
 
 def with_deadline(seconds: float, call: Callable[[], Result], name: str = "a call") -> Result:
@@ -148,11 +181,8 @@ def calls_left() -> list[str]:
     return [name for name, _ in _left]
 
 
-def wait_for(awaitables: Sequence[Awaitable[Result]], ends: float | None = None) -> list[Result]:
-    """The results of awaitables that run together.
-
-    ends   the time by ``time.monotonic`` at which they are cancelled, with DeadlineExceeded; None: never
-    """
+def wait_for(awaitables: Sequence[Awaitable[Result]]) -> list[Result]:
+    """The results of awaitables that run together; cancelled, with DeadlineExceeded, at the deadline of this thread's call."""
 
     async def one(awaitable: Awaitable[Result]) -> Result:
         try:
@@ -160,9 +190,11 @@ def wait_for(awaitables: Sequence[Awaitable[Result]], ends: float | None = None)
         except SystemExit as error:  # it would end the loop's thread
             raise RuntimeError(f"SystemExit: {error}") from error
 
+    seconds = _limit(_time_left(_deadlines.get()))
+
     async def together() -> list[Result]:
         try:
-            async with asyncio.timeout(None if ends is None else ends - time.monotonic()) as limit:
+            async with asyncio.timeout(seconds) as limit:
                 return list(await asyncio.gather(*map(one, awaitables)))
         except TimeoutError:
             if limit.expired():
@@ -185,11 +217,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 def _serve(inbox: "SimpleQueue[Callable[[], None]]") -> None:
     while True:
         inbox.get()()
-
-
-def _with_gradients(enabled: bool, call: Callable[[], Result]) -> Result:
-    with torch.set_grad_enabled(enabled):
-        return call()
 
 
 def _forget_threads() -> None:
