@@ -144,7 +144,7 @@ def in_threads(
     grace = GRACE / len(deadlines)  # calls within calls are over first
     futures = [threads.begin(partial(call, item)) for item in items]
     try:
-        wait(futures, _limit(_time_left(deadlines)), FIRST_EXCEPTION)
+        late = wait(futures, _limit(_time_left(deadlines)), FIRST_EXCEPTION).not_done
         threads.stop()
         wait([future for future in futures if future.running()], _limit(_time_left(deadlines) + grace))
     finally:
@@ -154,7 +154,7 @@ def in_threads(
     for future in futures:
         if future.done():
             future.result()
-    if not all(future.done() for future in futures):
+    if late:  # also what was over soon after: a part of it may not have begun
         hanging = sum(future.running() for future in futures)
         calls = f"{hanging} {'call' if hanging == 1 else 'calls'}"
         raise DeadlineExceeded(f"{calls} can't be stopped and will run until this process ends" if hanging else "")
