@@ -4,13 +4,11 @@ This module imports no torch.
 """
 
 import _thread
-import contextlib
 import ctypes
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -113,23 +111,3 @@ def _action(number: int) -> "ctypes.Array[ctypes.c_char]":
     action = ctypes.create_string_buffer(1024)
     _libc.sigaction(number, None, action)
     return action
-
-
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Start a child process in this block: its signals ``STOPPING`` wait until it calls ``let_in``, and those of this process
-    until the child is in its list.
-    """
-    resource_tracker.ensure_running()  # starting it unblocks these signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def let_in(*ignored: int) -> None:
-    """In a child that was started in ``held_back``: ignore some signals, and receive the others."""
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -1,7 +1,6 @@
 """Cells: finished ones are skipped, interrupted ones resume to the same numbers, and failures lose no results."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from surefoot.compare.algorithms import compare_algorithms, recipes_for
 from surefoot.compare.cells import REQUEST, Cell, locked_folder, run_cells, summary
 from surefoot.compare.ladder import run_ladder
 from surefoot.compare.processes import OverallProgress, end
+from surefoot.processes import Child, let_in
 from surefoot.runs import api
 from surefoot.store.folder import folder_lock
 from surefoot.store.manifest import write_listed
@@ -388,23 +388,23 @@ def test_a_second_process_waits_until_the_request_is_written(tmp_path):
     assert waiting.result() == "{}"
 
 
-def save_together(ready, saving):
+def save_together(connection, folder):
     def save(number, frame):
-        saving.wait(100)  # raises if the others aren't told to save meanwhile
-        os._exit(0)
+        (folder / str(os.getpid())).touch()
+        until = time.monotonic() + 100
+        while len(list(folder.iterdir())) < 3 and time.monotonic() < until:
+            time.sleep(0.01)  # until the others are told to save too
+        os._exit(0 if time.monotonic() < until else 1)
 
+    let_in()
     signal.signal(signal.SIGTERM, save)
-    ready.release()
+    connection.send("ready")
     time.sleep(60)
 
 
-def test_stopped_processes_save_concurrently_and_all_end():
+def test_stopped_processes_save_concurrently_and_all_end(tmp_path):
     """One after another would take long, and a second Ctrl-C would leave the rest running."""
-    context = multiprocessing.get_context("fork")
-    ready, saving = context.Semaphore(0), context.Barrier(3)
-    children = [context.Process(target=save_together, args=(ready, saving)) for _ in range(4)]
-    for child in children[:3]:
-        child.start()
-        ready.acquire()
+    children = [Child(f"{__name__}:save_together", tmp_path) for _ in range(3)]
+    assert [child.receive(60) for child in children] == ["ready"] * 3
     end(children)
-    assert [child.exitcode for child in children] == [0, 0, 0, None]
+    assert [child.process.returncode for child in children] == [0, 0, 0]

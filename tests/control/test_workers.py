@@ -10,8 +10,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +39,10 @@ def in_workers(task: Any, count: int, workers: int, deadline: float = 60.0, **ar
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """After every test no process is left but the one that Python itself keeps for spawning."""
+    """After every test no worker process is left."""
     yield
-    assert multiprocessing.active_children() == []
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        assert not [pid for pid in file.read().split() if b"worker:serve" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def same(a: Any, b: Any) -> bool:
@@ -127,11 +126,11 @@ def test_a_failure_while_memory_is_shared_ends_the_workers_and_leaves_no_open_fi
     first, second = environments._workers
 
     def kill_first(connection: Any, handle: int, pid: int | None) -> None:
-        if failure == "interrupted" and pid == second.process.pid:
+        if failure == "interrupted" and pid == second.child.process.pid:
             raise KeyboardInterrupt
         if failure == "killed":
-            first.process.kill()
-            first.process.join()
+            first.child.process.kill()
+            first.child.process.wait()
         send(connection, handle, pid)
 
     monkeypatch.setattr(multiprocessing.reduction, "send_handle", kill_first)
@@ -141,7 +140,7 @@ def test_a_failure_while_memory_is_shared_ends_the_workers_and_leaves_no_open_fi
     with pytest.raises(error, match=message):
         environments.step(np.zeros(4, int))
     assert environments._arrays is None
-    assert not any(worker.process.is_alive() for worker in environments._workers)
+    assert not any(worker.child.process.returncode is None for worker in environments._workers)
     names = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
     assert not any("memfd:surefoot" in name for name in names)
 
@@ -228,7 +227,7 @@ def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(ho
     workers = 2 if how in ("raises", "segfaults", "sleeps") else 1
     deadline = 3.0 if how in ("sleeps", "spins") else 60.0
     environments = in_workers(Misbehaving, 3, workers, deadline, how=how, at=at, doom=episode_seed(SEED, 2, 1))
-    pids = [worker.process.pid for worker in environments._workers]
+    pids = [worker.child.process.pid for worker in environments._workers]
     started = time.monotonic()
     with pytest.raises(SurefootError) as caught:
         go_on(environments)
@@ -254,7 +253,7 @@ def test_a_slow_environment_is_accepted_if_each_call_returns_in_time() -> None:
 def test_a_worker_that_is_killed_between_two_steps_is_reported_as_killed() -> None:
     environments = in_workers(Misbehaving, 3, 2)
     environments.reset()
-    os.kill(environments._workers[0].process.pid or 0, signal.SIGKILL)
+    os.kill(environments._workers[0].child.process.pid, signal.SIGKILL)
     message = r"Misbehaving: environments 0 to 1 ended their worker process \(SIGKILL.*\) between two calls"
     with pytest.raises(SurefootError, match=message):
         environments.step(np.zeros(3, int))
@@ -276,30 +275,25 @@ def test_a_task_that_can_not_be_sent_is_rejected_with_the_remedy() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_workers_start_leaves_no_process_behind(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the first in this process, with which Python starts a process of its own and unblocks signals."""
-    started: list[SpawnProcess] = []
-    start = SpawnProcess.start
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
 
-    def start_and_signal(process: SpawnProcess) -> None:
-        start(process)
-        started.append(process)
+    def start_and_signal(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        started.append(start(*arguments, **options))
         signal.raise_signal(number)
+        return started[-1]
 
     def stop(number: int, frame: object) -> None:
         raise Interrupted("stopped")
 
-    monkeypatch.setattr(SpawnProcess, "start", start_and_signal)
-    tracker = resource_tracker.ResourceTracker()
-    for name in ("ensure_running", "register", "unregister", "getfd"):
-        monkeypatch.setattr(resource_tracker, name, getattr(tracker, name))
+    monkeypatch.setattr(subprocess, "Popen", start_and_signal)
     before = signal.signal(number, stop)
     try:
         with pytest.raises(Interrupted):
             in_workers("CartPole-v1", 2, 2)
     finally:
         signal.signal(number, before)
-        tracker._stop()
-    assert [process.exitcode is not None for process in started] == [True]
+    assert [process.returncode is not None for process in started] == [True]
 
 
 def test_a_run_that_is_rejected_leaves_no_process_behind() -> None:
@@ -373,7 +367,7 @@ def test_workers_end_when_their_parent_is_killed_even_the_one_that_hangs(tmp_pat
         from surefoot.control.environments.workers import WorkerEnvironments
         how = {"how": "spins", "doom": DOOM, "at": 1}
         environments = WorkerEnvironments(Misbehaving, how, 2, SEED, 2, 60)
-        print(*[worker.process.pid for worker in environments._workers], flush=True)
+        print(*[worker.child.process.pid for worker in environments._workers], flush=True)
         environments.reset()
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         environments.step(np.zeros(2, int))

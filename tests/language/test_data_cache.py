@@ -305,9 +305,9 @@ def test_a_process_that_dies_is_one_line_and_ends_the_others(
     monkeypatch.syspath_prepend(str(tmp_path))
     at_nine = importlib.import_module("ending").at_nine
     started: list[Any] = []
-    start = processes._Worker.__init__
-    monkeypatch.setattr(processes._Worker, "__init__", lambda self, work: (started.append(self), start(self, work))[1])
-    with pytest.raises(SurefootError, match=r"ended early \(code 9\); it may have run out of memory"):
+    start = processes.Child
+    monkeypatch.setattr(processes, "Child", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+    with pytest.raises(SurefootError, match=r"ended early \(exit code 9\); it may have run out of memory"):
         list(processes.in_processes(at_nine, range(30), 2))
     assert len(started) == 2
     assert all(worker.process.poll() is not None for worker in started)
@@ -316,16 +316,15 @@ def test_a_process_that_dies_is_one_line_and_ends_the_others(
 def test_an_interrupt_while_processes_start_ends_them(two: None, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
-    def interrupted(worker: Any) -> bool:
-        started.append(worker)
+    def interrupted(child: Any, seconds: float) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(processes._Worker, "is_ready", interrupted)
-    start = processes._Worker.__init__
-    monkeypatch.setattr(processes._Worker, "__init__", lambda self, work: (started.append(self), start(self, work))[1])
+    monkeypatch.setattr(processes.Child, "receive", interrupted)
+    start = processes.Child
+    monkeypatch.setattr(processes, "Child", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
     with pytest.raises(KeyboardInterrupt):
         list(processes.in_processes(len, range(30), 2))
-    assert len(started) == 3
+    assert len(started) == 2
     assert all(worker.process.returncode is not None for worker in started)
 
 
@@ -345,8 +344,8 @@ WAITING = """
 import time
 import surefoot.language.data.processes as p
 
-begin = p._Worker.is_ready
-p._Worker.is_ready = lambda self: (begin(self), print(self.process.pid, flush=True))[0]
+receive = p.Child.receive
+p.Child.receive = lambda self, seconds: (receive(self, seconds), print(self.process.pid, flush=True))[0]
 list(p.in_processes(len, (time.sleep(60) for _ in "a"), 2))
 """
 

@@ -15,6 +15,7 @@ import click
 from surefoot.cli.options import COUNT, POSITIVE, option, together
 from surefoot.errors import SurefootError
 from surefoot.files import read_text
+from surefoot.processes import exit_cause
 from surefoot.ranks.launching import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note, restarts
 from surefoot.signals import STOPPING
 
@@ -153,6 +154,5 @@ def _report(error: Any, lines: Path) -> NoReturn:
         if last and " silent " in last[-1].name and " printed " not in last[0].name:
             raise SurefootError(read_text(last[0]))
         sys.exit(failure.exitcode)
-    name = signal.Signals(-failure.exitcode).name
-    why = f"{name}, perhaps out of memory" if name == "SIGKILL" else name
+    why = exit_cause(failure.exitcode)
     raise SurefootError(f"rank {number} was ended by {why}; continue from the last checkpoint with: surefoot resume RUN")

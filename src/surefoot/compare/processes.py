@@ -1,7 +1,6 @@
 """Do several works, such as trainings, in this process or in parallel in processes of their own, and show their progress."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -9,15 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from surefoot.errors import Interrupted, SurefootError, in_command
-from surefoot.recipes.callables import python_safe_path, unset_python_safe_path
-from surefoot.signals import SignalHandler, held_back, let_in
+from surefoot.processes import Child, held_back, let_in, parent_gone
+from surefoot.processes import end as end_children
+from surefoot.signals import SignalHandler
 from surefoot.terminal import Output, is_terminal, visible_lines
 
 PROGRESS_EVERY = 60.0
@@ -63,51 +62,47 @@ def run_works(works: Mapping[str, Work], jobs: int, progress: "OverallProgress",
 
 def _in_parallel(works: Mapping[str, Work], jobs: int, progress: "OverallProgress", finished: Finished, failed: Failed) -> None:
     """Do each work in its own process, ``jobs`` at a time. Forward a signal once; every work saves before it stops."""
-    context = multiprocessing.get_context("spawn")
-    waiting, running = list(works), dict[Connection, tuple[str, Any]]()
+    waiting, running = list(works), dict[Connection, tuple[str, Child]]()
     with SignalHandler() as signals:
         forwarded = False
         try:
             while running or (waiting and not signals.stop_requested):
                 while waiting and len(running) < jobs and not signals.stop_requested:
                     name = waiting.pop(0)
-                    ours, theirs = context.Pipe()
-                    process = context.Process(target=_child, args=(theirs, works[name]))
-                    running[ours] = (name, process)
-                    with python_safe_path(), held_back():
-                        process.start()
-                    theirs.close()
+                    with held_back():
+                        child = Child(f"{__name__}:serve", works[name], survives=True)
+                        running[child.connection] = (name, child)
                 if signals.stop_requested and not forwarded:
                     forwarded = True
-                    for _, process in running.values():
-                        process.terminate()
+                    for _, child in running.values():
+                        child.process.terminate()
                 for connection in wait(list(running), timeout=0.2):
                     assert isinstance(connection, Connection)
                     _receive(connection, running, progress, finished, failed)
         finally:
-            end([process for _, process in running.values()])
+            end([child for _, child in running.values()])
         if signals.stop_requested:
             raise Interrupted("stopped")
 
 
-def end(processes: Sequence[BaseProcess]) -> None:
-    """Send SIGTERM to all processes that have started, then wait for each, so that they save and stop at the same time."""
-    started = [process for process in processes if process.pid is not None]
-    for process in started:
-        process.terminate()
-    for process in started:
-        process.join()
+def end(children: Sequence[Child]) -> None:
+    """Send SIGTERM to all processes, then wait for each, so that they save and stop at the same time."""
+    for child in children:
+        child.process.terminate()
+    for child in children:
+        child.process.wait()
+    end_children(children)
 
 
 def _receive(
     connection: Connection,
-    running: dict[Connection, tuple[str, Any]],
+    running: dict[Connection, tuple[str, Child]],
     progress: "OverallProgress",
     finished: Finished,
     failed: Failed,
 ) -> None:
     """Handle one message of a child process, or its exit."""
-    name, process = running[connection]
+    name, child = running[connection]
     try:
         kind, content = connection.recv()
     except EOFError:
@@ -119,19 +114,18 @@ def _receive(
         progress.print(content)
         return
     del running[connection]
-    connection.close()
-    process.join()
+    child.process.wait()
+    end_children([child])
     if kind == "finished":
         finished(name, content)
     elif kind == "failed":
-        failed(name, content or f"its process ended with code {process.exitcode}")
+        failed(name, content or f"its process ended with {child.exit_cause()}")
 
 
-def _child(connection: Connection, work: Work) -> None:
-    unset_python_safe_path()
+def serve(connection: Connection, work: Work) -> None:
+    """In a process: do a work, and send its progress and its result."""
     os.setpgrp()  # Ctrl-C on the terminal reaches only the parent, which forwards one signal
     let_in(signal.SIGINT)
-    parent = multiprocessing.parent_process()
     last_sent, last_name = 0.0, ""
 
     def send(kind: str, content: Any) -> None:
@@ -144,12 +138,9 @@ def _child(connection: Connection, work: Work) -> None:
             last_sent, last_name = time.monotonic(), name
             send("steps", (name, steps))
 
-    def orphaned() -> bool:
-        return parent is not None and not parent.is_alive()
-
     try:
         with in_command():
-            send("finished", work(Parent(step, lambda line: send("line", line), orphaned)))
+            send("finished", work(Parent(step, lambda line: send("line", line), parent_gone.is_set)))
     except Interrupted:
         send("stopped", None)
     except SurefootError as error:

@@ -8,8 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,8 +24,6 @@ GOLD = "reward.gold"
 NETWORK = "network.custom"
 SYMMETRY = "rollout.symmetry"
 SCHEDULE, CLIP_SCHEDULE = "optimizer.schedule", "objective.trust_region.schedule"
-SAFE_PATH, OURS = "PYTHONSAFEPATH", "while surefoot starts it"
-"""the variable that keeps Python from putting the working folder first on its path, and the value that we set"""
 
 
 def term_field(place: int) -> str:
@@ -217,25 +214,6 @@ def append_working_folder() -> None:
     """Put the working folder last on Python's path."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
-
-
-@contextmanager
-def python_safe_path() -> Iterator[None]:
-    """Let processes that start inside the context import their first modules from where they are installed.
-
-    Otherwise they would search the working folder first. ``multiprocessing`` then gives them this process's path.
-    """
-    os.environ[SAFE_PATH] = os.environ.get(SAFE_PATH) or OURS
-    try:
-        yield
-    finally:
-        unset_python_safe_path()
-
-
-def unset_python_safe_path() -> None:
-    """Undo ``python_safe_path``. Processes that start inside it call this first, for the sake of their own children."""
-    if os.environ.get(SAFE_PATH) == OURS:
-        del os.environ[SAFE_PATH]
 
 
 def _from_file(path: Path) -> ModuleType:

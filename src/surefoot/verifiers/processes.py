@@ -1,26 +1,24 @@
 """Run checks in separate processes with a time limit, so that a response that hangs scores 0 and stops nothing else."""
 
-import atexit
 import contextlib
 import importlib.util
 import inspect
 import json
-import os
-import select
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from surefoot.calls import in_threads
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import available_cores
+from surefoot.processes import Child, ChildEnded, ChildLate, end
 
 STARTUP = 120.0
 """extra seconds for the first check of a new process, which imports packages first"""
-_IDLE: "SimpleQueue[_Worker]" = SimpleQueue()
+_IDLE: "SimpleQueue[Child]" = SimpleQueue()
 """processes kept for the next call, because starting one takes a second"""
 
 Columns = Mapping[str, Sequence[Any]]
@@ -48,70 +46,35 @@ def check_package(module: str, package: str, name: str) -> None:
 
 
 def _check(kind: str, row: tuple[str, Any], seconds: float) -> dict[str, Any]:
+    limit = seconds
     try:
-        worker = _IDLE.get_nowait()
+        child = _IDLE.get_nowait()
     except Empty:
-        worker = _Worker()
+        child = Child("surefoot.verifiers.worker:serve", silent=True)
+        limit += STARTUP
     try:
-        reply = worker.request([kind, seconds, *row], seconds)
-    except BaseException:
-        worker.kill()
-        raise
-    if reply is None:
-        worker.kill()
+        with contextlib.suppress(OSError):  # it has ended, and gives no reply
+            child.connection.send_bytes(json.dumps([kind, seconds, *row]).encode())
+        # JSON, because what a response made of the process must not be unpickled here
+        reply = dict(json.loads(child.receive(limit, Connection.recv_bytes)))
+    except (ChildLate, ChildEnded):  # out of memory, or by its own alarm
+        end([child])
         return {"value": 0.0}
-    _IDLE.put(worker)
+    except BaseException:
+        end([child])
+        raise
+    _IDLE.put(child)
     return reply
 
 
-class _Worker:
-    """One process, which handles one request at a time."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "surefoot.verifiers.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must reach only this process
-        )
-        self.new = True
-
-    def request(self, job: Any, seconds: float) -> dict[str, Any] | None:
-        """The reply, or None if there is none in time."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + seconds + (STARTUP if self.new else 0.0)
-        reply = b""
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-        while not reply.endswith(b"\n"):
-            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                return None
-            chunk = os.read(self.process.stdout.fileno(), 65_536)
-            if not chunk:  # the process ended: out of memory, or by its own alarm
-                return None
-            reply += chunk
-        self.new = False
-        return dict(json.loads(reply))
-
-    def kill(self) -> None:
-        """Kill the process and wait for its end."""
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):  # unread input
-                stream.close()
-
-
-@atexit.register
 def close() -> None:
     """Kill all idle processes."""
     with contextlib.suppress(Empty):
         while True:
-            _IDLE.get_nowait().kill()
+            end([_IDLE.get_nowait()])
+
+
+Finalize(None, close, exitpriority=0)  # when this process exits, not a fork of it
 
 
 # ---- limits of reward functions ---------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Check one answer at a time in a process that may be killed: ``python -m surefoot.verifiers.worker``.
+"""Check one answer at a time in a process that may be killed.
 
-It reads lines of JSON, ``[kind, seconds, response, answer]``, and writes one for each: ``{"value": 1.0}``, or ``{"error": …}``
-if the answer is invalid. It never runs anything from a response.
+It receives ``[kind, seconds, response, answer]`` as JSON, and answers ``{"value": 1.0}``, or ``{"error": …}`` if the answer is
+invalid. It never runs anything from a response.
 """
 
 import contextlib
@@ -9,15 +9,16 @@ import importlib
 import json
 import logging
 import math as numbers
-import os
 import re
 import resource
 import signal
-import sys
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from surefoot.errors import SurefootError
+from surefoot.processes import let_in
+from surefoot.signals import STOPPING
 from surefoot.verifiers.answers import fenced, reject_constant
 from surefoot.verifiers.numbers import MINUS
 
@@ -25,13 +26,16 @@ MEMORY = 4 * 2**30
 """bytes of address space; a response whose check needs more is wrong"""
 
 
-def main() -> None:
-    replies = os.dup(1)
-    os.dup2(2, 1)  # keep prints of libraries out of the replies
+def serve(connection: "Connection[Any, Any]") -> None:
+    """Answer until the pipe closes."""
+    let_in(*STOPPING)
     _limit_memory()
     logging.disable()
-    for line in sys.stdin:
-        kind, seconds, response, answer = json.loads(line)
+    while True:
+        try:
+            kind, seconds, response, answer = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
         with contextlib.suppress(ImportError):  # the check reports it; imports don't count against the time limit
             importlib.import_module(PACKAGES[kind])
         signal.alarm(numbers.ceil(seconds) + 1)  # ends this process if the parent no longer can
@@ -42,7 +46,7 @@ def main() -> None:
         except Exception:
             reply = {"value": 0.0}
         signal.alarm(0)
-        os.write(replies, json.dumps(reply).encode() + b"\n")
+        connection.send_bytes(json.dumps(reply).encode())
 
 
 def equal(response: str, answer: str) -> bool:
@@ -116,7 +120,3 @@ def _limit_memory() -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     bound = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,12 +6,9 @@ Ctrl-C, SIGTERM and the other signals that stop a run, so that the parent can fi
 
 import contextlib
 import ctypes
-import multiprocessing
+import mmap
 import os
 import pickle
-import signal
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -29,14 +26,20 @@ from surefoot.control.environments.observations import environment_failure
 from surefoot.control.environments.slices import arrays_of, by_environment, mapped
 from surefoot.control.spaces import Array
 from surefoot.errors import SurefootError, cause_of, place_of
-from surefoot.recipes.callables import unset_python_safe_path
-from surefoot.signals import STOPPING, let_in
+from surefoot.processes import let_in
+from surefoot.signals import STOPPING
 
 NOT_CALLING = -1
 """in place of an environment's index: no environment is being called"""
 AWAKE = 3e-3
 """seconds that a worker waits for the next call before it sleeps: longer than most policies take to act"""
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+
+
+def position_in(file: int) -> Any:
+    """Environment, episode and step of the call in progress, in memory that parent and worker share."""
+    place = ctypes.c_longlong * 3
+    return place.from_buffer(mmap.mmap(file, ctypes.sizeof(place)))
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,17 @@ class WorkerConfig:
     name: str
 
 
-def serve(connection: "Connection[Any, Any]", position: Any, task: bytes, config: WorkerConfig, kill_with_parent: bool) -> None:
+def serve(connection: "Connection[Any, Any]", memory: int, task: bytes, config: WorkerConfig) -> None:
     """Make the environments, then answer (method, arguments) until the pipe closes.
 
-    position  shared with the parent: environment, episode and step of the call in progress
+    memory   the file of ``position_in``
     task     pickled (task, arguments, Gymnasium's spec if the task is an id)
 
     An answer is (True, result) or (False, one line, traceback). After "share" a step is written into common memory, and its
     answer is what maps an environment's index to a value.
     """
-    unset_python_safe_path()
-    _live_as_long_as_parent(kill_with_parent)
+    let_in(*STOPPING)
+    position = position_in(memory)
     environments: LoopedEnvironments | None = None
     arrays: dict[str, Array] = {}
     method = "make"
@@ -118,7 +121,6 @@ def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironm
             f"task={config.name!r}: can't be imported by a worker process ({cause_of(error)}); define it at the top of its "
             "own module, or set rollout.backend = 'loop'"
         ) from None
-    position[:] = NOT_CALLING, -1, -1
     make_one = maker(task, arguments)
     if spec is not None and task not in gymnasium.registry:  # registered by the program, not by a package
         make_one = partial(gymnasium.make, spec, disable_env_checker=True, **arguments)
@@ -136,18 +138,3 @@ def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironm
         )
     made.first, made.position = config.first, position
     return made
-
-
-def _live_as_long_as_parent(kill_with_parent: bool) -> None:
-    let_in(*STOPPING)
-    if kill_with_parent and sys.platform == "linux":
-        # prctl(PR_SET_PDEATHSIG): C code that hangs with the interpreter lock ends with the parent too.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    parent.join()
-    os._exit(1)

@@ -4,22 +4,15 @@ Processes are spawned, never forked: they inherit no thread, lock or GPU context
 kind, an exit, a signal, no answer), the parent reports the environment, episode and step, and ends all workers.
 """
 
-import contextlib
 import ctypes
-import multiprocessing
+import os
 import pickle
-import signal
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from multiprocessing.sharedctypes import RawArray
 from multiprocessing.util import Finalize
-from types import ModuleType
 from typing import Any, NoReturn
 
 import gymnasium
@@ -41,11 +34,10 @@ from surefoot.control.environments.slices import (
     slice_state,
     step_of,
 )
-from surefoot.control.environments.worker import NOT_CALLING, WorkerConfig, serve
+from surefoot.control.environments.worker import NOT_CALLING, WorkerConfig, position_in
 from surefoot.control.spaces import Array, Observations
 from surefoot.errors import SurefootError, cause_of
-from surefoot.recipes.callables import python_safe_path
-from surefoot.signals import held_back
+from surefoot.processes import Child, ChildEnded, ChildLate, end, held_back, is_importing_main
 
 MAIN_REIMPORTED = 81
 """exit code of a worker in which the user's script started to train again"""
@@ -53,16 +45,13 @@ START_TIMEOUT = 120
 """least number of seconds that a worker may take to start and import"""
 CLOSE_TIMEOUT = 3
 """seconds that workers have to close their environments"""
-POLL_INTERVAL = 0.5
-"""seconds between two checks of a busy worker"""
 
 
 @dataclass
 class Worker:
-    """A process, the pipe to it, and its position: environment, episode and step of the current call."""
+    """A process, and its position: environment, episode and step of the current call."""
 
-    process: SpawnProcess
-    connection: "Connection[Any, Any]"
+    child: Child
     position: Any
     first: int
     """its first row of a batch"""
@@ -94,18 +83,21 @@ class WorkerEnvironments:
         first: int = 0,
     ) -> None:
         self.count, self.name, self.deadline, self.first = count, task_name(task), deadline, first
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
+        if is_importing_main():
             sys.exit(MAIN_REIMPORTED)  # a worker imports the script that started it; the parent reports that
-        pickled, needs_main = _pickled(task, arguments, self.name)
+        pickled = _pickled(task, arguments, self.name)
         self._workers: list[Worker] = []
+        children: list[Child] = []
         self._finalizer = Finalize(
-            self, _close_workers, args=(self._workers,), exitpriority=10
-        )  # when Python exits, at the latest
+            self, end, args=(children, CLOSE_TIMEOUT), exitpriority=10
+        )  # at Python's exit, at the latest
         try:
             for rows in np.array_split(np.arange(count), min(workers, count)):
                 config = WorkerConfig(first + int(rows[0]), len(rows), seed, self.name)
                 with held_back():
-                    self._workers.append(_start(pickled, config, needs_main, int(rows[0])))
+                    child, position = _start(pickled, config)
+                    children.append(child)
+                self._workers.append(Worker(child, position, int(rows[0]), len(rows)))
             made = [self._receive(worker, max(deadline, START_TIMEOUT)) for worker in self._workers]
             check_same_actions([space for _, space in made], self.name, [worker.first for worker in self._workers])
         except BaseException:
@@ -196,25 +188,20 @@ class WorkerEnvironments:
     def _send(self, worker: Worker, method: str, arguments: tuple[Any, ...], file: int | None = None) -> None:
         """Send a call, and an open file if it needs one."""
         try:
-            worker.connection.send((method, arguments))
+            worker.child.connection.send((method, arguments))
             if file is not None:
-                reduction.send_handle(worker.connection, file, worker.process.pid)
+                reduction.send_handle(worker.child.connection, file, worker.child.process.pid)
         except OSError:
             self._raise_failure(worker)
 
     def _receive(self, worker: Worker, deadline: float) -> Any:
-        at, since = None, time.monotonic()
         try:
-            while not worker.connection.poll(min(POLL_INTERVAL, deadline / 4)):
-                # Each call of an environment has the whole deadline, however many calls one answer needs.
-                before, at = at, tuple(worker.position)
-                if at != before:
-                    since = time.monotonic()
-                elif time.monotonic() - since > deadline:
-                    self._raise_failure(worker, deadline)
-            succeeded, answer, *trace = worker.connection.recv()
-        except (EOFError, OSError):
+            # Each call of an environment has the whole deadline, however many calls one answer needs.
+            succeeded, answer, *trace = worker.child.receive(deadline, progress=lambda: tuple(worker.position))
+        except ChildEnded:
             self._raise_failure(worker)
+        except ChildLate:
+            self._raise_failure(worker, deadline)
         if not succeeded:
             self.close()
             error = SurefootError(answer)
@@ -227,14 +214,13 @@ class WorkerEnvironments:
         """End all workers; raise an error for one that ended or did not answer within ``waited`` seconds."""
         position = tuple(worker.position)
         if waited is None:
-            worker.process.join(CLOSE_TIMEOUT)
-            what = f"ended its worker process ({_exit(worker.process.exitcode)})"
+            what = f"ended its worker process ({worker.child.exit_cause()})"
         else:
-            worker.process.kill()
+            worker.child.process.kill()
             least = f"; at least {START_TIMEOUT} s" if position[1] < 0 else ""
             what = f"did not return within {waited:g} s (rollout.deadline{least})"
         self.close()
-        if worker.process.exitcode == MAIN_REIMPORTED:
+        if worker.child.process.returncode == MAIN_REIMPORTED:
             raise SurefootError(
                 f"task={self.name!r}: a worker process imports the script that defines it, which started to train again; put "
                 "the call under if __name__ == '__main__':, or move the task to its own module"
@@ -247,75 +233,28 @@ class WorkerEnvironments:
         raise SurefootError(environment_failure(self.name, position, what))
 
 
-def _start(pickled: bytes, config: WorkerConfig, needs_main: bool, first_row: int) -> Worker:
-    context = multiprocessing.get_context("spawn")
-    position = RawArray(ctypes.c_longlong, [NOT_CALLING, -1, -1])
-    connection, child_connection = context.Pipe()
-    # For PR_SET_PDEATHSIG, the parent ends when the thread that started the process ends.
-    kill_with_parent = threading.current_thread() is threading.main_thread()
-    arguments = (child_connection, position, pickled, config, kill_with_parent)
-    process = context.Process(target=serve, args=arguments, name=f"surefoot-{config.first}")
-    try:
-        with python_safe_path(), contextlib.nullcontext() if needs_main else _main_hidden():
-            process.start()
-    except (OSError, AssertionError) as error:  # out of processes, or this is a daemon, which may have none
-        connection.close()
-        raise SurefootError(
-            f"task={config.name!r}: a worker process could not be started ({cause_of(error)}); lower rollout.workers, or set "
-            "rollout.backend = 'loop'"
-        ) from None
-    finally:
-        child_connection.close()
-    return Worker(process, connection, position, first_row, config.count)
+def _start(pickled: bytes, config: WorkerConfig) -> tuple[Child, Any]:
+    """A worker process, and its position."""
+    with tempfile.TemporaryFile() as memory:
+        os.ftruncate(memory.fileno(), ctypes.sizeof(ctypes.c_longlong) * 3)
+        position = position_in(memory.fileno())
+        position[:] = NOT_CALLING, -1, -1
+        files = (memory.fileno(),)
+        try:
+            return Child("surefoot.control.environments.worker:serve", *files, pickled, config, files=files), position
+        except OSError as error:  # out of processes
+            raise SurefootError(
+                f"task={config.name!r}: a worker process could not be started ({cause_of(error)}); lower rollout.workers, or "
+                "set rollout.backend = 'loop'"
+            ) from None
 
 
-def _close_workers(workers: list[Worker]) -> None:
-    """Close every pipe, which ends its worker, and wait; kill workers that are still alive."""
-    for worker in workers:
-        worker.connection.close()
-    until = time.monotonic() + CLOSE_TIMEOUT
-    try:
-        for worker in workers:
-            worker.process.join(max(0.0, until - time.monotonic()))
-    finally:  # after Ctrl-C too
-        for worker in workers:
-            if worker.process.is_alive():
-                worker.process.kill()
-            worker.process.join()
-
-
-def _exit(code: int | None) -> str:
-    if code is None:
-        return "still running"
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name
-
-
-def _pickled(task: str | MakeEnvironment, arguments: dict[str, Any], name: str) -> tuple[bytes, bool]:
-    """The task as a pickle, and whether a worker must import the main script to load it."""
+def _pickled(task: str | MakeEnvironment, arguments: dict[str, Any], name: str) -> bytes:
     spec = gymnasium.registry.get(task) if isinstance(task, str) and not task.startswith(ATARI) else None
-    with contextlib.suppress(Exception), _main_hidden():
-        return pickle.dumps((task, arguments, spec)), False
     try:
-        return pickle.dumps((task, arguments, spec)), True
+        return pickle.dumps((task, arguments, spec))
     except Exception as error:
         raise SurefootError(
             f"task={name!r}: can't be sent to a worker process ({cause_of(error)}); define it at the top of a module and name "
             "it module:function, or set rollout.backend = 'loop'"
         ) from None
-
-
-@contextlib.contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Keep workers that don't need the user's script from importing it, so that a script without a guard is harmless."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

@@ -1,23 +1,20 @@
-"""A function of rows, computed by several processes in the order of the rows: ``python -m surefoot.language.data.processes``.
-
-The processes are started by command, never forked: they inherit no thread, lock or GPU context, and a script needs no
-``if __name__ == "__main__"``. They end with the process that started them, because their input ends.
-"""
+"""A function of rows, computed by several processes in the order of the rows."""
 
 import contextlib
+import math
 import os
 import pickle
-import signal
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
 from surefoot.errors import SurefootError
 from surefoot.files import available_cores
+from surefoot.processes import MAIN, Child, ChildEnded, end, let_in
+from surefoot.signals import STOPPING
 
 CHUNK = 500
 """rows per request"""
@@ -39,29 +36,29 @@ def in_processes(work: Work, rows: Iterable[Any], processes: int) -> Generator[t
 
     Raises SurefootError if a process ends early.
     """
-    workers = [] if processes < 2 else _started(work, processes)
-    if not workers:
+    children = [] if processes < 2 else _started(work, processes)
+    if not children:
         yield from ((chunk, work(chunk)) for chunk, _ in _chunks(rows, stop_at_error=False))
         return
-    idle: SimpleQueue[_Worker] = SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
-    threads = ThreadPoolExecutor(len(workers))
+    idle: SimpleQueue[Child] = SimpleQueue()
+    for child in children:
+        idle.put(child)
+    threads = ThreadPoolExecutor(len(children))
     pending: deque[tuple[list[Any], Future[Any]]] = deque()
 
-    def request(chunk: list[Any]) -> Any:
-        worker = idle.get()
+    def compute(chunk: list[Any]) -> Any:
+        child = idle.get()
         try:
-            return worker.request(chunk)
+            return request(child, chunk)
         finally:
-            idle.put(worker)
+            idle.put(child)
 
     try:
         ended = None
         for chunk, error in _chunks(rows, stop_at_error=True):
             ended = error
-            pending.append((chunk, threads.submit(request, chunk)))
-            if len(pending) > 2 * len(workers):
+            pending.append((chunk, threads.submit(compute, chunk)))
+            if len(pending) > 2 * len(children):
                 first, result = pending.popleft()
                 yield first, result.result()
         while pending:
@@ -70,11 +67,10 @@ def in_processes(work: Work, rows: Iterable[Any], processes: int) -> Generator[t
         if ended is not None:
             raise ended
     finally:
-        for worker in workers:
-            worker.process.kill()  # ends the threads' requests too
+        for child in children:
+            child.process.kill()  # ends the threads' requests too
         threads.shutdown(cancel_futures=True)
-        for worker in workers:
-            worker.close()
+        end(children)
 
 
 def _chunks(rows: Iterable[Any], stop_at_error: bool) -> Iterator[tuple[list[Any], SurefootError | None]]:
@@ -97,86 +93,49 @@ def _chunks(rows: Iterable[Any], stop_at_error: bool) -> Iterator[tuple[list[Any
         yield chunk, None
 
 
-def _started(work: Work, processes: int) -> "list[_Worker]":
+def _started(work: Work, processes: int) -> list[Child]:
     """Processes that are ready to work; none if the work, or a class of it, can't be sent to them."""
     try:
         content = pickle.dumps(work)
     except Exception:
         return []
+    if MAIN.encode() in content:  # the processes would run the script again
+        return []
     with contextlib.ExitStack() as started:
-        workers = []
+        children: list[Child] = []
+        started.callback(end, children)
         for _ in range(processes):
-            workers.append(_Worker(content))
-            started.callback(workers[-1].close)
-        ready = [worker.is_ready() for worker in workers]
-        if all(ready):
+            children.append(Child(f"{__name__}:serve", content, silent=True))
+        with contextlib.suppress(ChildEnded):
+            for child in children:
+                child.receive(math.inf)
             started.pop_all()
-            return workers
+            return children
     return []
 
 
-class _Worker:
-    """One process, which handles one request at a time."""
-
-    def __init__(self, work: bytes) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "surefoot.language.data.processes"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # Ctrl-C must reach only the process that waits
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._requests, self._replies = self.process.stdin, self.process.stdout
-        self._send(work)
-
-    def is_ready(self) -> bool:
-        """Wait until the process has the work; False if it can't import what the work needs."""
-        return self._replies.readline() == b"ready\n"
-
-    def request(self, chunk: list[Any]) -> Any:
-        """The result of a chunk."""
-        self._send(pickle.dumps(chunk))
-        try:
-            return pickle.load(self._replies)
-        except (EOFError, pickle.UnpicklingError):
-            raise SurefootError(
-                f"a process that tokenises rows ended early (code {self.process.wait()}); it may have run out of memory: free "
-                "some, then repeat the command"
-            ) from None
-
-    def _send(self, content: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the reply is missing then too
-            self._requests.write(content)
-            self._requests.flush()
-
-    def close(self) -> None:
-        """Kill the process, wait for its end and close its streams."""
-        self.process.kill()
-        self.process.wait()
-        for stream in (self._requests, self._replies):
-            with contextlib.suppress(BrokenPipeError):  # a request that was never read
-                stream.close()
+def request(child: Child, chunk: list[Any]) -> Any:
+    """The result of a chunk."""
+    with contextlib.suppress(OSError):  # it has ended, and gives no result
+        child.connection.send(chunk)
+    try:
+        return child.receive(math.inf)
+    except ChildEnded:
+        raise SurefootError(
+            f"a process that tokenises rows ended early ({child.exit_cause()}); it may have run out of memory: free some, then "
+            "repeat the command"
+        ) from None
 
 
-def main() -> None:
-    """Compute requests until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keep prints of libraries out of the replies
-    work = pickle.load(sys.stdin.buffer)
-    replies.write(b"ready\n")
-    replies.flush()
-    while True:
-        try:
-            chunk = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        pickle.dump(work(chunk), replies, pickle.HIGHEST_PROTOCOL)
-        replies.flush()
-
-
-if __name__ == "__main__":
-    main()
+def serve(connection: "Connection[Any, Any]", content: bytes) -> None:
+    """In a process: say whether the work can be imported, then compute chunks until the pipe closes."""
+    let_in(*STOPPING)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        work = pickle.loads(content)
+    except Exception:
+        return
+    connection.send(True)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            connection.send(work(connection.recv()))
