@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,14 +116,18 @@ def die_at(module: Any, names: str | Sequence[str], call: int, after: bool = Fal
     return patch
 
 
+def rows_of(run: Path, aside: Collection[str] = TIMING) -> list[dict[str, Any]]:
+    """The rows of a run, without times and speeds."""
+    return [{name: value for name, value in row.items() if name not in aside} for row in read_metrics(run / "metrics.jsonl")]
+
+
 def outcome(path: Path) -> dict[str, Any]:
     """All that must be equal: the final checkpoint, the best one, traces, samples, and the metrics, time and speed aside."""
-    rows = [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(path / "metrics.jsonl")]
     final, best = latest_checkpoint(path / "checkpoints"), latest_checkpoint(path / "best")
     files = [*traces_in(path / "traces"), *sorted(path.glob("samples/*.jsonl"))]
     texts = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     parts = {"final": load_checkpoint(final), "best": load_checkpoint(best)}
-    return {"rows": rows, "texts": texts, "at": (final.name, best.name), **parts}
+    return {"rows": rows_of(path), "texts": texts, "at": (final.name, best.name), **parts}
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:

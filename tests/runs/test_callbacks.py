@@ -5,13 +5,12 @@ import os
 import signal
 
 import pytest
+from killing import rows_of
 
 import surefoot
 from surefoot import Callback, Interrupted, SurefootError
 from surefoot.control.world import ControlWorld
-from surefoot.diagnostics.metrics import TIMING
 from surefoot.runs.session.saving import Saver
-from surefoot.store.metrics import read_metrics
 
 FIELDS = {
     "steps": 512,
@@ -47,10 +46,6 @@ class Diary(Callback):
 
 def train(tmp_path, *callbacks, **fields):
     return surefoot.train("CartPole-v1", run_dir=tmp_path / "run", callbacks=list(callbacks), **{**FIELDS, **fields})
-
-
-def rows_of(run):
-    return [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(run / "metrics.jsonl")]
 
 
 def test_several_callbacks_get_all_events_in_order(tmp_path):
@@ -180,7 +175,7 @@ def test_true_or_stop_ends_the_run_after_its_iteration_with_a_checkpoint(tmp_pat
     assert rows_of(tmp_path / "run")[-1]["steps"] == 512
 
 
-@pytest.mark.parametrize("event", ["on_start", "on_evaluation", "on_iteration", "on_checkpoint", "on_end"])
+@pytest.mark.parametrize("event", ["on_start", "on_iteration", "on_checkpoint", "on_end"])
 def test_an_exception_is_raised_unchanged_and_the_run_resumes_exactly(tmp_path, event):
     class Broken(Callback):
         pass

@@ -155,6 +155,7 @@ class Successful(CartPoleEnv):
         return *rest, {"is_success": True, "success": 0.5}
 
 
+@pytest.mark.slow
 def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(tmp_path):
     written = set()
     for algorithm in ("PPO_CLIP", "PPO_PENALTY_ADAPTIVE", "TRPO"):

@@ -20,7 +20,6 @@ from surefoot.diagnostics.recipe import check_recipe
 from surefoot.files import read_toml
 from surefoot.recipes.callables import take_objects
 from surefoot.recipes.presets import resolve_recipe
-from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import prepared_world
 from surefoot.store.metrics import read_metrics
 
@@ -256,9 +255,3 @@ def test_names_stand_for_functions_wherever_they_are_nested() -> None:
         "steps": 3,
     }
     assert functions == {"network.custom": halved}
-
-
-def test_recipes_of_all_kinds_have_schedules_by_name() -> None:
-    for kind in ("sft", "dpo"):
-        fields = {"kind": kind, "model": "pocket", "data": {"train": "x.jsonl"}, "optimizer": {"schedule": "mine:halved"}}
-        assert make_recipe(fields).optimizer.schedule == "mine:halved"

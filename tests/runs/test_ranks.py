@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from killing import assert_same
+from killing import assert_same, rows_of
 from ranked import PATIENCE, SOON, TIMEOUT, finish, on_ranks, start_ranks
 
 import surefoot
@@ -19,7 +19,6 @@ from surefoot import SurefootError, demos, files
 from surefoot.control.world import ControlWorld
 from surefoot.core.learner import Learner
 from surefoot.demos import control
-from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import NotFiniteError
 from surefoot.ranks.collectives import check_same_weights, exchange, on_first, rank, share, together, world_size
 from surefoot.ranks.launching import choose_gpu, first_host, join_ranks, launch_of
@@ -40,10 +39,6 @@ RECIPE = {
     "checkpoint": {"every": 96, "keep": 9},
     "traces": {"rows": 1},
 }
-
-
-def rows_of(run: Path) -> list[dict]:
-    return [{name: value for name, value in row.items() if name not in TIMING} for row in read_metrics(run / "metrics.jsonl")]
 
 
 def trained(run: Path, ranks: int = 2, **fields):

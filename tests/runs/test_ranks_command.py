@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from killing import rows_of as every_row_of
 
 from surefoot.diagnostics.metrics import TIMING
-from surefoot.store.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +52,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def rows_of(run: Path) -> list[dict]:
-    skipped = {*TIMING, "tokens_per_second", "seconds_sampling", "seconds_scoring"}
-    return [{name: value for name, value in row.items() if name not in skipped} for row in read_metrics(run / "metrics.jsonl")]
+rows_of = partial(every_row_of, aside={*TIMING, "tokens_per_second", "seconds_sampling", "seconds_scoring"})
 
 
 def rows_in(run: Path) -> int:

@@ -22,8 +22,10 @@ from surefoot.control import evaluate
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import EvaluationReport
 from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.spaces import with_values
 from surefoot.runs import api
 from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.store.folder import recipe_differences, scored_alike
 from surefoot.store.manifest import fault_of
 from surefoot.store.metrics import read_metrics
 
@@ -121,13 +123,13 @@ def test_a_kill_inside_a_removal_changes_nothing(uninterrupted, tmp_path, name, 
 
 
 def test_other_files_in_a_run_are_kept(tmp_path):
-    for name in ("1",):
-        path = tmp_path / "run"
-        api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda metrics: metrics["steps"] >= 600)
+    path = tmp_path / "run"
+    api.start(find_recipe("CartPole-v1", RECIPES["CartPole-v1"]), path, callback=lambda metrics: metrics["steps"] >= 600)
+    for name in ("1", ".notes"):
         (path / name).mkdir()
         (path / name / "letter.txt").write_text("dear")
-        api.resume(path)
-        assert (path / name / "letter.txt").read_text() == "dear"
+    api.resume(path)
+    assert [(path / name / "letter.txt").read_text() for name in ("1", ".notes")] == ["dear"] * 2
 
 
 def test_patience_counts_on_in_a_resumed_run(tmp_path, monkeypatch):
@@ -143,21 +145,7 @@ def test_patience_counts_on_in_a_resumed_run(tmp_path, monkeypatch):
         assert read_metrics(tmp_path / name / "metrics.jsonl")[-1]["steps"] == 320, name
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("number", range(20))
-def test_twenty_runs_with_kills_at_any_moment(uninterrupted, tmp_path, number):
-    task = ["CartPole-v1", "Pendulum-v1"][number % 2]
-    expected, rng, path = uninterrupted(task), random.Random(number), tmp_path / "run"
-    if number % 4 >= 2:
-        name, after = rng.choice(["fsync", "rename", "replace"]), rng.random() < 0.5
-        in_child(path, task, before=die_at(os, name, rng.randint(1, 40), after))
-    if unfinished(path, task):
-        killed_at_random(path, task, rng, kills=4)
-    assert_same(expected, outcome(path))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_saves_and_stops_and_the_run_resumes_exactly(tmp_path, monkeypatch, number):
+def test_sigterm_saves_and_stops_and_the_run_resumes_exactly(tmp_path, monkeypatch):
     path = tmp_path / "run"
     words = ["train", "CartPole-v1", "--steps", "60000", "--run-dir", str(path)]
     words += ["--evaluation.episodes", "1", "--checkpoint-every", "1000000"]
@@ -165,7 +153,7 @@ def test_sigterm_saves_and_stops_and_the_run_resumes_exactly(tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["surefoot", *words])
     process = Forked(cli.main, tmp_path)
     wait_for(path / "metrics.jsonl")
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     code, _, errors = process.finish()
     assert code == 130
     assert re.fullmatch(r"surefoot: stopped at step \d+; continue with: surefoot resume \S+\n", errors), errors
@@ -256,16 +244,22 @@ def test_a_failed_evaluation_loses_nothing_and_is_repeated_on_resume(at, tmp_pat
     assert traces[0] == traces[1]
 
 
-def test_number_and_deadline_of_workers_may_change_on_resume(tmp_path):
-    path = tmp_path / "run"
-    fields = {**RECIPES["CartPole-v1"], "rollout": {"environments": 4, "steps": 128, "backend": "workers", "workers": 1}}
-    api.start(find_recipe("CartPole-v1", fields), path, callback=lambda m: m["steps"] >= 1024)
-    config = path / "config.toml"
-    before = config.read_text()
-    changed = re.sub(r"^(deadline|workers) = .*$", r"\1 = 2", before, flags=re.MULTILINE)
-    assert len(set(before.splitlines()) - set(changed.splitlines())) == 2
-    config.write_text(changed)
-    api.resume(path)
+def test_only_what_changes_no_result_may_change_on_resume():
+    recipe = find_recipe("CartPole-v1", {"rollout": {"backend": "workers", "workers": 1}})
+    for field in ("rollout.deadline", "rollout.workers", "steps", "tracking.name", "tracking.tags"):
+        changed = with_values(recipe, {field: ["a"] if field.endswith("tags") else "b" if field.endswith("name") else 2})
+        assert changed != recipe
+        assert recipe_differences(recipe.table, changed) == []
+    for field, value in (("rollout.environments", 4), ("seed", 2), ("network.hidden", [8]), ("evaluation.episodes", 3)):
+        (line,) = recipe_differences(recipe.table, with_values(recipe, {field: value}))
+        assert line.startswith(f"{field}: ")
+        assert line.endswith(f" -> {value}")
+
+
+def test_scores_are_compared_where_they_are_measured_alike():
+    recipe = find_recipe("CartPole-v1")
+    for field, value, alike in (("seed", 2, True), ("evaluation.every", 64, True), ("evaluation.episodes", 3, False)):
+        assert scored_alike(recipe.table, with_values(recipe, {field: value}).table) is alike, field
 
 
 def test_a_changed_recipe_is_rejected_with_the_difference(tmp_path):

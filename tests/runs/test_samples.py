@@ -4,16 +4,16 @@ import io
 import json
 
 import pytest
+from killing import rows_of
 from rich.console import Console
 
 from surefoot.core.rollout import LearnerState
-from surefoot.diagnostics.metrics import METRICS, SHOWN, TIMING
+from surefoot.diagnostics.metrics import METRICS, SHOWN
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines, line_of, some
 from surefoot.store.events import InitialSamples
 from surefoot.store.manifest import write_listed
-from surefoot.store.metrics import read_metrics
 from surefoot.store.reading import read_samples
 from surefoot.store.traces import SampleFolder
 from surefoot.terminal import visible
@@ -201,11 +201,7 @@ def test_samples_before_training_change_no_number_of_the_run(tmp_path, monkeypat
     api.start(recipe, tmp_path / "without")
     assert (tmp_path / "with" / "samples" / "0.jsonl").exists()
     assert not (tmp_path / "without" / "samples" / "0.jsonl").exists()
-    rows = [
-        [{name: x for name, x in row.items() if name not in TIMING} for row in read_metrics(tmp_path / name / "metrics.jsonl")]
-        for name in ("with", "without")
-    ]
-    assert rows[0] == rows[1]
+    assert rows_of(tmp_path / "with") == rows_of(tmp_path / "without")
     weights = [(tmp_path / name / "checkpoints" / "8" / "agent.safetensors").read_bytes() for name in ("with", "without")]
     assert weights[0] == weights[1]
 

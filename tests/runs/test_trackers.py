@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from killing import rows_of
 
 import surefoot
 from surefoot import SurefootError
@@ -122,18 +123,6 @@ def test_trackers_may_change_when_a_run_resumes(tmp_path):
     config.write_text(config.read_text().replace("trackers = []", 'trackers = ["tensorboard"]'))
     api.resume(tmp_path / "run")
     assert steps_of_tensorboard(tmp_path / "run") == steps_of(tmp_path / "run"), "also the rows before"
-
-
-def test_a_run_of_an_older_version_keeps_its_tensorboard_files(tmp_path):
-    run = tmp_path / "run"
-    tracked = find_recipe("CartPole-v1", {**FIELDS, "trackers": ["tensorboard"]})
-    api.start(tracked, run, callback=lambda metrics: metrics["steps"] >= 512)
-    config = run / "config.toml"
-    lines = config.read_text().replace('trackers = [\n    "tensorboard",\n]\n', "")
-    config.write_text(lines)
-    assert "trackers" not in lines
-    api.resume(run)
-    assert steps_of_tensorboard(run) == steps_of(run)
 
 
 # ---- each store -------------------------------------------------------------------------------------------------------
@@ -432,13 +421,6 @@ def log_rows(folder, steps, rows):
     listener(RunEnd(state, folder, False))
 
 
-def test_tensorboard_gets_the_rows_of_sessions_without_it(tmp_path):
-    pytest.importorskip("tensorboard")
-    log_rows(tmp_path, 0, [10, 20])
-    log_rows(tmp_path, 40, [50])
-    assert steps_of_tensorboard(tmp_path) == [10, 20, 30, 40, 50]
-
-
 def test_tensorboard_gets_the_rows_that_a_session_without_rows_has_hidden(tmp_path):
     """A is killed after its checkpoint at 20; B resumes and has no row; C has no TensorBoard; D gets the rest."""
     pytest.importorskip("tensorboard")
@@ -575,11 +557,7 @@ def test_a_damaged_trackers_file_does_not_end_a_run(tmp_path):
 def test_trackers_change_no_number_of_a_run(tmp_path):
     api.start(find_recipe("CartPole-v1", FIELDS), tmp_path / "plain")
     api.start(find_recipe("CartPole-v1", {**FIELDS, "trackers": ["tensorboard"]}), tmp_path / "tracked")
-    plain, tracked = (
-        [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(tmp_path / name / "metrics.jsonl")]
-        for name in ("plain", "tracked")
-    )
-    assert plain == tracked
+    assert rows_of(tmp_path / "plain") == rows_of(tmp_path / "tracked")
 
 
 def test_a_truncated_record_is_skipped(offline):

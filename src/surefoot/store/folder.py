@@ -211,11 +211,8 @@ class RunFolder:
             acquire(self._lock, self.path)
 
     def recipe(self) -> Recipe:
-        """The recipe as config.toml has it now. A run that began when TensorBoard's files were always written keeps them."""
-        table = read_toml(self.path / "config.toml")
-        if "trackers" not in table and any(self.path.glob("events.out.tfevents.*")):
-            table = {**table, "trackers": ["tensorboard"]}
-        return make_recipe(with_own_rows(table, self.shown))
+        """The recipe as config.toml has it now."""
+        return make_recipe(with_own_rows(read_toml(self.path / "config.toml"), self.shown))
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Replace config.toml (a run that was extended, or changed on purpose)."""
