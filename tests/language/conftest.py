@@ -35,15 +35,15 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def folder(family: str, folders: dict[str, Path]) -> Path:
-    """The model folder of ``family``."""
-    return folders[family]
+@pytest.fixture(params=("llama", "gpt2"))
+def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
+    """The model folders of two families that differ most, for tests of what is the same in all."""
+    return folders[request.param]
 
 
 @pytest.fixture
 def loaded(folder: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of ``family``, freshly loaded, so that a test may change them."""
+    """Model and tokenizer of ``folder``, freshly loaded, so that a test may change them."""
     from surefoot.language.models.loading import load_model
 
     return load_model(folder)

@@ -131,42 +131,40 @@ def test_a_dry_run_prints_parameters_rows_and_updates_of_each_kind(command: Comm
         assert message in out
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (("generate", "nowhere", "--prompt", "x"), ("model='nowhere'",)),
-        (("generate", "RUNS/reward", "--prompt", "x"), ("kind = 'reward'", "generates no text")),
-        (("generate", "RUNS/sft"), ("--prompt TEXT or --file FILE",)),
-        (("train", "sft"), ("model: is missing", "model = 'pocket'")),
-        (("train", "sft", "--model", "pocket"), ("data: is missing", "rows.jsonl")),
-        (("train", "sft", "--data.train", "nowhere.jsonl", "--model", "pocket"), ("nowhere.jsonl",)),
-        (("train", "reward", "--model", "RUNS", "--data.train", "RUNS/rows.jsonl"), ("model=",)),
-        (("train", "language", "--model", "RUNS/sft", "--data.train", "RUNS/rows.jsonl"), ("reward: is missing",)),
-        (("watch", "RUNS/sft"), ("has a language model and no agent",)),
-        (("ladder", "RUNS/sft/config.toml"), ("kind='sft'", "agents in environments")),
-        (("evaluate", "RUNS/sft", "--data", "nowhere.jsonl"), ("nowhere.jsonl",)),
-        (("evaluate", "RUNS/ppo", "--episodes", "4"), ("--episodes", "on held-out rows: --data, --rows; leave it out")),
-        (("data", "make", "letters", "--out", "recipe.toml"), ("--out recipe.toml", "name a file that ends in .jsonl")),
-        (("evaluate", "RUNS/reward", "--seed", "4"), ("--seed", "on held-out rows: --data, --rows; leave it out")),
-        (("evaluate", "RUNS/sft", "--task", "CartPole-v1"), ("--task", "on held-out rows: --data, --rows; leave it out")),
-        (("evaluate", "RUNS/sft", "--samples", "4"), ("--samples 4", "kind = 'sft'", "data accuracy")),
-        (("evaluate", "RUNS/ppo", "--samples", "2"), ("neither 0 nor 1", "--threshold T")),
-        (("evaluate", "RUNS/ppo", "--samples", "2", "--k", "4"), ("k=4", "1 <= k <= samples, which is 2")),
-        (("evaluate", "RUNS/ppo", "--samples", "2", "--k", "1;2"), ("--k 1;2", "such as 1,4,8")),
-        (("evaluate", "RUNS/ppo", "--samples", "2", "--threshold", "nan"), ("not a finite number",)),
-        (("evaluate", "RUNS/ppo", "--threshold", "0.5"), ("--threshold 0.5", "add --samples N")),
-        (("evaluate", "RUNS/ppo", "--after", "#"), ("--after #", "add --samples N")),
-    ],
-)
-def test_invalid_settings_are_rejected_in_one_line(
-    words: tuple[str, ...], parts: tuple[str, ...], command: Command, runs: Path
-) -> None:
-    code, _, err = command(*(word.replace("RUNS", str(runs)) for word in words))
-    assert code == 2, err
-    assert err.startswith("surefoot: ")
-    assert err.count("\n") == 1
-    for part in parts:
-        assert part in err
+REJECTED: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (("generate", "nowhere", "--prompt", "x"), ("model='nowhere'",)),
+    (("generate", "RUNS/reward", "--prompt", "x"), ("kind = 'reward'", "generates no text")),
+    (("generate", "RUNS/sft"), ("--prompt TEXT or --file FILE",)),
+    (("train", "sft"), ("model: is missing", "model = 'pocket'")),
+    (("train", "sft", "--model", "pocket"), ("data: is missing", "rows.jsonl")),
+    (("train", "sft", "--data.train", "nowhere.jsonl", "--model", "pocket"), ("nowhere.jsonl",)),
+    (("train", "reward", "--model", "RUNS", "--data.train", "RUNS/rows.jsonl"), ("model=",)),
+    (("train", "language", "--model", "RUNS/sft", "--data.train", "RUNS/rows.jsonl"), ("reward: is missing",)),
+    (("watch", "RUNS/sft"), ("has a language model and no agent",)),
+    (("ladder", "RUNS/sft/config.toml"), ("kind='sft'", "agents in environments")),
+    (("evaluate", "RUNS/sft", "--data", "nowhere.jsonl"), ("nowhere.jsonl",)),
+    (("evaluate", "RUNS/ppo", "--episodes", "4"), ("--episodes", "on held-out rows: --data, --rows; leave it out")),
+    (("data", "make", "letters", "--out", "recipe.toml"), ("--out recipe.toml", "name a file that ends in .jsonl")),
+    (("evaluate", "RUNS/reward", "--seed", "4"), ("--seed", "on held-out rows: --data, --rows; leave it out")),
+    (("evaluate", "RUNS/sft", "--task", "CartPole-v1"), ("--task", "on held-out rows: --data, --rows; leave it out")),
+    (("evaluate", "RUNS/sft", "--samples", "4"), ("--samples 4", "kind = 'sft'", "data accuracy")),
+    (("evaluate", "RUNS/ppo", "--samples", "2"), ("neither 0 nor 1", "--threshold T")),
+    (("evaluate", "RUNS/ppo", "--samples", "2", "--k", "4"), ("k=4", "1 <= k <= samples, which is 2")),
+    (("evaluate", "RUNS/ppo", "--samples", "2", "--k", "1;2"), ("--k 1;2", "such as 1,4,8")),
+    (("evaluate", "RUNS/ppo", "--samples", "2", "--threshold", "nan"), ("not a finite number",)),
+    (("evaluate", "RUNS/ppo", "--threshold", "0.5"), ("--threshold 0.5", "add --samples N")),
+    (("evaluate", "RUNS/ppo", "--after", "#"), ("--after #", "add --samples N")),
+]
+
+
+def test_invalid_settings_are_rejected_in_one_line(command: Command, runs: Path) -> None:
+    for words, parts in REJECTED:
+        code, _, err = command(*(word.replace("RUNS", str(runs)) for word in words))
+        assert code == 2, (words, err)
+        assert err.startswith("surefoot: ")
+        assert err.count("\n") == 1, words
+        for part in parts:
+            assert part in err, words
 
 
 def test_a_checkpoint_that_would_write_outside_its_folder_is_rejected(runs: Path, tmp_path: Path) -> None:

@@ -116,29 +116,21 @@ def test_texts_of_tokens_joined_are_the_text_whatever_was_sampled(tokens: Tokens
     assert "".join(actual) == tokens.decode(ids)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_reward_of_a_step_is_on_the_token_that_writes_its_last_character(text: str, tokens: Tokens) -> None:
+def test_the_reward_of_a_step_is_on_the_token_that_writes_its_last_character(tokens: Tokens) -> None:
     """By the law itself: that token is the first with which the text so far, decoded, holds the step."""
-    ids = tokens.encode_completion(text)
-    written = tokens.decode(ids)  # pocket knows no é and says nothing in its place
-    steps = split_steps(written, ";")
-    values = [float(2**number) for number in range(len(steps))]
-    scores = score(marking(values), [written], [token_texts(tokens.decode, ids)], per="step", separator=";")
-    expected = torch.zeros(len(ids))
-    for step, value in zip(steps, values, strict=True):
-        so_far = [tokens.decode(ids[: place + 1]).startswith(written[: step.end]) for place in range(len(ids))]
-        expected[so_far.index(True)] += value
-    assert scores.dense is not None
-    assert scores.dense[0].tolist() == expected.tolist()
-    assert scores.total.tolist() == [sum(values)]
-
-
-def test_the_tests_cover_multi_token_characters_and_multi_character_tokens() -> None:
-    tokens = Tokens(byte_tokenizer())
-    ids = tokens.encode_completion("日;the step")
-    assert len(ids) < len("日;the step"), "some token writes several"
-    assert token_texts(tokens.decode, ids)[:3] == ["", "", "日"]
-    assert token_texts(tokens.decode, ids)[-1] == "", "the end writes nothing"
+    for text in TEXTS:
+        ids = tokens.encode_completion(text)
+        written = tokens.decode(ids)  # pocket knows no é and says nothing in its place
+        steps = split_steps(written, ";")
+        values = [float(2**number) for number in range(len(steps))]
+        scores = score(marking(values), [written], [token_texts(tokens.decode, ids)], per="step", separator=";")
+        expected = torch.zeros(len(ids))
+        for step, value in zip(steps, values, strict=True):
+            so_far = [tokens.decode(ids[: place + 1]).startswith(written[: step.end]) for place in range(len(ids))]
+            expected[so_far.index(True)] += value
+        assert scores.dense is not None
+        assert scores.dense[0].tolist() == expected.tolist(), text
+        assert scores.total.tolist() == [sum(values)], text
 
 
 def test_a_score_per_token_is_there_and_the_function_may_see_the_tokens() -> None:
@@ -152,22 +144,17 @@ def test_a_score_per_token_is_there_and_the_function_may_see_the_tokens() -> Non
     assert scores.parts["<locals>.letters".rpartition(".")[2]].tolist() == [6, 2]
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [[1, 2, 3, 4], [5, 6, 7]],
+def test_numbers_per_token_of_every_kind_are_numbers() -> None:
+    for rows in (
         ((1.0, 2.0, 3.0, 4.0), [5, True + 5, 7]),
         [np.array([1.0, 2, 3, 4]), torch.tensor([5.0, 6, 7])],
         np.array([[1.0, 2, 3, 4], [5, 6, 7, np.nan]]),
         torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]], requires_grad=True),
-    ],
-    ids=["lists", "tuples", "arrays", "an array over the longest", "a tensor over the longest"],
-)
-def test_numbers_per_token_of_every_kind_are_numbers(rows: Any) -> None:
-    scores = score(lambda responses: rows, per="token")
-    assert scores.dense is not None
-    assert scores.dense.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
-    assert scores.valid.all()
+    ):
+        scores = score(lambda responses, rows=rows: rows, per="token")
+        assert scores.dense is not None
+        assert scores.dense.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+        assert scores.valid.all()
 
 
 def test_a_function_may_return_where_steps_end() -> None:
@@ -196,9 +183,8 @@ def test_one_bad_number_masks_its_response() -> None:
             score(marking(bad, [1.0]), per="step", separator=";")
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "what"),
-    [
+def test_another_count_or_form_is_rejected_in_one_line() -> None:
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         (
             marking([1.0], [1.0]),
             {"per": "token"},
@@ -223,10 +209,9 @@ def test_one_bad_number_masks_its_response() -> None:
         (marking([(1.5, 1.0)], []), {"per": "step"}, "returned the end 1.5 for a step"),
         (lambda responses: 3, {"per": "token"}, "instead of a list of 2 lists of numbers, one per response"),
         (lambda tokens: tokens, {}, "requires 'tokens'; available: prompts, responses"),
-    ],
-)
-def test_another_count_or_form_is_rejected_in_one_line(function: Any, options: dict[str, Any], what: str) -> None:
-    assert what in rejection(function, **options)
+    ]
+    for function, options, what in cases:
+        assert what in rejection(function, **options)
 
 
 def test_where_texts_alone_are_known_steps_add_up_and_tokens_are_rejected() -> None:

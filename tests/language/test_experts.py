@@ -45,7 +45,6 @@ SHAPE: dict[str, Any] = {
     "dtype": "float32",
 }
 OWN = {
-    "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "mlp_only_layers": [0]},
 }
@@ -64,13 +63,26 @@ def make_mixture(family: str, seed: int = 1) -> Any:
     return model.eval()
 
 
-@pytest.fixture(scope="module", params=OWN)
-def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small mixture of experts."""
-    folder = tmp_path_factory.mktemp("mixtures") / str(request.param)
-    make_mixture(str(request.param)).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of small mixtures of experts."""
+    folders = {family: tmp_path_factory.mktemp("mixtures") / family for family in OWN}
+    for family, folder in folders.items():
+        make_mixture(family).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture(params=OWN)
+def mixture(request: pytest.FixtureRequest, mixtures: dict[str, Path]) -> Path:
+    """Each of the mixtures."""
+    return mixtures[request.param]
+
+
+@pytest.fixture
+def mixed(mixtures: dict[str, Path]) -> Path:
+    """A model with a dense layer and a layer of experts; ``peft`` knows its layer names from ``transformers`` 4."""
+    return mixtures["qwen3_moe"]
 
 
 def logits(model: Any) -> Tensor:
@@ -161,22 +173,22 @@ def test_summary_names_adapted_and_frozen_layers(mixture: Path) -> None:
     assert base.summary().endswith("% of all are frozen")
 
 
-def test_dropout_and_unknown_targets_of_experts_are_rejected(mixture: Path) -> None:
-    model, _ = load_model(mixture)
+def test_dropout_and_unknown_targets_of_experts_are_rejected(mixed: Path) -> None:
+    model, _ = load_model(mixed)
     with pytest.raises(
         SurefootError,
         match=r"^adapter.dropout=0.1: experts \(experts.down_proj, experts.gate_up_proj\) don't support dropout; set 0$",
     ):
         SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=EXPERTS, dropout=0.1))
-    model, _ = load_model(mixture)
+    model, _ = load_model(mixed)
     with pytest.raises(
         SurefootError, match=r"^adapter.targets='experts.up': the model's trunk has no linear layer .*gate_up_proj"
     ):
         SharedBase(model).add(POLICY, AdapterSettings(rank=2, targets=("experts.up",)))
 
 
-def test_roles_must_adapt_the_same_experts_or_none(mixture: Path) -> None:
-    model, _ = load_model(mixture)
+def test_roles_must_adapt_the_same_experts_or_none(mixed: Path) -> None:
+    model, _ = load_model(mixed)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
     base.add(VALUE, AdapterSettings(rank=2, targets=("q_proj",)))
@@ -184,8 +196,8 @@ def test_roles_must_adapt_the_same_experts_or_none(mixture: Path) -> None:
         base.add("judge", AdapterSettings(rank=2, targets=("experts.down_proj",)))
 
 
-def test_adapters_of_modules_that_the_model_bypasses_are_rejected(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = load_model(mixture)
+def test_adapters_of_modules_that_the_model_bypasses_are_rejected(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = load_model(mixed)
     experts = model.model.layers[1].mlp.experts
     kind = type(model.model.layers[1].mlp)
     monkeypatch.setattr(kind, "forward", lambda self, hidden, *_: experts.down_proj.sum() * 0 + hidden)
@@ -196,15 +208,6 @@ def test_adapters_of_modules_that_the_model_bypasses_are_rejected(mixture: Path,
 # ---- dense layers beside experts ----------------------------------------------------------------------------------------
 
 DENSE = ("q_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with a dense layer and a layer of experts; ``peft`` knows its layer names from ``transformers`` 4."""
-    folder = tmp_path_factory.mktemp("mixed")
-    make_mixture("qwen3_moe").save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
 
 
 def adapted(base: SharedBase) -> set[str]:
@@ -288,13 +291,8 @@ def fields(kind: str, files: dict[str, str], model: Path, **changes: Any) -> dic
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses the old name in transformers
 @pytest.mark.parametrize(
     ("kind", "targets"),
-    [
-        ("language", EXPERTS),
-        pytest.param("language", "all-linear", marks=pytest.mark.slow),
-        pytest.param("sft", EXPERTS, marks=pytest.mark.slow),
-        pytest.param("sft", "all-linear", marks=pytest.mark.slow),
-    ],
-    ids=["language-experts", "language-all-linear", "sft-experts", "sft-all-linear"],
+    [("language", EXPERTS), pytest.param("sft", "all-linear", marks=pytest.mark.slow)],
+    ids=["language-experts", "sft-all-linear"],
 )
 def test_adapted_run_resumes_exactly_and_loads_in_peft_and_transformers(
     kind: str, targets: Any, mixture: Path, files: dict[str, str], tmp_path: Path
@@ -377,8 +375,7 @@ def gradients(kind: str, files: dict[str, str], mixture: Path, **changes: Any) -
     return grads, metrics, (world, rollout)
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 2, "targets": EXPERTS}], ids=["whole", "adapter"])
-@pytest.mark.parametrize("kind", ["sft", "language"])
+@pytest.mark.parametrize(("kind", "adapter"), [("sft", None), ("language", {"rank": 2, "targets": EXPERTS})], ids=str)
 def test_router_coefficient_scales_the_added_gradient_of_the_router_loss(
     kind: str, adapter: Any, mixture: Path, files: dict[str, str]
 ) -> None:
@@ -400,14 +397,12 @@ def test_router_coefficient_scales_the_added_gradient_of_the_router_loss(
     assert nonzero, "all gradients of the router loss are tiny"
 
 
-@pytest.mark.parametrize("split", [{"micro_batch": 3}, {"micro_batch_tokens": 24}])
-def test_micro_batches_and_checkpointing_change_no_gradient_with_router_loss(
-    split: dict[str, int], mixture: Path, files: dict[str, str]
-) -> None:
+def test_micro_batches_and_checkpointing_change_no_gradient_with_router_loss(mixture: Path, files: dict[str, str]) -> None:
     objective = {"router_coefficient": 0.5}
     whole, metrics, _ = gradients("sft", files, mixture, objective=objective)
+    optimizer = {"learning_rate": 1e-2, "micro_batch_tokens": 24}
     parts, parts_metrics, _ = gradients(
-        "sft", files, mixture, objective=objective, optimizer={"learning_rate": 1e-2, **split}, gradient_checkpointing=True
+        "sft", files, mixture, objective=objective, optimizer=optimizer, gradient_checkpointing=True
     )
     assert parts_metrics["router_loss"] == pytest.approx(metrics["router_loss"], rel=1e-5)
     for name, gradient in whole.items():
@@ -415,25 +410,25 @@ def test_micro_batches_and_checkpointing_change_no_gradient_with_router_loss(
 
 
 def test_router_logits_are_not_computed_without_a_coefficient(
-    mixture: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    mixed: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("asked")
 
-    before, _, _ = gradients("sft", files, mixture)
+    before, _, _ = gradients("sft", files, mixed)
     monkeypatch.setattr(Routers, "__init__", never)
     monkeypatch.setattr(LanguagePolicy, "prepare", never)
-    after, metrics, _ = gradients("sft", files, mixture)
+    after, metrics, _ = gradients("sft", files, mixed)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert "router_loss" not in metrics
 
 
-def test_training_brings_the_router_loss_near_its_minimum(mixture: Path, files: dict[str, str]) -> None:
+def test_training_brings_the_router_loss_near_its_minimum(mixed: Path, files: dict[str, str]) -> None:
     seen: list[Any] = []
     surefoot.train(
         "sft",
         callback=seen.append,
-        **fields("sft", files, mixture, steps=400, objective={"router_coefficient": 5.0}, evaluation={"rows": 0}),
+        **fields("sft", files, mixed, steps=400, objective={"router_coefficient": 5.0}, evaluation={"rows": 0}),
     )
     assert seen[-1]["router_loss"] < seen[0]["router_loss"]
     assert 1.9 < seen[-1]["router_loss"] < 2.4

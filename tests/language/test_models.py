@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.batches import left_padded, right_padded
@@ -29,8 +29,8 @@ def logits_of(model: Any, length: int = 12) -> Tensor:
     return model(input_ids=ids).logits
 
 
-def test_folder_of_every_family_loads_as_written(family: str, folder: Path) -> None:
-    model, tokenizer = load_model(folder)
+def test_folder_of_every_family_loads_as_written(family: str, folders: dict[str, Path]) -> None:
+    model, tokenizer = load_model(folders[family])
     assert torch.equal(logits_of(model), logits_of(tiny.model(family)))
     assert model.dtype == torch.float32
     assert not model.training
@@ -97,12 +97,6 @@ def test_pocket_decodes_what_it_encodes() -> None:
     assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id]
 
 
-def test_pocket_has_about_a_million_parameters() -> None:
-    model, tokenizer = pocket()
-    assert 0.7e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
-    assert model.config.vocab_size == len(tokenizer)
-
-
 def test_saved_pocket_loads_with_its_tokenizer_and_chat_template(tmp_path: Path) -> None:
     model, tokenizer = pocket("abc ", seed=4)
     save_model(model, tokenizer, tmp_path)
@@ -113,10 +107,10 @@ def test_saved_pocket_loads_with_its_tokenizer_and_chat_template(tmp_path: Path)
     assert same.chat_template == tokenizer.chat_template
 
 
-@pytest.mark.parametrize("alphabet", ["", "abca"])
-def test_empty_alphabet_and_repeated_characters_are_rejected(alphabet: str) -> None:
-    with pytest.raises(SurefootError, match=r"^alphabet=.*each only once$"):
-        pocket(alphabet)
+def test_empty_alphabet_and_repeated_characters_are_rejected() -> None:
+    for alphabet in ("", "abca"):
+        with pytest.raises(SurefootError, match=r"^alphabet=.*each only once$"):
+            pocket(alphabet)
 
 
 # ---- reward models ----------------------------------------------------------------------------------------------------
@@ -138,8 +132,8 @@ def test_score_is_read_at_the_last_real_token_with_any_padding(loaded: tuple[Any
             torch.testing.assert_close(everywhere[0][mask[0]][-1], alone[0], rtol=1e-5, atol=1e-5)
 
 
-def test_score_of_left_padded_text_has_a_finite_gradient(loaded: tuple[Any, Any]) -> None:
-    model = new_reward_model(loaded[0], seed=1)
+def test_score_of_left_padded_text_has_a_finite_gradient() -> None:
+    model = new_reward_model(tiny.model("llama"), seed=1)
     model(*left_padded(ROWS, 0)).sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
@@ -255,6 +249,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), r"has no tokenizer \(tokenizer.json\)"),
     "tokenizer is no JSON": (lambda f: (f / "tokenizer.json").write_text("{") and None, "its tokenizer can't be read"),
     "a weight is missing": (edit_weights(lambda t: t.__delitem__(NORM)), f"its weights lack {NORM}; copy both"),
+    "a weight is not finite": (
+        edit_weights(lambda t: t.update({NORM: t[NORM] * torch.nan})),
+        f"{NORM} has numbers .*not finite",
+    ),
     "the config has more layers": (edit_config(num_hidden_layers=3), "its weights lack .* and 8 more; copy both"),
     "the config has fewer layers": (edit_config(num_hidden_layers=1), "beyond what config.json describes, .* and 8 more"),
     "other widths": (edit_config(intermediate_size=16), r"don't fit config.json: .* is \[.*\] and should be \[.*\]"),
@@ -266,26 +264,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_and_unsupported_models_are_rejected_in_one_line(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    damage, expected = DAMAGE[name]
-    folder = damaged(folders["llama"], tmp_path, damage)
-    with pytest.raises(SurefootError, match=expected) as caught:
-        load_model(folder)
-    message = str(caught.value)
-    assert message.startswith(f"model='{folder}': ")
-    assert "\n" not in message
-
-
-def test_classifier_is_rejected_by_its_weights_alone(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The config may not name the architecture, but the language model head is missing."""
-
-    def damage(folder: Path) -> None:
-        edit_config(architectures=None)(folder)
-        edit_weights(lambda tensors: tensors.update({"score.weight": tensors.pop("lm_head.weight")[:2].clone()}))(folder)
-
-    with pytest.raises(SurefootError, match=r"its weights lack lm_head\.weight"):
-        load_model(damaged(folders["llama"], tmp_path, damage))
+def test_damaged_and_unsupported_models_are_rejected_in_one_line(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name, (damage, expected) in DAMAGE.items():
+        folder = damaged(folders["llama"], tmp_path / name, damage)
+        with pytest.raises(SurefootError, match=expected) as caught:
+            load_model(folder)
+        message = str(caught.value)
+        assert message.startswith(f"model='{folder}': "), name
+        assert "\n" not in message, name
 
 
 def test_extra_weights_in_the_folder_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -305,31 +291,26 @@ def test_generation_config_that_transformers_refuses_to_write_can_be_saved(folde
     assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("./nowhere", "no such folder"),
-        ("/no/such/place", "no such folder"),
-        ("~/no/such/model", "no such folder"),
-        ("models/sfx", r"no such folder; did you mean 'models/sft'\?"),
-        ("models/sft/config.json", "is a file"),
-    ],
-)
-def test_missing_folder_is_rejected_without_contacting_the_hub(
-    name: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_folder_is_rejected_without_contacting_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("asked the network")
 
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     os.makedirs("models/sft")
     Path("models/sft/config.json").touch()
-    with pytest.raises(SurefootError, match=rf"^model='{name}': {expected}"):
-        load_model(name)
+    for name, expected in {
+        "./nowhere": "no such folder",
+        "~/no/such/model": "no such folder",
+        "models/sfx": r"no such folder; did you mean 'models/sft'\?",
+        "models/sft/config.json": "is a file",
+    }.items():
+        with pytest.raises(SurefootError, match=rf"^model='{name}': {expected}"):
+            load_model(name)
 
 
-@pytest.mark.parametrize(("name", "hint"), [("gpt-no-such", ""), ("pocked", r"; did you mean 'pocket'\?")])
-@pytest.mark.parametrize("offline", [True, False])
+@pytest.mark.parametrize(
+    ("name", "hint", "offline"), [("gpt-no-such", "", True), ("pocked", r"; did you mean 'pocket'\?", False)]
+)
 def test_hub_id_without_a_network_fails_after_at_most_one_request(
     name: str, hint: str, offline: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -429,25 +410,6 @@ def test_folder_with_other_files_is_not_overwritten(folders: dict[str, Path], tm
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_no_dropout_resets_the_rate_of_dropout_modules() -> None:
-    from surefoot.language.models.loading import no_dropout
-
-    layer = nn.Dropout(0.3)
-    no_dropout(layer)
-    assert layer.p == 0.0
-
-
-def test_weights_that_are_not_finite_are_rejected_by_name(tmp_path: Path) -> None:
-    tiny.write_folder(tmp_path / "model", "llama")
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    name, other = sorted(name for name in weights if "down_proj" in name)[:2]
-    weights[name].view(-1)[3] = float("nan")
-    weights[other].view(-1)[1] = float("inf")
-    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SurefootError, match=rf"^model='.*model': {name} has numbers that are not finite \(1 of .*\); take"):
-        load_model(tmp_path / "model")
-
-
 def test_reward_head_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
     model, tokenizer = pocket()
     scores = new_reward_model(model, 1, tokenizer)
@@ -458,9 +420,8 @@ def test_reward_head_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
         RewardModel.load(tmp_path / "reward")
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3"])
 def test_vision_models_are_rejected_before_their_weights_are_read(
-    family: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     """``transformers`` loads some families as causal models, with a vision tower that text rows never reach."""
     from transformers import AutoConfig
@@ -473,10 +434,10 @@ def test_vision_models_are_rejected_before_their_weights_are_read(
         "patch_size": 4,
     }
     text = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    AutoConfig.for_model(family, vision_config=vision, text_config=text).save_pretrained(tmp_path / "model")
+    AutoConfig.for_model("gemma3", vision_config=vision, text_config=text).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     save_file({}, tmp_path / "model" / "model.safetensors")
-    message = rf"has vision_config in its config.json \({family}\), and only text is trained; use a model of text alone"
+    message = r"has vision_config in its config.json \(gemma3\), and only text is trained; use a model of text alone"
     for load in (load_model, RewardModel.load):
         with pytest.raises(SurefootError, match=message):
             load(tmp_path / "model")

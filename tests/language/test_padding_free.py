@@ -16,7 +16,7 @@ from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.diagnostics.metrics import TIMING  # noqa: E402
 from surefoot.language.data.batches import right_padded  # noqa: E402
 from surefoot.language.memory.check import guaranteed_length  # noqa: E402
-from surefoot.language.models.padding_free import RowMask, end_to_end, padded, padding_notes, reason_for_padding  # noqa: E402
+from surefoot.language.models.padding_free import Reading, RowMask, end_to_end, padding_notes, reason_for_padding  # noqa: E402
 from surefoot.language.models.pair_policy import PairPolicy  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
 from surefoot.language.models.policy.critic import Critic  # noqa: E402
@@ -232,7 +232,7 @@ def test_at_maps_padded_positions_to_packed_tokens() -> None:
     assert read.layout.lengths == (2, 3, 1)
     assert read.options["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0]]
     assert torch.equal(read.ids[read.at(rows, columns)], ids[rows, columns])
-    assert torch.equal(padded(ids, real).ids[padded(ids, real).at(rows, columns)], ids[rows, columns])
+    assert torch.equal(Reading(ids, real).ids[Reading(ids, real).at(rows, columns)], ids[rows, columns])
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------------

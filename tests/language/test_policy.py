@@ -43,7 +43,7 @@ WITH_MORE_THAN_A_LINEAR_HEAD: dict[str, dict[str, Any]] = {
     "granite": SHAPE | {"logits_scaling": 3.0},
     "phi": SHAPE | {"num_key_value_heads": 4},
 }
-TEMPERATURES = [1.0, 0.7]
+TWO = ("llama", "gpt2")
 
 
 def make(kind: str, seed: int = 0, scale: float = 1.0, **changes: Any) -> Any:
@@ -125,12 +125,11 @@ def near(a: Any, b: Any, tolerance: float = 1e-5) -> None:
 # ---- log-probabilities and entropy --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_log_probs_and_entropy_match_the_models_own_logits(kind: str, temperature: float) -> None:
+def test_log_probs_and_entropy_match_the_models_own_logits(kind: str) -> None:
     model, batch = make(kind, scale=20.0), text()
-    evaluation = policy_of(model, temperature=temperature)(*batch)
-    log_probs, entropy = naive(model, batch, temperature)
+    evaluation = policy_of(model, temperature=0.7)(*batch)
+    log_probs, entropy = naive(model, batch, 0.7)
     assert log_probs[batch[2]].std() > 0.5
     near(evaluation.log_probs, log_probs)
     near(evaluation.entropy, entropy)
@@ -194,7 +193,7 @@ def test_non_causal_models_are_rejected() -> None:
         policy_of(transformers.BertLMHeadModel(config))
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 7])
+@pytest.mark.parametrize("chunk", [1, 5])
 def test_chunked_values_and_gradients_match_the_naive_computation(chunk: int) -> None:
     """In float64, against one row at a time, for the gradients of all weights including the tied embedding."""
     model, batch = make("gpt2", scale=20.0).double(), text()
@@ -232,7 +231,7 @@ def repadded(
     return {"prompt": prompt, "prompt_mask": prompt_mask}, garbage(nn.functional.pad(actions, (0, right)), mask), mask
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", TWO)
 def test_padding_amount_side_and_content_do_not_change_a_bit(kind: str) -> None:
     policy, batch = awake(policy_of(make(kind, scale=20.0), "head")), text()
     expected = vars(policy(*batch))
@@ -246,7 +245,7 @@ def test_padding_amount_side_and_content_do_not_change_a_bit(kind: str) -> None:
         assert torch.equal(policy.values_after(*wider), after)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", TWO)
 def test_scores_do_not_depend_on_row_order_or_batch_composition(kind: str) -> None:
     policy, batch = awake(policy_of(make(kind, scale=20.0), "head")), text()
     whole = policy(*batch)
@@ -273,7 +272,7 @@ def test_masked_tokens_inside_a_response_are_read_but_not_scored() -> None:
     assert not actual[~holes].any()
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 10_000, None])
+@pytest.mark.parametrize("tokens", [1, 20, None])
 def test_micro_batches_by_token_budget_keep_the_row_order(tokens: int | None) -> None:
     policy, batch = awake(policy_of(make("llama", scale=20.0), "head")), text()
     with torch.no_grad():
@@ -301,8 +300,7 @@ def test_all_padding_columns_are_not_computed() -> None:
 # ---- values -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("critic", ["head", "model"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "critic"), [("llama", "model"), ("gpt2", "head"), ("gemma", "model")])
 def test_values_depend_on_the_prompt_and_the_tokens_before_each_action(kind: str, critic: str) -> None:
     model, batch = make(kind), text()
     policy = awake(policy_of(model, "head" if critic == "head" else Critic.from_policy(model)))
@@ -316,17 +314,6 @@ def test_values_depend_on_the_prompt_and_the_tokens_before_each_action(kind: str
             expected = hidden @ head.weight[0] + head.bias[0]
             near(evaluation[row, t] if t < len(response) else after[row], expected)
     assert not evaluation[~batch[2]].any()
-
-
-def test_value_does_not_depend_on_its_own_action() -> None:
-    policy, (inputs, actions, mask) = awake(policy_of(make("llama"), "head")), text()
-    before = policy(inputs, actions, mask).values
-    other = actions.clone()
-    other[1, 3] = (actions[1, 3] + 1) % VOCABULARY
-    after = policy(inputs, other, mask).values
-    changed = (before - after).abs() > 1e-5
-    assert changed[1].tolist() == [False] * 4 + [True] * 3
-    assert not changed[[0, 2, 3, 4, 5]].any()
 
 
 def test_a_new_critic_predicts_zero_everywhere() -> None:
@@ -416,8 +403,7 @@ def updated(policy: LanguagePolicy, objective: Objective, at: LearnerState | Non
     return learner.update(rollout, assign_credit(rollout, objective), at or LearnerState.seeded(0, 1)), learner
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("tokens", [None, 24])
+@pytest.mark.parametrize(("kind", "tokens"), [("llama", 24), ("gpt2", None)])
 def test_initial_ratio_is_one_for_any_micro_batch_size(kind: str, tokens: int | None) -> None:
     """Scoring and training use different micro-batches, large logits and a temperature; the learner tolerates 1e-4."""
     policy = awake(policy_of(make(kind, scale=20.0), "head", temperature=0.7, chunk=3))
@@ -430,8 +416,9 @@ def test_initial_ratio_is_one_for_any_micro_batch_size(kind: str, tokens: int | 
     assert metrics["ratio_max"] - metrics["ratio_min"] > 1e-3, "the ratio changes after the first step"
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
-@pytest.mark.parametrize("sizes", [{"micro_batch": 3}, {"micro_batch_tokens": 1}, {"micro_batch_tokens": 30}])
+@pytest.mark.parametrize(
+    ("sizes", "aggregation"), [({"micro_batch": 3}, "sequence-mean"), ({"micro_batch_tokens": 30}, "token-mean")]
+)
 def test_micro_batches_do_not_change_the_gradient(sizes: dict[str, int], aggregation: Any) -> None:
     objective = replace(EVERYTHING, aggregation=aggregation)
 
@@ -444,7 +431,7 @@ def test_micro_batches_do_not_change_the_gradient(sizes: dict[str, int], aggrega
     near(gradient(**sizes), whole, 1e-10)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", TWO)
 def test_checkpointed_layers_give_the_same_gradient_and_are_computed_twice(kind: str) -> None:
     results, passes = [], []
     for checkpointing in (False, True):
@@ -469,11 +456,10 @@ def count_layers(policy: LanguagePolicy, counts: list[int]) -> None:
             part.mlp.register_forward_pre_hook(seen)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_is_off_in_train_mode(checkpointing: bool) -> None:
+def test_dropout_is_off_in_train_mode() -> None:
     """GPT-2 has dropout, and transformers checkpoints layers only in train mode."""
     model = make("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5, scale=20.0)
-    policy, batch = policy_of(model, checkpointing=checkpointing).train(), text()
+    policy, batch = policy_of(model, checkpointing=True).train(), text()
     expected = naive(model.eval(), batch)[0]
     policy.train()
     evaluation = policy(*batch)
@@ -542,10 +528,9 @@ def test_deepcopied_policy_uses_its_own_weights() -> None:
     assert not torch.allclose(twin(*batch).log_probs, policy(*batch).log_probs)
 
 
-@pytest.mark.parametrize("chunk", [None, 3])
-def test_natural_gradient_step_stays_within_the_kl_bound(chunk: int | None) -> None:
+def test_natural_gradient_step_stays_within_the_kl_bound() -> None:
     model = make("llama", scale=20.0)
-    policy = awake(policy_of(model, Critic.from_policy(model), chunk=chunk))
+    policy = awake(policy_of(model, Critic.from_policy(model), chunk=3))
     objective = replace(EVERYTHING, reference_coefficient=0.0, reuse=None, trust_region=Constraint(0.01))
     metrics, _ = updated(policy, objective)
     assert metrics["step_taken"] == 1

@@ -61,20 +61,25 @@ def rows_of(run):
     return [{name: value for name, value in row.items() if name not in skipped} for row in read_metrics(run / "metrics.jsonl")]
 
 
+def resumed_after_8_steps(folder, run, kind, **fields):
+    """The weights of a run that is interrupted and resumed, on each rank."""
+    trained(folder, run, kind, callback=lambda metrics: metrics["steps"] >= 8, **fields)
+    assert latest_checkpoint(run / "checkpoints").name == "8"
+
+    def body(_):
+        return {name: p.detach().clone() for name, p in surefoot.resume(run).model.named_parameters()}
+
+    return on_ranks(2, body, run.with_name("resumed results"))
+
+
 @pytest.mark.parametrize("kind", ["language", "sft"])
 def test_two_rank_run_repeats_resumes_and_matches_one_process(folder, tmp_path, kind):
     first, second = trained(folder, tmp_path / "two", kind)
     assert_same(first, second)
     trained(folder, tmp_path / "again", kind)
     assert rows_of(tmp_path / "again") == rows_of(tmp_path / "two")
-
-    trained(folder, tmp_path / "resumed", kind, callback=lambda metrics: metrics["steps"] >= 8)
-    assert latest_checkpoint(tmp_path / "resumed" / "checkpoints").name == "8"
-
-    def body(_):
-        surefoot.resume(tmp_path / "resumed")
-
-    assert on_ranks(2, body, tmp_path / "results") == [None, None]
+    for weights in resumed_after_8_steps(folder, tmp_path / "resumed", kind):
+        assert_same(weights, first)
     assert rows_of(tmp_path / "resumed") == rows_of(tmp_path / "two")
 
     surefoot.train(kind, run_dir=tmp_path / "one", **arguments(folder, kind))
@@ -93,6 +98,25 @@ def test_two_rank_run_repeats_resumes_and_matches_one_process(folder, tmp_path, 
     assert (tmp_path / "two" / "model" / "model.safetensors").exists()
 
 
+DRAWN = {
+    "dropout of adapters": ("sft", {"adapter": {"rank": 2, "dropout": 0.3}}),
+    "minibatches": ("language", {"algorithm": "PPO_CLIP", "objective": {"reuse": {"epochs": 2, "minibatches": 2}}}),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_each_rank_draws_itself_is_drawn_again_on_resume(folder, tmp_path, name):
+    """Dropout of its rows, and their order: every rank resumes from the checkpoint of rank 0."""
+    kind, fields = DRAWN[name]
+    if "adapter" in fields:
+        pytest.importorskip("peft")
+    first, second = trained(folder, tmp_path / "two", kind, **fields)
+    assert_same(first, second)
+    for weights in resumed_after_8_steps(folder, tmp_path / "resumed", kind, **fields):
+        assert_same(weights, first)
+    assert rows_of(tmp_path / "resumed") == rows_of(tmp_path / "two")
+
+
 def test_reward_error_on_one_rank_stops_both_with_its_message(folder, tmp_path):
     (tmp_path / "fragile.py").write_text(
         "import os\n\ndef score(prompts, responses):\n"
@@ -103,8 +127,3 @@ def test_reward_error_on_one_rank_stops_both_with_its_message(folder, tmp_path):
     assert "no licence" in second
     assert first.startswith("SurefootError: rank 1: ")
     assert "no licence" in first
-
-
-def test_fewer_prompts_than_ranks_are_rejected(folder, tmp_path):
-    results = trained(folder, tmp_path / "run", "language", sampling={"prompts": 1, "samples": 2, "max_tokens": 4})
-    assert all("too few for 2 ranks" in result for result in results)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,7 @@ from surefoot.errors import SurefootError
 from surefoot.ranks.collectives import sum_count
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.callbacks import metrics_listener
 from surefoot.runs.factory import make_learner, make_world
-from surefoot.runs.session import Session
-from surefoot.store.checkpoint import latest_checkpoint
-from surefoot.store.folder import RunFolder
 
 from .tiny import write_folder
 from .vllm_stand_in import StandIn
@@ -75,26 +70,10 @@ def routed(folder: Path) -> Recipe:
     return make_recipe({**table, "model": str(folder / "mixture"), "objective": {"router_coefficient": 0.5}})
 
 
-def with_dropout(folder: Path) -> Recipe:
-    """Adapters with dropout: three rows of unequal length on one rank, two on the other."""
-    table = supervised(folder).model_dump(exclude_unset=True)
-    return make_recipe({**table, "steps": 20, "adapter": {"rank": 2, "dropout": 0.3}, "optimizer": {"learning_rate": 1e-2}})
-
-
-def shuffling(folder: Path) -> Recipe:
-    """Two epochs of two minibatches over a batch with four rows on one rank and two on the other."""
-    table = online(folder).model_dump(exclude_unset=True)
-    sampling, reuse = {"prompts": 3, "samples": 2, "max_tokens": 6}, {"epochs": 2, "minibatches": 2}
-    return make_recipe({**table, "steps": 24, "algorithm": "PPO_CLIP", "sampling": sampling, "objective": {"reuse": reuse}})
-
-
 def served(folder: Path) -> Recipe:
     """A server samples: rank 0 sends it weights, and both ranks request responses."""
     table = online(folder).model_dump(exclude_unset=True)
     return make_recipe({**table, "server": {"url": (folder / "url").read_text(), "weights": str(folder / "weights")}})
-
-
-RESUMED = {"with dropout": with_dropout, "shuffling": shuffling}
 
 
 RECIPES = {
@@ -132,44 +111,12 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     return {**results, "beta": dict(state.coefficients), "weights": dict(world.policy.state_dict())}
 
 
-def resumed(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
-    """Weights after four iterations: uninterrupted, and resumed on both ranks from the checkpoint of rank 0 after two."""
-
-    def trained_by(path: Path, last: int) -> dict[str, Any]:
-        world = make_world(recipe)
-        own = None
-        if dist.get_rank() == 0:
-            begun = path.exists()
-            own = RunFolder.open(path) if begun else RunFolder.reserve(path)
-            if not begun:
-                own.begin(recipe)
-        session = Session(recipe, world, own, [metrics_listener(lambda metrics: bool(metrics["steps"] >= last))])
-        dist.barrier()
-        checkpoint = latest_checkpoint(path / "checkpoints")
-        if checkpoint is not None:
-            session.restore(checkpoint, allow_changes=False)
-        session.run()
-        if own is not None:
-            own.close()
-        dist.barrier()
-        return dict(world.policy.state_dict())
-
-    whole = trained_by(folder / "whole", recipe.steps)
-    trained_by(folder / "cut", recipe.steps // 2)
-    return [whole, trained_by(folder / "cut", recipe.steps)]
-
-
-def makeable(name: str) -> bool:
-    return name != "with dropout" or find_spec("peft") is not None
-
-
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     meeting, patience = f"file://{folder}/meet", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=patience)
     try:
         results: dict[str, Any] = {name: trained(make(Path(folder))) for name, make in RECIPES.items()}
-        results |= {name: resumed(make(Path(folder)), Path(folder) / name) for name, make in RESUMED.items() if makeable(name)}
         recipe = supervised(Path(folder))
         table = recipe.model_dump() | {"data": {**recipe.model_dump()["data"], "batch": 1}}
         try:
@@ -230,16 +177,3 @@ def test_fewer_rows_than_ranks_are_rejected_on_every_rank(ranks: list[dict[str, 
     assert [rank["too few"] for rank in ranks] == [
         "1 rows in each batch: too few for 2 ranks; give at least one row per rank"
     ] * 2
-
-
-@pytest.mark.parametrize("kind", RESUMED)
-def test_ranks_resume_bit_for_bit_from_the_checkpoint_of_rank_0(kind: str, ranks: list[dict[str, Any]]) -> None:
-    if not makeable(kind):
-        pytest.skip("peft is not installed")
-    for rank in ranks:
-        whole, cut = rank[kind]
-        for name, weights in whole.items():
-            assert torch.equal(weights, cut[name]), name
-    assert any(not torch.equal(weights, torch.zeros_like(weights)) for name, weights in whole.items() if "lora_B" in name) or (
-        kind != "with dropout"
-    )

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language import quiet_transformers, require_transformers
+from surefoot.language import quiet_transformers, require_package
 from surefoot.language.language_model import model_folder
 from surefoot.language.memory import Estimate, estimate
 from surefoot.language.memory.check import peak_text, readable, running_peak
@@ -177,7 +177,7 @@ def model_config(name: str) -> "tuple[PreTrainedConfig, int | None]":
 
     Raises SurefootError for any other name.
     """
-    require_transformers(f"model={name!r}")
+    require_package("transformers", f"model={name!r}")
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([bm])", name.lower()):
         parameters = int(float(match[1]) * {"b": 1e9, "m": 1e6}[match[2]])
         return llama_of(parameters), parameters

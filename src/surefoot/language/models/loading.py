@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean
 from surefoot.files import as_path, read_table
-from surefoot.language import quiet_transformers, require_transformers
+from surefoot.language import quiet_transformers, require_package
 from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.pocket import pocket, pocket_config
 from surefoot.language.models.quantised import has_quantised
@@ -48,7 +48,7 @@ def load_model(
     configuration, or if ``transformers`` is not installed.
     """
     name = str(name)
-    require_transformers(f"model={name!r}")
+    require_package("transformers", f"model={name!r}")
     if name == "pocket":
         return pocket(seed=seed)
     from transformers import AutoModelForCausalLM
@@ -69,7 +69,7 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> "PreTra
 
     Raises SurefootError if the model does not exist or lacks a part.
     """
-    require_transformers(f"model={str(name)!r}")
+    require_package("transformers", f"model={str(name)!r}")
     if str(name) == "pocket":
         return pocket_config()
     name = str(Path(name).expanduser()) if is_folder(str(name)) else str(name)
@@ -201,8 +201,8 @@ def stored_dtype(name: str) -> torch.dtype:
     try:
         folder = Path(name) if is_folder(name) else Path(snapshot_download(name, local_files_only=True))
         index = folder / WEIGHTS[1]
-        names = set(read_table(index)["weight_map"].values()) if index.is_file() else {WEIGHTS[0]}
-        tensors = [tensor for file in sorted(names) for tensor in stored_tensors(folder / file).values()]
+        names = shards_in(index) if index.is_file() else [WEIGHTS[0]]
+        tensors = [tensor for file in names for tensor in stored_tensors(folder / file).values()]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, HFValidationError, LocalEntryNotFoundError):
         return torch.float32  # loading has the message
     dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
@@ -288,7 +288,7 @@ def check_parts(folder: Path) -> None:
         raise SurefootError(f"model={name!r}: has no weights ({WEIGHTS[0]}); copy the whole folder")
     if weights.name.endswith(".index.json"):
         try:
-            shards = sorted(set(read_table(weights)["weight_map"].values()))
+            shards = shards_in(weights)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SurefootError(
                 f"model={name!r}: {weights.name} can't be read ({cause_of(error)}); copy the whole folder"
@@ -298,6 +298,11 @@ def check_parts(folder: Path) -> None:
                 raise SurefootError(f"model={name!r}: {shard} is missing, which {weights.name} lists; copy the whole folder")
     if not any((folder / file).is_file() for file in TOKENIZERS):
         raise SurefootError(f"model={name!r}: has no tokenizer ({TOKENIZERS[0]}); copy the whole folder")
+
+
+def shards_in(index: Path) -> list[str]:
+    """The files that the index of a model's weights names. Raises errors of any kind if it is damaged."""
+    return sorted(set(read_table(index)["weight_map"].values()))
 
 
 def no_dropout(holder: "PreTrainedConfig | nn.Module") -> None:

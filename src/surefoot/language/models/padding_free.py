@@ -54,7 +54,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Reading:
-    """Rows of tokens in the form of a model's inputs."""
+    """Rows of tokens in the form of a model's inputs; below each other, unless they have a layout."""
 
     ids: Tensor
     """[B, L], or [1, N] end to end"""
@@ -79,11 +79,6 @@ class Reading:
             yield
         finally:
             _LAYOUT.reset(token)
-
-
-def padded(ids: Tensor, real: Tensor) -> Reading:
-    """Rows below each other.   [B, L], [B, L]"""
-    return Reading(ids, real)
 
 
 def end_to_end(ids: Tensor, real: Tensor) -> Reading:
@@ -143,7 +138,6 @@ def same_beginnings(ids: Tensor, lengths: Tensor) -> Tensor:
     return group
 
 
-@torch.no_grad()
 def reason_for_padding(trunk: Any) -> str | None:
     """Why a model's rows can't be read end to end; None if they can. It is tested by a pass over three rows.
 
@@ -155,38 +149,36 @@ def reason_for_padding(trunk: Any) -> str | None:
     attention = reader.config._attn_implementation
     if attention != ATTENTION:
         return f"the attention of {type(reader).__name__} is {attention!r}, not {ATTENTION!r}"
-    try:
-        alike = _reads_alike(trunk, end_to_end)
-    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):  # another signature, output or shape
+    alike = _reads_alike(trunk, end_to_end)
+    if alike is None:
         return f"{type(reader).__name__} can't read them"
-    if not alike:
-        return f"{type(reader).__name__} would let a row read the one before it, as recurrent layers do"
-    return None
+    return None if alike else f"{type(reader).__name__} would let a row read the one before it, as recurrent layers do"
+
+
+def reads_prompts_once(trunk: Any) -> bool:
+    """Whether a model that reads rows end to end computes the same with ``prompts_once``, by the same test."""
+    return bool(_reads_alike(trunk, lambda ids, real: prompts_once(ids, real, real.sum(-1).clamp(max=4))))
 
 
 @torch.no_grad()
-def reads_prompts_once(trunk: Any) -> bool:
-    """Whether a model that reads rows end to end computes the same with ``prompts_once``, by the same test."""
-    try:
-        return _reads_alike(trunk, lambda ids, real: prompts_once(ids, real, real.sum(-1).clamp(max=4)))
-    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
-        return False
-
-
-def _reads_alike(trunk: Any, layout: Callable[[Tensor, Tensor], Reading]) -> bool:
-    """Whether three rows, two of which begin with the same tokens, have the hidden states of padded rows."""
+def _reads_alike(trunk: Any, layout: Callable[[Tensor, Tensor], Reading]) -> bool | None:
+    """Whether three rows, two of which begin with the same tokens, have the hidden states of padded rows; None if the model
+    can't read them.
+    """
     embeddings = getattr(trunk, "reader", trunk).get_input_embeddings().weight
     ids = (torch.arange(24, device=embeddings.device) * 7 % embeddings.shape[0]).view(3, 8)
     ids[0, :4] = ids[1, :4]
     real = torch.arange(8, device=ids.device) < torch.tensor([[5], [8], [1]], device=ids.device)
     rows, columns = real.nonzero(as_tuple=True)
     states = []
-    with quiet_transformers():
-        for read in (padded(ids, real), layout(ids, real)):
-            with read.laid_out():
+    try:
+        for read in (Reading(ids, real), layout(ids, real)):
+            with quiet_transformers(), read.laid_out():
                 hidden = trunk(input_ids=read.ids, use_cache=False, **read.options).last_hidden_state
             states.append(hidden[read.at(rows, columns)])
-    return logits_close(*states)
+        return logits_close(*states)
+    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):  # another signature, output or shape
+        return None
 
 
 def padding_notes(recipe: ModelRecipe, reason: str | None) -> list[str]:

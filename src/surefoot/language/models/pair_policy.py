@@ -1,22 +1,21 @@
 """The policy over two answers whose scores are those of a reward model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from surefoot.core.rollout import Evaluation
 from surefoot.language.models.padding_free import reason_for_padding
-from surefoot.language.models.policy.passes import checkpoint_layers, computing
+from surefoot.language.models.policy.passes import TextPolicy, checkpoint_layers, computing
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.sharding.policy import ShardablePolicy
 
 CHOSEN, REJECTED = "chosen", "rejected"
 ANSWER, MISMATCHED = "answer", "mismatched"
 """sides of the inputs with a labelled answer in place of the two, and with the answer to another prompt"""
 
 
-class PairPolicy(ShardablePolicy):
+class PairPolicy(TextPolicy):
     """Chooses the better of two answers by a reward model's raw scores, or labels one answer as good (0) or bad (1).
 
     ``inputs`` are {"chosen" [B, L], "chosen_mask" [B, L], "rejected" [B, M], "rejected_mask" [B, M]}, padded on the right; or
@@ -28,8 +27,6 @@ class PairPolicy(ShardablePolicy):
         self.padding_reason = reason_for_padding(model.backbone) if padding_free else None
         model.padding_free = padding_free and self.padding_reason is None
         self.model, self.bf16, self.exact, self.checkpointing = model, bf16, not bf16, checkpointing
-        self.before_first_pass: Callable[[PairPolicy], None] | None = None
-        """is called once, with the policy in its place"""
         if checkpointing:
             checkpoint_layers(model)
         self.eval()
@@ -41,12 +38,6 @@ class PairPolicy(ShardablePolicy):
         entropy = -(both.exp() * both).sum(-1, keepdim=True)
         return Evaluation(both.gather(-1, actions), entropy)
 
-    def make_ready(self) -> None:
-        """Call ``before_first_pass`` before the first pass."""
-        if self.before_first_pass is not None:
-            ready, self.before_first_pass = self.before_first_pass, None
-            ready(self)
-
     def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Raw scores of the chosen and the rejected answer; of a single answer, and 0.   -> [B, 2]"""
         with computing(self, self.checkpointing, self.bf16):
@@ -56,10 +47,6 @@ class PairPolicy(ShardablePolicy):
     def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         """Tokens of both answers, or of the only one.   [B]"""
         return sum(inputs[f"{side}_mask"].sum(-1) for side in _sides_in(inputs))  # type: ignore[return-value]
-
-    def train(self, mode: bool = True) -> "PairPolicy":
-        """Stay in evaluation mode: no dropout."""
-        return super().train(False)
 
 
 def _sides_in(inputs: Mapping[str, Tensor]) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
-from surefoot.language import require_transformers
+from surefoot.language import require_package
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -40,7 +40,7 @@ def pocket(alphabet: str = ALPHABET, seed: int = 1) -> "tuple[LlamaForCausalLM, 
 
     Raises SurefootError if the alphabet is empty or repeats a character.
     """
-    require_transformers("model='pocket'")
+    require_package("transformers", "model='pocket'")
     from transformers import LlamaForCausalLM
 
     tokenizer = character_tokenizer(alphabet)

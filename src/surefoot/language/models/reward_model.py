@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import made_from
-from surefoot.language import require_transformers
+from surefoot.language import require_package
 from surefoot.language.data.batches import positions
 from surefoot.language.models.classifier import (
     SCALE,
@@ -44,7 +44,7 @@ from surefoot.language.models.loading import (
     read_weights,
     write_weights,
 )
-from surefoot.language.models.padding_free import Reading, end_to_end, padded
+from surefoot.language.models.padding_free import Reading, end_to_end
 from surefoot.language.models.policy.lengths import by_length, switch_of
 from surefoot.ranks.collectives import in_float64
 from surefoot.recipes.models import ModelRecipe
@@ -225,7 +225,7 @@ class RewardModel(nn.Module):
         return self._hidden(read, mask)[read.at(torch.arange(len(ids), device=ids.device), last)]
 
     def _reading(self, ids: Tensor, mask: Tensor) -> Reading:
-        return (end_to_end if self.padding_free else padded)(ids, mask.bool())
+        return (end_to_end if self.padding_free else Reading)(ids, mask.bool())
 
     def _hidden(self, read: Reading, mask: Tensor) -> Tensor:
         extra: dict[str, Tensor] = read.options
@@ -242,7 +242,7 @@ def load_reward_model(
 ) -> RewardModel | TextClassifier:
     """A reward model, or a classifier that scores only whole texts. See ``RewardModel.load``."""
     name = str(folder)
-    require_transformers(f"reward model {name!r}")
+    require_package("transformers", f"reward model {name!r}")
     from transformers import AutoModel
 
     if name == "pocket":

@@ -292,8 +292,8 @@ class LanguageWorld:
                 as_stored=keeps_stored(self.recipe),
             )
         check_compatible("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
-        make = Critic.from_reward_model if self.sharding is None else Critic.from_reward_trunk
-        return make(scores.backbone.requires_grad_(True), scores.head, float(scores.mean), float(scores.std))
+        trunk, scale = scores.backbone.requires_grad_(True), (float(scores.mean), float(scores.std))
+        return Critic.from_reward_model(trunk, scores.head, *scale, copied=self.sharding is None)
 
     def _critic_role(self, base: SharedBase) -> Critic:
         """A value model that is an adapter on the policy's base."""
@@ -310,8 +310,8 @@ class LanguageWorld:
                 f"critic.start={start!r}: is not an adapter of model={self.recipe.model!r}; train it with [adapter] on "
                 "that model, or unset it"
             )
-        scores.backbone.requires_grad_(True)
-        return Critic.from_reward_trunk(scores.backbone, scores.head, float(scores.mean), float(scores.std))
+        trunk, scale = scores.backbone.requires_grad_(True), (float(scores.mean), float(scores.std))
+        return Critic.from_reward_model(trunk, scores.head, *scale, copied=False)
 
     def _reference(self) -> ReferencePolicy | None:
         """The reference; None if nothing reads it."""

@@ -27,13 +27,12 @@ from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pair_policy import ANSWER, MISMATCHED
-from surefoot.language.models.policy.passes import in_micro_batches
+from surefoot.language.models.policy.passes import TextPolicy, in_micro_batches
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
 from surefoot.language.supervised.preferences import REFERENCE, side_of, side_tensors
 from surefoot.ranks.collectives import all_sum, in_float64
 from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
-from surefoot.sharding.policy import ShardablePolicy
 
 BASELINE = "baseline"
 """key of z₀ in the inputs   [B]"""
@@ -41,7 +40,7 @@ GOOD, BAD = 0, 1
 """the two actions: labels"""
 
 
-class KtoPolicy(ShardablePolicy):
+class KtoPolicy(TextPolicy):
     """The value of a labelled answer by the log-ratio of a language model to its reference.
 
     model   the trained policy, without a critic
@@ -72,10 +71,6 @@ class KtoPolicy(ShardablePolicy):
         prompt, _, kept = side_of(inputs, side)
         costs: Tensor = self.writer.costs(prompt, kept)
         return costs
-
-    def train(self, mode: bool = True) -> "KtoPolicy":
-        """Stay in evaluation mode: no dropout."""
-        return super().train(False)
 
     @torch.no_grad()
     def log_ratios(self, inputs: Mapping[str, Tensor], recipe: DpoRecipe, side: str) -> Tensor:

@@ -30,12 +30,11 @@ from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pair_policy import CHOSEN, MISMATCHED, REJECTED
-from surefoot.language.models.policy.passes import in_micro_batches
+from surefoot.language.models.policy.passes import TextPolicy, in_micro_batches
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
 from surefoot.ranks.collectives import in_float64
 from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe
-from surefoot.sharding.policy import ShardablePolicy
 
 REFERENCE = "reference"
 """key of Σ log π_ref of both sides in the inputs   [B, 2]"""
@@ -75,7 +74,7 @@ def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
 # ---- DPO, IPO, SimPO and ORPO -------------------------------------------------------------------------------------------
 
 
-class DpoPolicy(ShardablePolicy):
+class DpoPolicy(TextPolicy):
     """Chooses the better of two answers by the scores that a language model gives them.
 
     model   the trained policy, without a critic
@@ -126,10 +125,6 @@ class DpoPolicy(ShardablePolicy):
             return first + second
         same, other = shared.group.chunk(2)
         return first + second - torch.where(same == other, shared.saved[: len(same)], 0)
-
-    def train(self, mode: bool = True) -> "DpoPolicy":
-        """Stay in evaluation mode: no dropout."""
-        return super().train(False)
 
     @torch.no_grad()
     def evaluate(self, rows: Rows, count: int, recipe: DpoRecipe) -> Metrics:

@@ -1,7 +1,7 @@
 """A causal language model as a policy: log-probabilities and entropy of sampled tokens, and values of prefixes."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +17,6 @@ from surefoot.language.models.padding_free import (
     COPIED,
     Reading,
     end_to_end,
-    padded,
     prompts_once,
     reads_prompts_once,
     reason_for_padding,
@@ -25,12 +24,11 @@ from surefoot.language.models.padding_free import (
 )
 from surefoot.language.models.policy.critic import Critic, ValueHead
 from surefoot.language.models.policy.lengths import switch_of
-from surefoot.language.models.policy.passes import Inputs, checkpoint_layers, computing
+from surefoot.language.models.policy.passes import Inputs, TextPolicy, checkpoint_layers, computing
 from surefoot.language.models.policy.readout import Readout
 from surefoot.language.models.policy.routers import Routers
 from surefoot.ranks.collectives import world_size
 from surefoot.sharding.idle import leaving
-from surefoot.sharding.policy import ShardablePolicy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +43,7 @@ def positions_at_once(vocabulary: int, size: int = 4) -> int:
     return max(1, CHUNK // (max(4, size) * vocabulary))
 
 
-class LanguagePolicy(ShardablePolicy):
+class LanguagePolicy(TextPolicy):
     """A language model and an optional critic.
 
     model          an AutoModelForCausalLM, trained in place
@@ -97,8 +95,6 @@ class LanguagePolicy(ShardablePolicy):
         """whether passes compute values"""
         self.frozen = False
         """whether its passes never have a gradient, though a model that it shares may be trained"""
-        self.before_first_pass: Callable[[LanguagePolicy], None] | None = None
-        """is called once, with the policy in its place"""
         if checkpointing:
             for part in (self.model, self.critic):
                 checkpoint_layers(part)
@@ -109,9 +105,7 @@ class LanguagePolicy(ShardablePolicy):
 
         ``values[t]`` is V of the prompt and ``response[:t]``. Raises SurefootError if a prompt has no token.
         """
-        if self.before_first_pass is not None:
-            ready, self.before_first_pass = self.before_first_pass, None
-            ready(self)
+        self.make_ready()
         mask = torch.ones_like(actions, dtype=torch.bool) if mask is None else mask
         batch = pack_batch(inputs, actions, mask, self.pad_id)
         head, router_loss, valued, parts = self.readout.linear or self.readout.head, None, False, []
@@ -209,10 +203,6 @@ class LanguagePolicy(ShardablePolicy):
         """Keep the critic, with gradients and moments, on the CPU, except for its own passes."""
         return leaving(self.critic, optimizers) if self.idle_critic and self.critic is not None else nullcontext()
 
-    def train(self, mode: bool = True) -> "LanguagePolicy":
-        """Stay in evaluation mode: dropout would make π_θ differ from π_old before the first step."""
-        return super().train(False)
-
     def _reason_for_padding(self) -> str | None:
         """Why the rows can't be read end to end by the policy's trunk or by that of its critic."""
         return next((reason for reason in map(reason_for_padding, self._trunks()) if reason is not None), None)
@@ -223,7 +213,7 @@ class LanguagePolicy(ShardablePolicy):
     def _reading(self, batch: PackedBatch, inputs: Inputs, rows: Tensor) -> Reading:
         if self.prompts_once and self.routers is None:  # whose loss is a mean over all tokens, as often as they are read
             return prompts_once(batch.ids, batch.real, inputs["prompt_mask"].bool().sum(-1)[rows])
-        return (end_to_end if self.padding_free else padded)(batch.ids, batch.real)
+        return (end_to_end if self.padding_free else Reading)(batch.ids, batch.real)
 
     def _values(self, batch: PackedBatch, read: Reading, hidden: Tensor | None) -> Tensor | None:
         """V after the tokens at the batch's places; None without a critic.   [K]"""
@@ -232,7 +222,7 @@ class LanguagePolicy(ShardablePolicy):
             values: Tensor = self.critic(read.ids, **read.options)[read.at(rows, columns)]
             return values
         if self.critic is not None:  # of the user: it reads ids alone
-            with padded(batch.ids, batch.real).laid_out():
+            with Reading(batch.ids, batch.real).laid_out():
                 of_all: Tensor = self.critic(batch.ids)
             return of_all[rows, columns]
         return None if self.value_head is None or hidden is None else self.value_head(hidden)

@@ -50,13 +50,13 @@ class Critic(nn.Module):
         return cls(trunk, ValueHead(Readout(model).width, next(trunk.parameters())))
 
     @classmethod
-    def from_reward_model(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
-        """A copy of a reward model: V of a prefix starts as (score of the prefix − mean) / std."""
-        return cls.from_reward_trunk(copy.deepcopy(trunk).requires_grad_(True).eval(), head, mean, std)
-
-    @classmethod
-    def from_reward_trunk(cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0) -> "Critic":
-        """The same without copying the trunk; the head is always a copy."""
+    def from_reward_model(
+        cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0, *, copied: bool = True
+    ) -> "Critic":
+        """A copy of a reward model: V of a prefix starts as (score of the prefix − mean) / std; ``copied`` off takes the trunk
+        itself.
+        """
+        trunk = copy.deepcopy(trunk).requires_grad_(True).eval() if copied else trunk
         own = ValueHead(head.in_features, head.weight)
         with torch.no_grad():
             own.weight.copy_(head.weight / std)

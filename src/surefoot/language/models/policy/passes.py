@@ -1,21 +1,53 @@
-"""How a pass through a model runs: autocast, gradient checkpointing, micro-batches."""
+"""How a pass through a model runs: what all policies on text share, autocast, gradient checkpointing, micro-batches."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from surefoot.core.minibatches import groups_by_length, select_rows
-from surefoot.core.rollout import Shared, map_tensors, tensors_in
+from surefoot.core.optimizer import AdamSettings, FlatOptimizer, Optimizer
+from surefoot.core.rollout import Policy, Shared, map_tensors, tensors_in
 from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
 from surefoot.language.data.batches import row_lengths
 from surefoot.language.models.adapters import CHECKPOINT_CONTEXTS
+from surefoot.sharding import gathered, is_sharded
+from surefoot.sharding.optimizer import ShardedOptimizer
 
 Inputs = Mapping[str, Tensor]
+
+
+class TextPolicy(Policy):
+    """A policy on text. Its weights may be sharded over ranks, and it stays in evaluation mode: dropout would make π_θ differ
+    from π_old before the first step.
+    """
+
+    before_first_pass: Callable[[Any], None] | None = None
+    """is called once, with the policy in its place"""
+
+    def make_ready(self) -> None:
+        """Call ``before_first_pass`` before the first pass."""
+        if self.before_first_pass is not None:
+            ready, self.before_first_pass = self.before_first_pass, None
+            ready(self)
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode."""
+        return super().train(False)
+
+    @property
+    def sharded(self) -> bool:
+        return is_sharded(self)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> Optimizer:
+        return (ShardedOptimizer if self.sharded else FlatOptimizer)(parameters, settings)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return gathered(self)
 
 
 @contextmanager

@@ -25,7 +25,6 @@ class Readout:
     """Hidden states and logits of a model; it has no parameters of its own.
 
     model  an AutoModelForCausalLM
-    tested  False for a model without data: it is assumed to be plain, and width and vocabulary stay 0
 
     Whether head and trunk reproduce the model's own logits is tested at construction. If not, the model's logits are used, for
     all positions at once.
@@ -33,14 +32,13 @@ class Readout:
     Raises SurefootError if the model's logits depend on later tokens.
     """
 
-    def __init__(self, model: "PreTrainedModel", tested: bool = True) -> None:
+    plain: bool
+    """whether ``head`` of ``hidden`` is the model's own logits"""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
         self.model: Any = model
-        self.width = self.vocabulary = 0
-        self.plain = True
-        """whether ``head`` of ``hidden`` is the model's own logits"""
-        if tested:
-            with quiet_transformers():  # the test may use the pad token, of which some models warn
-                self._test()
+        with quiet_transformers():  # the test may use the pad token, of which some models warn
+            self._test()
 
     def states(self, read: Reading, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """After the tokens at (row, column): hidden states [K, width], and the input of ``head`` [K, …].
@@ -62,16 +60,13 @@ class Readout:
         return head if self.plain and type(head) is nn.Linear and not scaled and not is_sharded(self.model) else None
 
     def head(self, states: Tensor) -> Tensor:
-        """Logits of the next token.   [K, …] -> [K, vocabulary]"""
-        return self._logits(states) if self.plain else states
+        """Logits of the next token: the output embedding, then the scale and soft cap in some families' configurations.
 
-    def _trunk(self, ids: Tensor, **options: Tensor) -> Tensor:
-        hidden: Tensor = self.model.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state
-        return hidden
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """The output embedding, then the scale and soft cap in some families' configurations."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        [K, …] -> [K, vocabulary]
+        """
+        if not self.plain:
+            return states
+        logits: Tensor = self.model.get_output_embeddings()(states)
         config = self.model.config
         if scale := getattr(config, "logit_scale", None):  # Cohere
             logits = logits * scale
@@ -80,6 +75,10 @@ class Readout:
         if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def _trunk(self, ids: Tensor, **options: Tensor) -> Tensor:
+        hidden: Tensor = self.model.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state
+        return hidden
 
     @torch.no_grad()
     def _test(self) -> None:
@@ -92,7 +91,8 @@ class Readout:
         if looks_ahead(self.model):
             raise SurefootError(f"model={type(self.model).__name__}: {NOT_CAUSAL}; use a causal language model")
         logits = self.model(input_ids=ids, use_cache=False).logits
-        self.vocabulary, self.plain = logits.shape[-1], self._is_plain(ids, logits)
+        self.vocabulary, self.plain = logits.shape[-1], True
+        self.plain = self._is_plain(ids, logits)
         if self.plain:  # hidden states of every layer are recorded by hooks, which stay
             self.width = self._trunk(ids).shape[-1]
         else:
@@ -111,7 +111,7 @@ class Readout:
 
         hook = trunk.register_forward_hook(scale_up)
         try:
-            return logits_close(self._logits(self._trunk(ids)), self.model(input_ids=ids, use_cache=False).logits)
+            return logits_close(self.head(self._trunk(ids)), self.model(input_ids=ids, use_cache=False).logits)
         except (AttributeError, TypeError, RuntimeError):  # another signature, output or shape
             return False
         finally:
