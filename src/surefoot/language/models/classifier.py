@@ -270,4 +270,5 @@ def read_scale(config: "PreTrainedConfig") -> Scale | None:
         head = torch.from_numpy(np.frombuffer(base64.b64decode(scale["head"], validate=True), "<f4").astype(np.float32))
     except (KeyError, TypeError, ValueError) as error:
         raise SurefootError(f"config.json: {SCALE}.head: can't be read ({error}); copy the whole folder") from None
-    return Scale(*(float(scale[name]) for name in names), head[:-1].unsqueeze(0), head[-1:])
+    offset, mean, std = (float(scale[name]) for name in names)
+    return Scale(offset, mean, std, head[:-1].unsqueeze(0), head[-1:])
