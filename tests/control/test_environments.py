@@ -23,6 +23,7 @@ from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.functional import successor_values
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
+from .misbehaving import Misbehaving
 from .tiny import ENDS, Clockwork, Endless, clockworks, one_by_one
 
 SEED = 7
@@ -308,6 +309,31 @@ def test_a_resumed_vector_environment_replays_all_since_its_reset_or_says_what_i
     _, lost = together(mode, single).load_state_dict(environments.state_dict())
     assert lost == {0: "", 1: ""}
     assert single[0].seeds == [episode_seed(SEED, 0, 2)]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*Received the following error", "ignore:.*wheels came off", "ignore:.*Raising the last", "ignore:.*Traceback"
+)
+def test_a_vector_environment_that_fails_in_its_replay_is_made_again(tmp_path: Path) -> None:
+    """The process of an environment that raised in an AsyncVectorEnv is gone."""
+    fuse = tmp_path / "fuse"
+    row = partial(Misbehaving, doom=None, fuse=str(fuse))
+    environments, again = (
+        make_environments(lambda: gymnasium.vector.AsyncVectorEnv([row, row]), {}, 2, SEED) for _ in range(2)
+    )
+    environments.reset()
+    for _ in range(4):
+        environments.step(np.zeros(2, int))
+    state = environments.state_dict()
+    fuse.touch()
+    try:
+        _, lost = again.load_state_dict(state)  # type: ignore[call-arg]
+        assert "raised RuntimeError: the wheels came off" in lost[0]
+        assert lost.keys() == {0, 1}
+        assert again.step(np.zeros(2, int)).observations["observation"][:, 0].tolist() == [1, 1]
+    finally:
+        environments.close()
+        again.close()
 
 
 # ---- faults -----------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def make_environments(
 
             return TensorEnvironments(made[0], torch.device(device), seed, name, first)
         if isinstance(made[0], VectorEnv):
-            return VectorEnvironments(made[0], seed, name, first)
+            return VectorEnvironments(made[0], seed, name, first, make)
         if not isinstance(made[0], gymnasium.Env):
             raise SurefootError(f"task={name!r}: made a {type(made[0]).__name__}, not a gymnasium.Env")
         ready = iter(made)

@@ -52,11 +52,19 @@ class VectorEnvironments:
     environments since their last reset together and compares what they return. After too many actions it starts new episodes.
 
     first   the number of the first environment, if these are a slice of more
+    make    makes the vector environment again: processes of one that fails in a replay may be gone
     """
 
-    def __init__(self, environments: VectorEnv[Any, Any, Any], seed: int, name: str, first: int = 0) -> None:
+    def __init__(
+        self,
+        environments: VectorEnv[Any, Any, Any],
+        seed: int,
+        name: str,
+        first: int = 0,
+        make: Callable[[], VectorEnv[Any, Any, Any]] | None = None,
+    ) -> None:
         check_attributes(environments, name)
-        self.environments, self.seed, self.name, self.first = environments, seed, name, first
+        self.environments, self.seed, self.name, self.first, self.make = environments, seed, name, first, make
         claim(getattr(environments.unwrapped, "envs", ()), self, name)
         self.count = environments.num_envs
         self.observation_space: gymnasium.Space[Any] = environments.single_observation_space
@@ -217,7 +225,7 @@ class VectorEnvironments:
         if saved.get("count") == self.count and not has_hook(self.environments):  # other ranks hold other rows
             if different := self._replay(saved["record"]):
                 self.resets = saved["resets"]
-                return self.reset(), dict.fromkeys(range(self.count), different)
+                return self._start_again(), dict.fromkeys(range(self.count), different)
             return self.observations, {}
         first = self.reset()  # the environments allocate what the state goes into
         old = saved.get("observations", {})
@@ -228,6 +236,19 @@ class VectorEnvironments:
         self.resets -= 1  # as when it was saved
         self.done, self.observations = saved["done"], old
         return old, {}
+
+    def _start_again(self) -> Observations:
+        """Reset the environments after a replay in which they may have failed."""
+        try:
+            return self.reset()
+        except SurefootError:
+            if self.make is None:
+                raise
+        close_all([self.environments])
+        self.environments = self.make()
+        claim(getattr(self.environments.unwrapped, "envs", ()), self, self.name)
+        self.masks_of_rows = None if self.reader.choices is None else masks_of_rows(self.environments)
+        return self.reset()
 
     def _replay(self, saved: dict[str, Any]) -> str:
         """Replay all environments since a reset; return what was different, in words."""
