@@ -225,16 +225,16 @@ def _read(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[An
 
 
 def _opened(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
-    summary: dict[str, Any] = read_table(folder / MANIFEST)["summary"]
-    return {name: Ragged(kind, *_arrays(folder, name, kind)) for name, kind in kinds.items()}, summary
-
-
-def _arrays(folder: Path, name: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    def mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    def mapped(file: str, dtype: np.dtype[Any]) -> np.ndarray:
+        path = folder / file
         check_plain(path)
         return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
-    return mapped(folder / f"{name}.values", TYPES[kind]), mapped(folder / f"{name}.ends", np.dtype(np.int64))
+    summary: dict[str, Any] = read_table(folder / MANIFEST)["summary"]
+    ends = np.dtype(np.int64)
+    return {
+        name: Ragged(kind, mapped(f"{name}.values", TYPES[kind]), mapped(f"{name}.ends", ends)) for name, kind in kinds.items()
+    }, summary
 
 
 def remove_unused(root: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.calls import DeadlineExceeded, with_deadline
 from surefoot.errors import SurefootError, cause_of
-from surefoot.language.data.rows import CALLS, SETTINGS, TOOLS, WEIGHT
+from surefoot.language.data.rows import CALLS, SETTINGS, TOOLS, WEIGHT, common_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -168,21 +168,9 @@ def _texts(value: Any) -> Iterable[str]:
 
 def changed_span(text: str, others: Sequence[str]) -> Span:
     """The characters of a text in which it differs from all others, which differ from each other at both ends."""
-    start = min(_shared(text, other) for other in others)
-    end = min(_shared(text[start:][::-1], other[start:][::-1]) for other in others)
+    start = min(common_length(text, other) for other in others)
+    end = min(common_length(text[start:][::-1], other[start:][::-1]) for other in others)
     return start, len(text) - end
-
-
-def _shared(first: str, second: str) -> int:
-    """The length of the common beginning."""
-    length = min(len(first), len(second))
-    if first[:length] == second[:length]:
-        return length
-    low, high = 0, length
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if first[:middle] == second[:middle] else (low, middle)
-    return low
 
 
 def tokens_within(spans: Sequence[Span], characters: Iterable[Span], inside: bool) -> list[bool]:

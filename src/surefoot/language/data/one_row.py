@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surefoot.errors import SurefootError, cause_of
@@ -14,6 +14,7 @@ from surefoot.language.data.rows import (
     WEIGHT,
     Row,
     check_same_kind,
+    common_length,
     json_type,
     messages_column,
     require_columns,
@@ -23,6 +24,8 @@ from surefoot.language.data.rows import (
 from surefoot.language.data.tokens import Tokens
 
 Part = str | list[dict[str, Any]]
+NOTHING: tuple[Any, ...] = (None, [], {}, "")
+"""values of columns and keys that are not there"""
 SYSTEM = ("system", "developer")
 """roles that may precede the user"""
 
@@ -69,11 +72,11 @@ def pair_of(row: Row, tokens: Tokens) -> tuple[list[int], list[int], int, list[b
     elif isinstance(chosen, str):
         # Split by ids, not characters: a token may cross the end of the common text.
         whole = [[*tokens.encode_prompt(text), tokens.eos_id] for text in (chosen, rejected)]
-        length = min(max(_common_prefix(*whole), 1), len(whole[0]) - 1, len(whole[1]) - 1)
+        length = min(max(common_length(*whole), 1), len(whole[0]) - 1, len(whole[1]) - 1)
         first, second = ([i >= length for i in range(len(ids))] for ids in whole)
         return whole[0], whole[1], length, first, second
     else:
-        count = min(_common_prefix(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+        count = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
         prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
         if not prompt:
             raise SurefootError("chosen and rejected begin differently, so there is no prompt; begin both with it")
@@ -81,7 +84,7 @@ def pair_of(row: Row, tokens: Tokens) -> tuple[list[int], list[int], int, list[b
     sides = ({"prompt": prompt, "completion": dialogue_of(row, answer, tokens)} for answer in (chosen, rejected))
     (ids, trained), (other, trained_too) = map(tokens.demonstration, sides)
     own = tokens.encode_prompt(prompt)
-    return ids, other, min(_common_prefix(own, ids), _common_prefix(own, other)), trained, trained_too
+    return ids, other, min(common_length(own, ids), common_length(own, other)), trained, trained_too
 
 
 def prompt_of(row: Row, tokens: Tokens) -> tuple[str | Messages, list[int]]:
@@ -133,11 +136,6 @@ def dialogue_of(row: Row, part: Part, tokens: Tokens) -> Any:
     return Dialogue(part, options) if options else part
 
 
-def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The length of the common prefix of two sequences."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def template_options(row: Row, tokens: Tokens) -> dict[str, Any]:
     """Arguments of a row for the chat template: ``tools`` and the entries of ``chat_template_kwargs``.
 
@@ -165,30 +163,25 @@ def template_options(row: Row, tokens: Tokens) -> dict[str, Any]:
     return options
 
 
-def unused_columns(
-    rows: Iterable[Row], read: Callable[[Row], Sequence[str]], tokens: Tokens, known: dict[str, bool] | None = None
-) -> tuple[str, ...]:
-    """Columns with a value in some row but no effect: those not in ``read``, and keys of messages that the chat template does
-    not read, as ``messages[].name``.
+def unused_columns(row: Row, used: Sequence[str], tokens: Tokens, known: dict[str, bool]) -> dict[str, None]:
+    """Columns with a value but no effect: those not in ``used``, and keys of messages that the chat template does not read, as
+    ``messages[].name``.
 
     known   whether the template reads a key, for keys of earlier rows; it grows
     """
     unused: dict[str, None] = {}
-    known = {} if known is None else known
     known |= dict.fromkeys(("role", "content", WEIGHT), True)
-    for row in rows:
-        names = read(row)
-        for name, value in row.columns.items():
-            if name not in names and value not in (None, [], {}, ""):
-                unused[name] = None
-            elif name in names and name not in (TOOLS, SETTINGS) and isinstance(value, list):
-                messages = [message for message in value if isinstance(message, dict)]
-                for key in (key for message in messages for key, part in message.items() if part not in (None, [], {}, "")):
-                    if key not in known:
-                        known[key] = tokens.reads(key, {})
-                    if not known[key]:
-                        unused[f"{name}[].{key}"] = None
-    return tuple(unused)
+    for name, value in row.columns.items():
+        if name not in used and value not in NOTHING:
+            unused[name] = None
+        elif name in used and name not in (TOOLS, SETTINGS) and isinstance(value, list):
+            messages = [message for message in value if isinstance(message, dict)]
+            for key in (key for message in messages for key, part in message.items() if part not in NOTHING):
+                if key not in known:
+                    known[key] = tokens.reads(key, {})
+                if not known[key]:
+                    unused[f"{name}[].{key}"] = None
+    return unused
 
 
 def _json_column(row: Row, name: str, wanted: type, words: str) -> Any:

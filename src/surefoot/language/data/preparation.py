@@ -143,8 +143,8 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         """Add what was noticed in further rows."""
-        self.split, self.literal = self.split + other.split, self.literal + other.literal
-        self.omitted, self.other_prompt = self.omitted + other.omitted, self.other_prompt + other.other_prompt
+        for name in ("split", "literal", "omitted", "other_prompt"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.part = self.part or other.part
         self.unused |= other.unused
         self.columns |= other.columns
@@ -198,7 +198,7 @@ class _RowMaker:
     def look(self, row: Row, columns: Sequence[str]) -> None:
         """Count a row's unused columns and control tokens. Raises SurefootError if control tokens are rejected."""
         used = used_columns(row, tuple(columns))
-        self.tally.unused |= dict.fromkeys(unused_columns([row], lambda _: used, self.tokens, self._read_keys))
+        self.tally.unused |= unused_columns(row, used, self.tokens, self._read_keys)
         split = literal = None
         for name in used:
             value = row.columns.get(name)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -39,6 +40,12 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
     """Rows as JSON lines."""
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """The length of the common beginning of two texts or lists."""
+    shorter = min(len(first), len(second))
+    return bisect_left(range(1, shorter + 1), True, key=lambda n: first[:n] != second[:n])
 
 
 def json_type(value: Any) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from surefoot.language.data.rows import common_length
+
 
 @dataclass(frozen=True)
 class Step:
@@ -48,12 +50,6 @@ def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> l
             before, start = start, place + 1
     if "".join(texts) == whole:
         return texts
-    ends = [_common_prefix(decode(ids[: place + 1]), whole) for place in range(len(ids))]
+    ends = [common_length(decode(ids[: place + 1]), whole) for place in range(len(ids))]
     ends = list(accumulate([*ends[:-1], len(whole)], max)) if ids else []
     return [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _common_prefix(text: str, whole: str) -> int:
-    """How many characters both begin with."""
-    pairs = zip(text, whole, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(text), len(whole)))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -381,11 +382,8 @@ def _omitted(written: str, text: str) -> str:
         return ""
 
     def shared(part: Callable[[int], str]) -> int:
-        low, high = 0, len(dense)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if part(middle) in written else (low, middle)
-        return low if low >= SHORTEST else 0
+        count = bisect_left(range(1, len(dense)), True, key=lambda n: part(n) not in written)
+        return count if count >= SHORTEST else 0
 
     end = shared(lambda count: dense[len(dense) - count :])
     start = min(shared(lambda count: dense[:count]), len(dense) - end - 1)

@@ -147,8 +147,7 @@ def kto_rows(
 ) -> Rows:
     """The labelled answers in a file with at most ``limit`` tokens each, prompt included, and a mismatched answer for each.
 
-    limit_reason   how messages call the limit (``data.token_limit``)
-    settings       names of columns, and the treatment of control tokens
+    limit_reason, settings   see ``demonstration_rows``
     weights        of good and of bad answers, if they are to learn from
 
     Raises SurefootError, with file and line, for an invalid file, and when every answer is too long, or all have one prompt, or
@@ -208,8 +207,7 @@ def next_with_another(prompts: Sequence[tuple[int, ...]], path: str) -> list[int
 def scored_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
     """The labelled answers in a file with at most ``limit`` tokens each, for a reward model.
 
-    limit_reason   how messages call the limit (``data.token_limit``)
-    settings       names of columns, and the treatment of control tokens
+    limit_reason, settings   see ``demonstration_rows``
 
     Raises SurefootError, with file and line, for an invalid file, when every answer is too long, and when all have one label.
     """

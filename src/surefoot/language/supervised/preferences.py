@@ -46,8 +46,7 @@ REFERENCE = "reference"
 def pair_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
     """The pairs in a file whose answers have at most ``limit`` tokens each, for a reward model.
 
-    limit_reason   how messages call the limit (``data.token_limit``)
-    settings       names of columns, and the treatment of control tokens
+    limit_reason, settings   see ``demonstration_rows``
 
     Raises SurefootError, with file and line, for an invalid file, and when every pair is too long.
     """
@@ -204,8 +203,7 @@ def trained_tokens(inputs: Mapping[str, Tensor]) -> float:
 def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
     """The pairs in a file whose answers have at most ``limit`` tokens each, prompt included, for DPO.
 
-    limit_reason   how messages call the limit (``data.token_limit``)
-    settings       names of columns, and the treatment of control tokens
+    limit_reason, settings   see ``demonstration_rows``
 
     Raises SurefootError, with file and line, for an invalid file, and when every pair is too long.
     """

@@ -64,8 +64,7 @@ def step_rows(
 ) -> Rows:
     """The answers in a file with at most ``limit`` tokens each, prompt included, with a label for each step.
 
-    limit_reason   how messages call the limit (``data.token_limit``)
-    settings       names of columns, and the treatment of control tokens
+    limit_reason, settings   see ``demonstration_rows``
     separator      text between two steps
 
     Raises SurefootError, with file and line, for an invalid file, when every answer is too long, and when all steps have one

@@ -44,5 +44,4 @@ TASK = Task(
     difficulties=(2, 40),
     usual=8,
     slip=slip,
-    key=lambda row: row["prompt"],
 )

@@ -36,7 +36,7 @@ class Task:
     """the default difficulty"""
     slip: Callable[[random.Random, Row], str]
     """the answer of a careless teacher"""
-    key: Callable[[Row], str]
+    key: Callable[[Row], str] = lambda row: str(row["prompt"])
     """problems with the same key are the same problem: training and test share none"""
     right: Callable[[Row, str], bool] = is_answer
     """whether a response, which may be any text, solves a problem"""
@@ -44,11 +44,6 @@ class Task:
     def held_out(self, row: Row) -> bool:
         """Whether a problem belongs to the test rows; independent of the seed."""
         return derived_seed("held out", self.key(row)) % HELD_OUT == 0
-
-
-def prompt_of(row: Row) -> str:
-    """The key of tasks in which every prompt is another problem."""
-    return str(row["prompt"])
 
 
 # ---- sorting: 52814= is 12458 -------------------------------------------------------------------------------------------
@@ -121,7 +116,6 @@ COUNTING = Task(
     difficulties=(3, 60),
     usual=8,
     slip=_slip_counting,
-    key=prompt_of,
 )
 
 
@@ -145,7 +139,6 @@ REVERSING = Task(
     difficulties=(2, 60),
     usual=6,
     slip=_slip_reversing,
-    key=prompt_of,
 )
 
 
@@ -176,5 +169,4 @@ BRACKETS = Task(
     difficulties=(1, 60),
     usual=6,
     slip=_slip_brackets,
-    key=prompt_of,
 )

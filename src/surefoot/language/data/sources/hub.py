@@ -41,7 +41,6 @@ def pinned(text: str) -> str:
 
 def hub_rows(text: str) -> Iterator[Row]:
     """The rows of a split. ``datasets`` downloads and converts them once; they are read from its memory-mapped files."""
-    require_package("datasets", f"{text}: reading the hub", "data")
     name = parse_data(text)
     dataset = _load(text, name)
     number = 0
@@ -55,12 +54,12 @@ def hub_rows(text: str) -> Iterator[Row]:
 
 def hub_size(text: str) -> int:
     """The bytes of a split's rows. Raises SurefootError as ``hub_rows`` does."""
-    require_package("datasets", f"{text}: reading the hub", "data")
     return int(_load(text, parse_data(text)).data.nbytes)
 
 
 def _load(text: str, name: HubName) -> Any:
     """The split as a ``datasets.Dataset``."""
+    require_package("datasets", f"{text}: reading the hub", "data")
     with _errors(text), _quiet():
         builder = _builder(text, replace(name, revision=_commit(name)))
         builder.download_and_prepare()
