@@ -157,12 +157,6 @@ def test_lines_from_a_pipe_are_answered_until_quit_and_answers_alone_are_on_stdo
     assert err.splitlines()[-1].startswith("surefoot: chat: the prompt has ")
 
 
-def test_invalid_bytes_are_read_as_replacement_characters(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
-    code, out, _ = command("chat", "pocket", "--max-tokens", "4")
-    assert (code, out.count("\n") >= 1) == (0, True)
-
-
 @pytest.mark.parametrize("leaving", ["/quit", EOFError, KeyboardInterrupt])
 def test_a_user_can_regenerate_an_answer_and_quit(
     leaving: str | type[BaseException],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from surefoot.cli.main import cli
-from surefoot.demos import control, free_folder, in_folder, run_demo, verifier
+from surefoot.demos import Demo, Stage, control, free_folder, in_folder, run_demo, verifier
 from surefoot.demos import language as reviews
 from surefoot.demos.verifier import Sizes, attempts_at, in_groups, write_data
 from surefoot.files import read_toml
@@ -74,13 +74,42 @@ def test_a_demo_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     assert free_folder(tmp_path, "demo") == tmp_path / "demo-3"
 
 
-@pytest.mark.parametrize("demo", [control, reviews, verifier])
-def test_every_stage_is_a_shipped_preset_with_the_files_of_the_demo(demo: Any, tmp_path: Path) -> None:
-    for stage in demo.demo().stages:
-        assert stage.preset in presets()
-        recipe = find_recipe(stage.preset, in_folder(stage.changes, tmp_path))
-        assert "'./" not in str(recipe.table)
-        assert not stage.changes or str(tmp_path / "data") in str(recipe.table)
+def test_every_stage_is_a_shipped_preset_with_the_files_of_the_demo(tmp_path: Path) -> None:
+    for demo in [control, reviews, verifier]:
+        for stage in demo.demo().stages:
+            assert stage.preset in presets()
+            recipe = find_recipe(stage.preset, in_folder(stage.changes, tmp_path))
+            assert "'./" not in str(recipe.table)
+            assert not stage.changes or str(tmp_path / "data") in str(recipe.table)
+
+
+def test_stages_run_in_order_with_their_files_written_before_and_the_report_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(api, "start", lambda recipe, folder, display: done.append((folder, recipe.seed, recipe.task, display)))
+    stages = (
+        Stage("cartpole", "one", "1/2", lambda folder, seed: done.append((folder.mkdir(), folder, seed)[1:])),
+        Stage("acrobot", "two", "2/2", changes={"steps": 512}),
+    )
+
+    def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
+        done.append((folder, seed))
+        return {"seed": seed}
+
+    assert run_demo(Demo("here", stages, report), tmp_path, 7, lambda recipe, folder: recipe.steps) == {"seed": 7}  # type: ignore[arg-type,return-value]
+    here = tmp_path / "here"
+    runs = [(here / "one", 7, "CartPole-v1", 100_000), (here / "two", 7, "Acrobot-v1", 512)]
+    assert done == [(here, 7), *runs, (here, 7)]
+    assert json.loads((here / "demo.json").read_text()) == {"seed": 7}
+    assert capsys.readouterr().out == "1/2\n\n\n2/2\n\n"
+
+
+def test_without_an_anchor_the_penalty_is_0_and_the_kl_still_measured(tmp_path: Path) -> None:
+    for anchored in (True, False):
+        *_, ppo = reviews.demo(anchored).stages
+        recipe: Any = find_recipe(ppo.preset, in_folder(ppo.changes, tmp_path))
+        assert (recipe.reference.beta > 0, recipe.reference.measure) == (anchored, not anchored)
 
 
 @pytest.mark.slow

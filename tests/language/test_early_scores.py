@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("transformers")
 
 from surefoot.calls import DeadlineExceeded
-from surefoot.errors import SurefootError
 from surefoot.language import http_client
 from surefoot.language.online.engine import InProcess
 from surefoot.language.rewards.endpoint import Endpoint
@@ -78,20 +77,6 @@ def test_early_scores_equal_later_scores_and_requests_start_before_sampling_ends
     assert early_requests == [int((rollout.mask.sum(-1) < 24).sum())]
     assert sorted(map(str, server.bodies)) == later_bodies, "each response is sent once"
     assert rollout.rewards.equal(later.rewards)
-
-
-def test_a_failed_early_request_raises_the_usual_error(
-    server: Server,
-    files: dict[str, str],  # noqa: F811
-    folders: dict[str, Path],
-) -> None:
-    settings = {
-        "reward": {"terms": [term(server, "judge")], "missing_eos": "none"},
-        "sampling": {"prompts": 16, "max_tokens": 24},
-    }
-    server.answer = lambda body: (400, {"error": "no"})
-    with pytest.raises(SurefootError, match=r"^reward\.terms\[0\]\.url=.*returned 400 Bad Request"):
-        collected(world(files, folders["llama"], **settings))
 
 
 def test_requests_that_failed_early_are_sent_again(

@@ -60,18 +60,15 @@ def test_passed_rows_match_a_file_and_resume_from_the_run_folder(kind: str, tmp_
     assert same(again, whole)
 
 
-def test_data_may_be_a_list_or_a_path_of_training_rows(tmp_path: Path) -> None:
-    one = surefoot.train("language", **settings("language", ROWS["language"]))
-    write_rows(tmp_path / "rows.jsonl", ROWS["language"])
-    for data in ({"train": tmp_path / "rows.jsonl"}, tmp_path / "rows.jsonl", str(tmp_path / "rows.jsonl")):
-        assert same(one, surefoot.train("language", **settings("language", data)))
-
-
-def test_datasets_tuples_and_generators_work_as_rows() -> None:
+def test_rows_may_be_of_any_iterable_or_in_a_file(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    one = surefoot.train("sft", **settings("sft", ROWS["sft"]))
-    for rows in (datasets.Dataset.from_list(ROWS["sft"]), tuple(ROWS["sft"]), (dict(row) for row in ROWS["sft"])):
-        assert same(one, surefoot.train("sft", **settings("sft", rows)))
+    one, rows = surefoot.train("sft", **settings("sft", ROWS["sft"])), ROWS["sft"]
+    for other in (datasets.Dataset.from_list(rows), tuple(rows), (dict(row) for row in rows)):
+        assert same(one, surefoot.train("sft", **settings("sft", other)))
+    online = surefoot.train("language", **settings("language", ROWS["language"]))
+    write_rows(tmp_path / "rows.jsonl", ROWS["language"])
+    for data in ({"train": tmp_path / "rows.jsonl"}, str(tmp_path / "rows.jsonl")):
+        assert same(online, surefoot.train("language", **settings("language", data)))
 
 
 def test_every_data_field_accepts_rows(tmp_path: Path) -> None:
@@ -106,9 +103,8 @@ CIRCLE: list[Any] = []
 CIRCLE.append(CIRCLE)
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
+def test_invalid_rows_are_rejected_and_leave_no_run_folder(tmp_path: Path) -> None:
+    for rows, message in [
         ([], r"^data\.train: has no rows; pass at least one"),
         (["new bike: "], r"^data\.train: row 1 is text; pass rows as dicts, such as \{'prompt': …\}"),
         (
@@ -119,12 +115,10 @@ CIRCLE.append(CIRCLE)
         ([{"prompt": "a", "note": CIRCLE}], r"^data\.train: row 1 has what JSON can't hold \(.*Circular"),
         ([{"prompt": "a", "note": ["\ud83d"]}], r"^data\.train: row 1: column 'note' has half of a character \('\\ud83d'\)"),
         ([{"prompt": 3, "completion": "x"}], r"rows/train-[0-9a-f]{16}\.jsonl, line 1: .*column 'prompt' is a number"),
-    ],
-)
-def test_invalid_rows_are_rejected_and_leave_no_run_folder(rows: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SurefootError, match=message):
-        surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", rows))
-    assert not (tmp_path / "run").exists()
+    ]:
+        with pytest.raises(SurefootError, match=message):
+            surefoot.train("sft", run_dir=tmp_path / "run", **settings("sft", rows))
+        assert not (tmp_path / "run").exists()
 
 
 def test_passed_rows_do_not_modify_an_existing_run_folder(tmp_path: Path) -> None:

@@ -62,12 +62,12 @@ def test_sft_loss_is_the_cross_entropy_of_the_completion(folder: Path, tmp_path:
     assert metrics["policy_loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_collector_puts_rows_on_its_device(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    rows = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
-    made = SupervisedWorld(recipe(kind, folders["llama"], rows))
-    rollout = RowCollector(made.collector.rows, 8, 1, "meta").collect(LearnerState.seeded(1, 96))
-    assert {x.device.type for x in tensors_in(rollout)} == {"meta"}
+def test_collector_puts_rows_on_its_device(folders: dict[str, Path], tmp_path: Path) -> None:
+    for kind in ["sft", "reward"]:
+        rows = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl")
+        made = SupervisedWorld(recipe(kind, folders["llama"], rows))
+        rollout = RowCollector(made.collector.rows, 8, 1, "meta").collect(LearnerState.seeded(1, 96))
+        assert {x.device.type for x in tensors_in(rollout)} == {"meta"}
 
 
 def test_reward_model_loss_is_the_bradley_terry_loss(folder: Path, tmp_path: Path) -> None:
@@ -133,38 +133,27 @@ def test_eos_is_trained_even_if_it_is_also_the_pad_token(side: str, folders: dic
         assert (tokens[kept] == made.tokens.eos_id).tolist() == [False] * (int(kept.sum()) - 1) + [True]
 
 
-def test_padding_warnings_of_transformers_are_suppressed(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It warns about pad tokens without an attention mask, but here no real token attends to them."""
-    from transformers.utils import logging
-
-    logging.warning_once.cache_clear()  # type: ignore[attr-defined]
-    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
-    made = SupervisedWorld(recipe("sft", folders["gpt2"], demonstrations(tmp_path / "d.jsonl")))
-    r = made.collector.collect(LearnerState.seeded(1, 96))
-    with caplog.at_level("WARNING"):
-        made.policy(r.inputs, r.actions, r.mask)
-    assert "attention_mask" not in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_rows_longer_than_the_models_context_are_dropped_and_counted(
-    kind: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_rows_longer_than_the_models_context_are_dropped_and_counted(folders: dict[str, Path], tmp_path: Path) -> None:
     """Even if data.max_length allows them: a model with learned positions has no embeddings for them."""
-    key, rows = ("completion", demonstrations) if kind == "sft" else ("chosen", pairs)
-    path = Path(rows(tmp_path / "rows.jsonl"))
-    long = json.loads(path.read_text().splitlines()[0]) | {key: "x" * 200}
-    with path.open("a") as file:
-        file.write(json.dumps(long) + "\n")
-    settings = {"train": str(path), "max_length": 1024, "batch": 8}
-    made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["gpt2"]), "data": settings}))  # type: ignore[arg-type]
-    assert made.collector.rows.count == 24
-    assert made.warnings == [f"{path}: dropped, because longer than 128 tokens: 1 rows"]
+    for kind in ["sft", "reward"]:
+        key, rows = ("completion", demonstrations) if kind == "sft" else ("chosen", pairs)
+        path = Path(rows(tmp_path / "rows.jsonl"))
+        long = json.loads(path.read_text().splitlines()[0]) | {key: "x" * 200}
+        with path.open("a") as file:
+            file.write(json.dumps(long) + "\n")
+        settings = {"train": str(path), "max_length": 1024, "batch": 8}
+        made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["gpt2"]), "data": settings}))  # type: ignore[arg-type]
+        assert made.collector.rows.count == 24
+        assert made.warnings == [f"{path}: dropped, because longer than 128 tokens: 1 rows"]
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "sft",
+        "dpo",
+    ],
+)
 def test_dropped_rows_and_unused_columns_are_reported_before_training(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -182,15 +171,20 @@ def test_dropped_rows_and_unused_columns_are_reported_before_training(
     assert made.arithmetic()[: len(made.warnings)] == made.warnings
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_an_interrupted_run_resumes_bit_for_bit(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    data = (demonstrations if kind == "sft" else pairs)(tmp_path / "rows.jsonl", 20)  # epochs end inside batches
+@pytest.mark.parametrize(("kind", "loss"), [("sft", None), ("reward", None), ("reward", "steps"), ("dpo", "kto")])
+def test_an_interrupted_run_resumes_bit_for_bit(kind: str, loss: str | None, folders: dict[str, Path], tmp_path: Path) -> None:
+    from .test_labels import answers as labelled
+    from .test_steps import answers as stepped
+
+    make = {None: demonstrations if kind == "sft" else pairs, "steps": stepped, "kto": labelled}[loss]
+    data = make(tmp_path / "rows.jsonl", 20)  # epochs end inside batches
     fields = {"model": str(folders["qwen2"]), "data": {"train": data, "max_length": 64, "batch": 8}, "steps": 64}
     fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 0.2}}
+    fields |= {} if loss is None else {"preference": {"loss": loss}}
     whole = surefoot.train(kind, run_dir=tmp_path / "whole", **fields)
     surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 24, **fields)
     resumed = surefoot.resume(tmp_path / "cut")
-    ours, theirs = (thing.model if kind == "sft" else thing for thing in (whole, resumed))
+    ours, theirs = (thing if kind == "reward" else thing.model for thing in (whole, resumed))
     for name, weights in ours.state_dict().items():
         assert torch.equal(weights, theirs.state_dict()[name]), name
 
@@ -257,11 +251,12 @@ def test_evaluation_obeys_micro_batch_tokens_and_keeps_the_loss(kind: str, folde
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("model", "rate", "noted"),
-    [("pocket", 2e-6, True), ("pocket", 1e-5, True), ("pocket", 1e-4, False), ("folder", 2e-6, False)],
-)
-def test_low_learning_rate_with_random_weights_is_noted(model: str, rate: float, noted: bool) -> None:
-    table = {"kind": "sft", "model": model, "data": {"train": "rows.jsonl"}, "optimizer": {"learning_rate": rate}}
-    recipe: Any = make_recipe(table)
-    assert ["learn slowly at this rate" in note for note in recipe.notes] == [True] * noted
+def test_low_learning_rate_with_random_weights_is_noted() -> None:
+    for model, rate, noted in [
+        ("pocket", 2e-6, True),
+        ("pocket", 1e-4, False),
+        ("folder", 2e-6, False),
+    ]:
+        table = {"kind": "sft", "model": model, "data": {"train": "rows.jsonl"}, "optimizer": {"learning_rate": rate}}
+        recipe: Any = make_recipe(table)
+        assert ["learn slowly at this rate" in note for note in recipe.notes] == [True] * noted
