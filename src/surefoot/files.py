@@ -168,14 +168,6 @@ BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """texts that are a boolean"""
 
 
-def parse_value(text: str) -> Any:
-    """The value of a flag, read as TOML (0.9, true, [64, 64]); a bare word is a string."""
-    try:
-        return parsed(f"value = {text}", tomllib.loads)["value"]
-    except ValueError:
-        return text
-
-
 def check_name(field: str, name: str) -> None:
     """Raise SurefootError unless a name is that of one folder, in printable characters."""
     check_shown(field, name)

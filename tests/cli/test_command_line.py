@@ -15,9 +15,8 @@ from surefoot.cli import lasting_imports
 from surefoot.cli.main import COMMANDS, cli, fail
 from surefoot.cli.options import changes_from
 from surefoot.demos import command_here
-from surefoot.files import parse_value
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import make_recipe, merge_tables
+from surefoot.recipes.reading import make_recipe, merge_tables, parse_flag
 from surefoot.terminal import LOG_COLUMNS
 
 
@@ -148,7 +147,7 @@ def test_the_arithmetic_of_trpo_separates_policy_and_critic(surefoot, tmp_path):
 
 def test_flags_are_read_as_toml():
     texts = {"0.9": 0.9, "3": 3, "true": True, "[64, 32]": [64, 32], "none": "none", "PPO_CLIP": "PPO_CLIP"}
-    assert {text: parse_value(text) for text in texts} == texts
+    assert {text: parse_flag(text) for text in texts} == texts
 
 
 ON, OFF = ["--normalise.rewards"], ["--normalise.rewards", "false"]
@@ -173,7 +172,7 @@ def test_a_boolean_option_without_a_value_is_on_and_takes_no_other_word():
     for words, on in BOOLEANS:
         params = params_of(words)
         assert params["what"] == "CartPole-v1"
-        assert parse_value(params["optimizer__learning_rate"]) == 2e-3
+        assert parse_flag(params["optimizer__learning_rate"]) == 2e-3
         changes = changes_from({"normalise__rewards": params["normalise__rewards"]})
         assert find_recipe("CartPole-v1", changes).normalise.rewards is on, words
 

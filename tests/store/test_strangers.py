@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surefoot import SurefootError
-from surefoot.files import parse_value, read_json, read_table, read_toml, steps_named
+from surefoot.files import read_json, read_table, read_toml, steps_named
 from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.reading import parse_flag
 from surefoot.runs import api
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.store.manifest import MANIFEST, fault_of
@@ -320,7 +321,7 @@ def test_readers_print_one_line_for_what_they_cannot_read(tmp_path):
             with pytest.raises(SurefootError) as raised:
                 read(path)
             assert str(raised.value).startswith(f"{path}: ")
-    assert parse_value(DEEP) == DEEP
+    assert parse_flag(DEEP) == DEEP
 
 
 def test_a_name_of_a_run_is_that_of_one_folder_in_letters_that_are_shown(command, tmp_path):

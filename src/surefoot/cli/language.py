@@ -33,7 +33,6 @@ from surefoot.cli.options import (
 from surefoot.cli.output import echo, echo_json, echo_result
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
-from surefoot.files import parse_value
 from surefoot.terminal import is_terminal
 
 if TYPE_CHECKING:
@@ -292,9 +291,10 @@ def preview(file: Path, columns: str, **options: Any) -> None:
     from rich.console import Console
 
     from surefoot.language.analysis.preview import preview as preview_of
+    from surefoot.recipes.reading import parse_flag
 
     width = None if is_terminal(sys.stdout) else 120
-    table = parse_value(columns)
+    table = parse_flag(columns)
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise SurefootError(f'--columns {columns}: must be a table of names, such as {{ question = "prompt" }}')
     rendered = preview_of(file, columns=table, **options)
@@ -326,8 +326,9 @@ def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote
     from surefoot.language.http_client import REPEAT
     from surefoot.language.language_model import load_language_model
     from surefoot.language.rewards.terms import FunctionReward
+    from surefoot.recipes.reading import parse_flag
 
-    table = parse_value(arguments)
+    table = parse_flag(arguments)
     if not isinstance(table, dict):
         raise SurefootError(f"--arguments {arguments}: must be a table, such as {{ tolerance = 0.1 }}")
     reward = FunctionReward(function, arguments=table, field="--function", then=REPEAT)

@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 from surefoot.core.algorithms import ALGORITHMS, MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
-from surefoot.files import BOOLEAN_WORDS, RUNS, parse_value
+from surefoot.files import BOOLEAN_WORDS, RUNS
 
 TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
 """recipe fields whose types need no explanation"""
@@ -224,6 +224,8 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
     """The recipe flags on the command line as nested tables; values are parsed as TOML."""
+    from surefoot.recipes.reading import parse_flag
+
     tables: dict[str, Any] = {}
     for name, text in flags.items():
         if text is None:
@@ -234,7 +236,7 @@ def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise SurefootError(f"{'.'.join(path)}: is set both as a whole and in part; choose one")
-        table[leaf] = parse_value(text)
+        table[leaf] = parse_flag(text)
     return tables
 
 

@@ -391,26 +391,8 @@ REINFORCE_PLUS_PLUS = replace(
 
 LADDER = (REINFORCE, REINFORCE_BASELINE, ACTOR_CRITIC, A2C, PPO_UNCLIPPED, PPO_CLIP)
 
-ALGORITHMS: dict[str, Objective] = {
-    "REINFORCE": REINFORCE,
-    "REINFORCE_BASELINE": REINFORCE_BASELINE,
-    "ACTOR_CRITIC": ACTOR_CRITIC,
-    "A2C": A2C,
-    "PPO_UNCLIPPED": PPO_UNCLIPPED,
-    "PPO_CLIP": PPO_CLIP,
-    "PPO_PENALTY": PPO_PENALTY,
-    "PPO_PENALTY_ADAPTIVE": PPO_PENALTY_ADAPTIVE,
-    "TRPO": TRPO,
-    "GRPO": GRPO,
-    "DR_GRPO": DR_GRPO,
-    "DAPO": DAPO,
-    "GSPO": GSPO,
-    "CISPO": CISPO,
-    "KL_COV": KL_COV,
-    "RLOO": RLOO,
-    "ONLINE_DPO": ONLINE_DPO,
-    "REINFORCE_PLUS_PLUS": REINFORCE_PLUS_PLUS,
-}
+ALGORITHMS = {name: value for name, value in dict(globals()).items() if isinstance(value, Objective)}
+"""all of the above by name, in their order"""
 
 
 def algorithm_named(name: str) -> str:

@@ -18,6 +18,7 @@ from surefoot.core.algorithms import (
     switches_that_are_on,
 )
 from surefoot.errors import SurefootError, did_you_mean
+from surefoot.files import parsed
 from surefoot.recipes.base import Recipe, none_to_text
 from surefoot.recipes.base import to_table as to_table
 from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE, SYMMETRY
@@ -240,6 +241,14 @@ def named_functions(recipe: Recipe) -> dict[str, str | None]:
         CLIP_SCHEDULE: None if clip is None else clip.schedule,
     }
     return {**reward_functions(recipe), **others}
+
+
+def parse_flag(text: str) -> Any:
+    """The value of a flag, read as TOML (0.9, true, [64, 64]); a bare word is a string."""
+    try:
+        return parsed(f"value = {text}", tomllib.loads)["value"]
+    except ValueError:
+        return text
 
 
 def text_to_none(value: Any) -> Any:

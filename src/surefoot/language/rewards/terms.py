@@ -18,7 +18,6 @@ from torch import Tensor
 from surefoot.calls import DeadlineExceeded, left_behind, with_deadline
 from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
-from surefoot.files import parse_value
 from surefoot.language.data.steps import split_steps
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import REPEAT, RESUME
@@ -41,6 +40,7 @@ from surefoot.language.rewards.scores import (
 )
 from surefoot.language.rewards.signatures import signature_of
 from surefoot.recipes.callables import Functions, find_function, import_object, term_field
+from surefoot.recipes.reading import parse_flag
 from surefoot.recipes.rewards import RewardTerm, term_error, term_from_text
 
 
@@ -355,7 +355,7 @@ def load_flag_reward(
 
 def parse_term(text: str, flag: str = "--reward") -> RewardTerm:
     """One ``--reward`` as a term: a table as it is; else a function if there is a colon and no such folder."""
-    value = parse_value(text)
+    value = parse_flag(text)
     if not isinstance(value, dict):
         return RewardTerm(**term_from_text(text))
     fields = RewardTerm.model_fields
