@@ -533,7 +533,7 @@ def train_missing(cases: list[str], starts: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """A run to judge."""
 
     name: str
@@ -543,33 +543,33 @@ class Run:
     recipe: Recipe | None = None
 
 
-def trained_run(line: Row) -> Run:
+def trained_run(line: Row) -> StoredRun:
     """A trained cell."""
     columns = line["columns"]
     lines = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     recipe = CASES[line["name"]].made(line["seed"], Path("start"))
-    return Run(line["name"], line["seed"], recipe.kind, lines, recipe)
+    return StoredRun(line["name"], line["seed"], recipe.kind, lines, recipe)
 
 
-def stored_runs() -> Iterator[Run]:
+def stored_runs() -> Iterator[StoredRun]:
     """The demos, and this library's runs in ``results/`` with their returns or rewards: of presets, tensor tasks, verifiers."""
     for name, kind in DEMOS.items():
         with (HERE.parent / "tests" / "diagnostics" / "tables" / f"{name}.csv").open(encoding="utf-8") as file:
             lines = [{key: float(value) if value else None for key, value in row.items()} for row in csv.DictReader(file)]
-        yield Run(f"demo/{name}", 1, kind, lines)
+        yield StoredRun(f"demo/{name}", 1, kind, lines)
     for file in sorted((*RESULTS.glob("*-*.jsonl"), *RESULTS.glob("tensor/*.jsonl"))):
         for result in read(file.with_suffix("")).values():
             lines = [{"steps": steps, "episode_return": earned} for steps, earned, *_ in result.get("curve", ())]
             if result["library"] == "surefoot" and lines:
-                yield Run(f"results/{file.relative_to(RESULTS).with_suffix('')}", result["seed"], "control", lines)
+                yield StoredRun(f"results/{file.relative_to(RESULTS).with_suffix('')}", result["seed"], "control", lines)
     for file in sorted(RESULTS.glob("verifier/*.jsonl")):
         for result in read(file.with_suffix("")).values():
             lines = [{"steps": steps, "reward": earned} for steps, earned, *_ in result.get("curve", ())]
             if lines and result["seed"] < 10:  # the others chose a learning rate
-                yield Run(f"results/verifier/{result['task']}/{result['algorithm']}", result["seed"], "language", lines)
+                yield StoredRun(f"results/verifier/{result['task']}/{result['algorithm']}", result["seed"], "language", lines)
 
 
-def judge(run: Run) -> dict[str, str]:
+def judge(run: StoredRun) -> dict[str, str]:
     """The worst severity of each finding at any check during the run or at its end."""
     budget = int(run.rows[-1]["steps"])
     curves = RunCurves(budget=budget)
