@@ -440,15 +440,6 @@ def test_the_entropy_bonus_is_part_of_the_surrogate() -> None:
     assert metrics["surrogate_improvement"] == pytest.approx(0.5 * float(after - before), rel=1e-6)
 
 
-def test_the_only_minibatch_of_the_step_is_the_batch() -> None:
-    ends = []
-    for scheme in ("batch", "minibatch"):
-        policy = TinyPolicy()
-        update(Learner(policy, replace(BATCHED, normalise_advantages=scheme), LearnerSettings(ADAM)), random_rollout(policy, 0))  # type: ignore[arg-type]
-        ends.append(parameters(policy))
-    assert torch.equal(*ends)
-
-
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     policy, at = TinyPolicy(), state()
     learner = Learner(policy, BATCHED, LearnerSettings(ADAM))
