@@ -7,9 +7,8 @@ import base64
 import importlib.util
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import tomli_w
 
 from surefoot import __version__
 from surefoot.compare.across_tasks import AGGREGATES, TaskComparison
-from surefoot.compare.plots import draw_panel, draw_profiles, panels_of, run_colour
+from surefoot.compare.plots import Panel, draw_panel, draw_profiles, panels_of, run_colour
+from surefoot.compare.rendering import rendered
 from surefoot.compare.runs import (
     ABSENT,
     SCORES,
@@ -46,44 +46,13 @@ from surefoot.files import write_bytes, write_text
 from surefoot.recipes.base import SCHEDULES
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import flatten
-from surefoot.store.finding import Finding
 from surefoot.store.public import ENVIRONMENT, REMOVED, public_table
 from surefoot.terminal import visible
 
 Draw = Callable[[dict[str, Any], Path], None]
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 SAMPLES = 12
 LONGEST_TEXT = 600
 """characters of a sample's text that the page shows"""
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d1d1f; --soft: #6a6a70; --line: #8884; --page: #fff; --card: #f6f6f8;
-  --serious: #b3261e; --warning: #9a5b00; --note: #3b6ea5; --well: #2e7d4f; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ececf0; --soft: #a0a0a8; --page: #161618; --card: #202024;
-  --serious: #ff8a80; --warning: #f0b45c; --note: #8ab4e8; --well: #7cc79a; } }
-* { box-sizing: border-box }
-body { margin: 0 auto; padding: 2.5rem 1.5rem 4rem; max-width: 76rem; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .2rem; overflow-wrap: anywhere }
-h2 { font-size: 1.1rem; margin: 2.6rem 0 .8rem; padding-top: .8rem; border-top: 1px solid var(--line) }
-h3 { font-size: .95rem; margin: 1.2rem 0 .4rem; overflow-wrap: anywhere }
-p { margin: .3rem 0; max-width: 48rem } .soft { color: var(--soft) } .small { font-size: .85rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; max-width: 100%; overflow-x: auto }
-th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
-th { color: var(--soft); font-weight: 500; font-size: .85rem; white-space: nowrap } td.n, th.n { text-align: right }
-td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 14rem }
-.swatch { display: inline-block; width: 1.1em; height: .22em; border-radius: 2px; vertical-align: .25em; margin-right: .5em }
-.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 1rem 1.6rem }
-.curves img { width: 100%; display: block }
-.finding { border-left: 3px solid; padding: .1rem 0 .1rem .9rem; margin: .9rem 0; max-width: 56rem }
-.finding b { text-transform: capitalize } .finding ul { margin: .3rem 0; padding-left: 1.1rem }
-.serious { border-color: var(--serious) } .serious b { color: var(--serious) }
-.warning { border-color: var(--warning) } .warning b { color: var(--warning) }
-.note { border-color: var(--note) } .note b { color: var(--note) } .well { color: var(--well) }
-pre { background: var(--card); border-radius: 6px; padding: .8rem 1rem; overflow-x: auto;
-  font: 13px/1.5 ui-monospace, Menlo, monospace }
-details { margin: .5rem 0 } summary { cursor: pointer; color: var(--soft) }
-@media print { body { max-width: none; padding: 0 } h2 { break-after: avoid } img { break-inside: avoid } }
-"""
 
 
 # ---- comparisons of algorithms ---------------------------------------------------------------------------------------
@@ -312,72 +281,59 @@ def require_matplotlib(purpose: str = "surefoot report") -> None:
 
 def page(runs: Sequence[SavedRun], tasks: TaskComparison | None = None) -> str:
     """The HTML page of some runs, with a comparison over tasks if there is one."""
-    title = runs[0].recipe.title if len(runs) == 1 else f"{len(runs)} runs"
-    parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="soft">{_text(runs[0].name if len(runs) == 1 else ", ".join(run.name for run in runs))}</p>',
-        _overview(runs),
-        *([] if tasks is None else _across_tasks(tasks)),
-        "<h2>Findings</h2>",
-        *(_findings(run, alone=len(runs) == 1) for run in runs),
-        "<h2>Curves</h2>",
-        _curves(runs),
-        *_samples(runs),
-        "<h2>Recipe</h2>",
-        *_recipes(runs),
-        "<h2>Environment</h2>",
-        _environment(runs),
-        "<h2>Reproduce</h2>",
-        *(_reproduction(run) for run in runs),
-        f'<p class="soft small">Written by surefoot {_text(__version__)}.</p>',
-    ]
-    head = (
-        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{STYLE}</style>"
-    )
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n<main>\n{body}\n</main>\n</body></html>\n'
+    public = [public_table(run.recipe.table, places=True) for run in runs]
+    hidden = {field for _, fields in public for field in fields}
+    differing = differences_between([{**distinguishing_fields(run.recipe), "seed": run.recipe.seed} for run in runs])
+    values: dict[str, Any] = {
+        "version": __version__,
+        "title": runs[0].recipe.title if len(runs) == 1 else f"{len(runs)} runs",
+        "runs": runs,
+        "overview": _overview(runs),
+        "swatches": [run_colour(index) for index in range(len(runs))],
+        "tasks": tasks,
+        "curves": [(_base64(draw_panel(panel, runs)), _described(panel, runs)) for panel in panels_of(runs)],
+        "sampled": [(run, *sampled) for run in runs if (sampled := _sampled(run)) is not None],
+        "longest_text": LONGEST_TEXT,
+        "differing": [
+            [field, *(REMOVED if field in hidden else _plain(value) for value in values)] for field, values in differing.items()
+        ],
+        "recipes": [
+            (
+                run,
+                [line if (field := line.partition(": ")[0]) not in removed else field for line in run.changed],
+                tomli_w.dumps(table),
+            )
+            for run, (table, removed) in zip(runs, public, strict=True)
+        ],
+        "environment": _environment_rows(runs),
+        "commands": [(run, f"surefoot train {shlex.quote(f'{run.path}/config.toml')}", _started_with(run)) for run in runs],
+    }
+    if tasks is not None:
+        note = _across_tasks_note(tasks)
+        values |= {"task_tables": across_tasks_tables(tasks), "task_note": note, "profiles": _base64(draw_profiles(tasks))}
+    return rendered("report.html", **values)
 
 
-def _text(value: Any) -> str:
-    """Any value as text of the page: markup is escaped, unprintable characters become escape sequences."""
-    return escape(visible(str(value)))
-
-
-def _overview(runs: Sequence[SavedRun]) -> str:
+def _overview(runs: Sequence[SavedRun]) -> dict[str, Any]:
     scores = [metric for metric in SCORES if any(run.last(metric) is not None for run in runs)][:4]
-    header = ["run", "seed", "state", "time", *scores]
-    rows = []
-    for index, run in enumerate(runs):
-        swatch = f'<span class="swatch" style="background:{run_colour(index)}"></span>'
-        texts = [run.name, run.recipe.seed, run.state, duration(run.seconds), *(number(run.last(name)) for name in scores)]
-        first, *others = map(_text, texts)
-        rows.append([swatch + first, *others])
-    return _html_table(header, rows, dict.fromkeys(["seed", "time", *scores], "n"))
+    return {
+        "header": ["run", "seed", "state", "time", *scores],
+        "classes": dict.fromkeys(["seed", "time", *scores], "n"),
+        "rows": [
+            [run.name, run.recipe.seed, run.state, duration(run.seconds), *(number(run.last(name)) for name in scores)]
+            for run in runs
+        ],
+    }
 
 
-def _across_tasks(tasks: TaskComparison) -> Iterable[str]:
-    yield f"<h2>{_text(tasks.field)} compared over {len(tasks.ranges)} task{'s' if len(tasks.ranges) > 1 else ''}</h2>"
-    for caption, header, rows in across_tasks_tables(tasks):
-        yield f'<p class="soft small">{_text(caption)}</p>'
-        yield _html_table(header, [[_text(cell) for cell in row] for row in rows])
-    yield f'<p class="soft small">{_text(_across_tasks_note(tasks))}</p>'
-    alt = _text(f"Performance profiles of {tasks.metric}: the share of runs above each normalised score, by {tasks.field}")
-    yield f'<div class="curves">{_image(draw_profiles(tasks), alt)}</div>'
+def _base64(svg: bytes) -> str:
+    return base64.b64encode(svg).decode()
 
 
-def _image(svg: bytes, alt: str) -> str:
-    return f'<img src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}" alt="{alt}">'
-
-
-def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]], classes: Mapping[str, str] | None = None) -> str:
-    """A table of cells that are HTML already. ``classes`` maps a column to its CSS class; an empty header is left out."""
-    kinds = [f' class="{classes[name]}"' if classes and name in classes else "" for name in header]
-    cells = [[f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)] for row in rows]
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
-    heads = "".join(f"<th{kind}>{_text(name)}</th>" for kind, name in zip(kinds, header, strict=True))
-    return f"<table>{f'<thead><tr>{heads}</tr></thead>' if any(header) else ''}<tbody>{body}</tbody></table>"
+def _described(panel: Panel, runs: Sequence[SavedRun]) -> str:
+    """A plot in words, for those who can't see it."""
+    last = ", ".join(f"{run.name}: {number(run.last(panel.metrics[0]))}" for run in runs)
+    return f"{panel.title} over steps. {panel.unit}. Last of {panel.metrics[0]}: {last}"
 
 
 def duration(seconds: float) -> str:
@@ -387,79 +343,14 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _findings(run: SavedRun, alone: bool) -> str:
-    name = "" if alone else f"<h3>{_text(run.name)}</h3>"
-    if not run.findings:
-        return f'{name}<p class="well">No findings in {len(run.rows):,} iterations.</p>'
-    return name + "".join(map(_finding, run.findings))
-
-
-def _finding(finding: Finding) -> str:
-    advice = "".join(f"<li>{_text(line)}</li>" for line in finding.advice)
-    evidence = "; ".join(_text(line) for line in finding.evidence)
-    return (
-        f'<div class="finding {finding.severity}"><p><b>{finding.severity}</b>: {_text(finding.what)}.</p>'
-        f'<p class="soft">Why: {_text(finding.cause)}.</p><p class="small">Try:</p><ul>{advice}</ul>'
-        f'<p class="soft small">{evidence}</p></div>'
-    )
-
-
-def _curves(runs: Sequence[SavedRun]) -> str:
-    images = []
-    for panel in panels_of(runs):
-        last = ", ".join(f"{run.name}: {number(run.last(panel.metrics[0]))}" for run in runs)
-        alt = _text(f"{panel.title} over steps. {panel.unit}. Last of {panel.metrics[0]}: {last}")
-        images.append(_image(draw_panel(panel, runs), alt))
-    if not images:
-        return '<p class="soft">Curves need at least two iterations.</p>'
-    caption = '<p class="soft small">Over steps. Pale: every iteration; strong: smoothed.</p>'
-    return f'{caption}<div class="curves">{"".join(images)}</div>'
-
-
-def _samples(runs: Sequence[SavedRun]) -> Iterable[str]:
-    for run in runs:
-        if (latest := run.samples()) is None or not latest[1]:
-            continue
-        steps, samples = latest
-        chosen = [samples[i * len(samples) // min(SAMPLES, len(samples))] for i in range(min(SAMPLES, len(samples)))]
-        columns = [name for name in ("reward", "gold", "kl") if name in chosen[0]]
-        yield f"<h2>Samples of {_text(run.name)} at step {steps:,}</h2>"
-        rows = []
-        for sample in chosen:
-            texts = (_sample_text(sample.get("prompt", "")), _sample_text(sample["response"]))
-            rows.append([*(_score(sample.get(name)) for name in columns), *texts])
-        classes: dict[str, str] = {**dict.fromkeys(columns, "n"), "prompt": "text soft", "response": "text"}
-        yield _html_table([*columns, "prompt", "response"], rows, classes)
-
-
-def _sample_text(text: Any) -> str:
-    """A prompt or a response, with its line breaks, truncated if it is long."""
-    text = str(text)
-    shown = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
-    return "\n".join(map(_text, shown.split("\n")))
-
-
-def _score(value: Any) -> str:
-    return f"{value:+.2f}" if isinstance(value, (int, float)) else "–"
-
-
-def _recipes(runs: Sequence[SavedRun]) -> Iterable[str]:
-    if len(runs) > 1:
-        differing = differences_between([{**distinguishing_fields(run.recipe), "seed": run.recipe.seed} for run in runs])
-        if differing:
-            hidden = {field for run in runs for field in public_table(run.recipe.table, places=True)[1]}
-            shown = {field: [REMOVED] * len(runs) if field in hidden else values for field, values in differing.items()}
-            rows = [[_text(field), *(_text(_plain(value)) for value in values)] for field, values in shown.items()]
-            yield _html_table(["field", *(run.name for run in runs)], rows)
-        else:
-            yield "<p>All recipes are the same.</p>"
-    for run in runs:
-        public, hidden_here = public_table(run.recipe.table, places=True)
-        table = "\n".join(map(_text, tomli_w.dumps(public).split("\n")))
-        if run.changed:
-            lines = [line if (field := line.partition(": ")[0]) not in hidden_here else field for line in run.changed]
-            yield f"<p>{_text(run.name)}: changed since the checkpoint: {_text('; '.join(lines))}</p>"
-        yield f"<details><summary>{_text(run.name)}: config.toml</summary><pre>{table}</pre></details>"
+def _sampled(run: SavedRun) -> tuple[int, list[str], list[dict[str, Any]]] | None:
+    """The step of a run's last samples, the scores that they have, and some of them; None without any."""
+    if (latest := run.samples()) is None or not latest[1]:
+        return None
+    steps, samples = latest
+    count = min(SAMPLES, len(samples))
+    chosen = [samples[i * len(samples) // count] for i in range(count)]
+    return steps, [name for name in ("reward", "gold", "kl") if name in chosen[0]], chosen
 
 
 def _plain(value: Any) -> str:
@@ -468,24 +359,18 @@ def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list, bool)) else str(value)
 
 
-def _environment(runs: Sequence[SavedRun]) -> str:
-    """A table of environment.json, without the folder in which the run was started: a page may be published."""
+def _environment_rows(runs: Sequence[SavedRun]) -> list[list[str]]:
+    """environment.json, without the folder in which the run was started: a page may be published."""
     shown = {"git", "preset", *ENVIRONMENT} - {"seed"}
     tables = [dict(flatten({key: value for key, value in run.environment.items() if key in shown})) for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
-    rows = [[_text(name), _text(", ".join(dict.fromkeys(_plain(table.get(name)) for table in tables)))] for name in names]
-    return _html_table(["", ""], rows) if rows else '<p class="soft">environment.json can’t be read.</p>'
+    return [[name, ", ".join(dict.fromkeys(_plain(table.get(name)) for table in tables))] for name in names]
 
 
-def _reproduction(run: SavedRun) -> str:
+def _started_with(run: SavedRun) -> str:
+    """The command that started a run; empty if unknown."""
     command = run.environment.get("command")
-    started = ""
-    if isinstance(command, list) and command:
-        words = ["surefoot" if Path(str(command[0])).name in ("surefoot", "__main__.py") else Path(str(command[0])).name]
-        started = f'<p class="soft small">Started with <code>{_text(shlex.join([*words, *map(str, command[1:])]))}</code></p>'
-    file = f"{run.path}/config.toml"
-    return (
-        f"<h3>{_text(run.name)}</h3><pre>surefoot train {_text(shlex.quote(file))}</pre>"
-        f'<p class="soft small">With the versions above, the same machine type and {run.recipe.threads} '
-        f"{'thread' if run.recipe.threads == 1 else 'threads'}, the numbers are identical to the last bit.</p>{started}"
-    )
+    if not isinstance(command, list) or not command:
+        return ""
+    program = Path(str(command[0])).name
+    return shlex.join(["surefoot" if program == "__main__.py" else program, *map(str, command[1:])])
