@@ -6,7 +6,7 @@ import math
 import pytest
 
 from surefoot.errors import SurefootError
-from surefoot.recipes.callables import import_object, take_functions
+from surefoot.recipes.callables import import_object, is_importable, object_path, take_functions
 
 
 def test_a_module_is_imported_as_python_does():
@@ -60,6 +60,26 @@ def test_errors_are_one_line_with_the_field(tmp_path, monkeypatch):
         assert str(raised.value).startswith(f"reward.function={name!r}: can't be imported (")
         assert what in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+def test_a_name_stands_for_an_object_only_if_importing_it_returns_that_object():
+    class Local:
+        pass
+
+    for thing, importable in (
+        (math.sqrt, True),
+        (dataclasses.Field, True),
+        (lambda: 1, False),
+        (Local, False),
+        (type("Shown", (), {"__module__": __name__}), False),  # another one of that name
+        (Shown(), False),
+        (Shown, True),
+    ):
+        assert is_importable(object_path(thing)) is importable, thing
+
+
+class Shown:
+    """A class of this module, whose instances have no name."""
 
 
 def test_an_invalid_reward_is_one_line_that_lists_the_valid_forms():

@@ -99,6 +99,7 @@ CASES: list[tuple[Any, ...]] = [
     ("control", "engine", "compiled", {"algorithm": "REINFORCE"}),
     ("control", "engine", "compiled", {"device": "cuda"}),
     ("control", "engine", "compiled", {"algorithm": "TRPO", "network.lstm": 8, "objective.reuse.minibatches": 2}),
+    *(("control", f"traces.{name}", value) for name, value in (("every", 0), ("rows", -1), ("max_megabytes", 0))),
     ("sft", "start", "runs/x"),
     ("sft", "objective", None, PPO),
     ("sft", "objective.aggregation_length", None, {"objective.aggregation": "constant"}),

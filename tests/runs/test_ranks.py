@@ -20,7 +20,16 @@ from surefoot.control.world import ControlWorld
 from surefoot.core.learner import Learner
 from surefoot.demos import control
 from surefoot.errors import NotFiniteError
-from surefoot.ranks.collectives import check_same_weights, exchange, on_first, rank, share, together, world_size
+from surefoot.ranks.collectives import (
+    check_same_weights,
+    exchange,
+    mean_over_ranks,
+    on_first,
+    rank,
+    share,
+    together,
+    world_size,
+)
 from surefoot.ranks.launching import choose_gpu, first_host, join_ranks, launch_of
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
@@ -394,6 +403,7 @@ def test_an_error_within_together_is_the_error_of_every_rank(tmp_path):
             on_first(lambda: 1 / 0)
         except Exception as error:
             seen.append(type(error).__name__)
+        assert mean_over_ranks(float(number), number) == pytest.approx(5 / 3), "means weigh as many numbers as they are of"
         return [*seen, exchange(number), list(share(7)), on_first(lambda: "first")]
 
     both, ended = "SurefootError: rank 2: ValueError: d", "SurefootError"

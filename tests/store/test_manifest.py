@@ -71,6 +71,21 @@ def written(folder: Path) -> Path:
     return folder
 
 
+def test_a_folder_is_on_the_disk_whole_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+
+    def flush(path: Path) -> None:
+        assert (tmp_path / "model").exists() == (path == tmp_path)
+        flushed.append(path.name)
+
+    monkeypatch.setattr(manifest, "flush", flush)
+    written(tmp_path / "model")
+    temporary, *files = sorted(flushed[:4])
+    assert temporary.startswith(".model.")
+    assert files == ["config.json", "manifest.json", "model.safetensors"]
+    assert flushed[4:] == [tmp_path.name], "the new name is on the disk too"
+
+
 def test_the_home_folder_of_nobody_is_a_folder_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert (written(Path("~nobody-here/model")) / "manifest.json").exists()

@@ -269,15 +269,6 @@ def test_no_file_of_a_run_makes_a_command_hang_or_show_a_traceback(command, run,
             assert error.count("\n") == 1, (words, error)
 
 
-@pytest.mark.parametrize("name", ["agent.safetensors", "sub/"])
-def test_a_pipe_or_a_folder_in_a_checkpoint_is_rejected_and_not_waited_for(command, run, name):
-    for folder in (best(run), run / "checkpoints" / "512"):
-        (folder / name).unlink(missing_ok=True)
-        (os.mkdir if name.endswith("/") else os.mkfifo)(folder / name)
-    for words in (words for words in commands(run) if reads_weights(words)):
-        rejected(command(*words))
-
-
 def test_a_folder_is_named_by_steps_only_in_the_digits_that_a_run_writes(command, run):
     sound = best(run)
     for name in ("²", "٣", "1e3", "-5", "9" * 40, " 7"):

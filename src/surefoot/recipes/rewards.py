@@ -1,6 +1,5 @@
 """The reward of an online run: terms that are functions, models, servers or judges, and the checks of their fields."""
 
-import math
 import os
 import re
 from pathlib import Path
@@ -116,8 +115,6 @@ def term_error(term: Any) -> str:
     if len(kinds) != 1:
         has = " and ".join(kinds) if kinds else "neither model, function nor url"
         return f": has {has}; give one of model, function and url, and a term for each"
-    if not math.isfinite(term.weight):
-        return f".weight={term.weight}: must be a finite number"
     for field, why in misplaced(term, FIELDS_FOR):
         return f".{named_value(term, field)}: {why}"
     if term.judge is not None and (error := judge_error(term.judge)):
