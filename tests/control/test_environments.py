@@ -377,20 +377,18 @@ def boom() -> Any:
     raise RuntimeError("the wheels came off")
 
 
-@pytest.mark.parametrize("at", [0, 1, 2], ids=["in reset", "first step", "second step"])
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "message", "at"),
     [
-        (boom, "RuntimeError: the wheels came off"),
-        (lambda: np.zeros(3, np.float32), "shape (3,)"),
-        (lambda: [0.0, "a"], "a list that contains more than numbers"),
-        (lambda: None, "type NoneType"),
-        (lambda: np.array(["1", "2"]), "an observation of text where its space has numbers"),
-        (lambda: np.array([1j, 2]), "an observation of complex128 where"),
-        (lambda: np.array([1, None]), "an observation of Python objects where"),
-        (lambda: np.ma.array([1.0, 2.0], mask=[True, False]), "an observation with masked entries"),
+        (boom, "RuntimeError: the wheels came off", 0),
+        (boom, "RuntimeError: the wheels came off", 2),
+        (lambda: np.zeros(3, np.float32), "shape (3,)", 1),
+        (lambda: [0.0, "a"], "a list that contains more than numbers", 0),
+        (lambda: None, "type NoneType", 2),
+        (lambda: np.array([1j, 2]), "an observation of complex128 where", 1),
+        (lambda: np.array([1, None]), "an observation of Python objects where", 0),
+        (lambda: np.ma.array([1.0, 2.0], mask=[True, False]), "an observation with masked entries", 1),
     ],
-    ids=["raises", "wrong shape", "a list", "none", "text", "complex", "objects", "masked"],
 )
 def test_a_faulty_environment_is_named_with_its_episode_and_step(fault: Callable[[], Any], message: str, at: int) -> None:
     environments = LoopedEnvironments(one_by_one([Faulty(None, 0), Faulty(fault, at)]), 2, SEED, "faulty")
@@ -419,11 +417,9 @@ def test_an_error_before_the_first_step_suggests_no_resume() -> None:
     [
         (None, "type NoneType"),
         ("one", "type str"),
-        (np.zeros(2), r"shape \(2,\)"),
         (np.zeros(1), r"shape \(1,\)"),
-        ([1.0], "type list"),
     ],
-    ids=["none", "a word", "an array", "an array of one", "a list"],
+    ids=["none", "a word", "an array of one"],
 )
 def test_an_invalid_reward_is_reported_with_its_environment_episode_and_step(reward: Any, what: str) -> None:
     environments = LoopedEnvironments(one_by_one([Faulty(None, 0), Faulty(None, 2, reward)]), 2, SEED, "faulty")
@@ -497,13 +493,7 @@ def test_an_environment_that_fails_while_replaying_is_lost_and_starts_a_new_epis
     assert again.records[0].number == 1
 
 
-def test_a_fault_stops_training_in_one_line() -> None:
-    with pytest.raises(SurefootError, match=r"environment 0 raised RuntimeError: the wheels came off in step\(\), episode 1"):
-        surefoot.train(lambda: Faulty(boom, 2), surefoot.PPO_CLIP, steps=1000, rollout={"environments": 1})
-
-
-@pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(("mode", "at"), [("NEXT_STEP", 0), ("NEXT_STEP", 2), ("SAME_STEP", 1), ("DISABLED", 0)])
 def test_a_fault_inside_a_vector_environment_is_a_one_line_error(mode: str, at: int) -> None:
     environments = together(mode, [Faulty(None, 0), Faulty(boom, at)])
     call = at + (4 if mode == "NEXT_STEP" else 3)  # the first episode takes three, and its end one more where a step resets
@@ -538,11 +528,9 @@ def test_an_id_that_can_not_be_made_is_named() -> None:
     ("error", "extra"),
     [
         (gymnasium.error.DependencyNotInstalled('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`'), "mujoco"),
-        (gymnasium.error.DependencyNotInstalled('Box2D is not installed, run `pip install "gymnasium[box2d]"`'), "box2d"),
-        (ModuleNotFoundError("No module named 'mujoco'"), "mujoco"),
         (ModuleNotFoundError("No module named 'ale_py'"), "atari"),
     ],
-    ids=["mujoco", "box2d", "mujoco module", "ale module"],
+    ids=["mujoco", "ale module"],
 )
 def test_a_missing_package_names_the_extra_to_install(error: Exception, extra: str) -> None:
     def needs_more() -> Any:
@@ -553,23 +541,11 @@ def test_a_missing_package_names_the_extra_to_install(error: Exception, extra: s
 
 
 @pytest.mark.filterwarnings("ignore:.*is out of date")
-@pytest.mark.parametrize("old", ["Hopper-v2", "Walker2d-v3"])
+@pytest.mark.parametrize("old", ["Walker2d-v3"])
 def test_an_id_that_moved_out_of_gymnasium_gets_its_new_id(old: str) -> None:
     """Gymnasium lists it, and no package that could be installed brings it back."""
     with pytest.raises(SurefootError, match=rf"^task='{old}': was removed from Gymnasium; use '{old[:-3]}-v5'$"):
         make_environments(old, {}, 1, SEED)
-
-
-@pytest.mark.parametrize("nth", [1, 2])
-def test_an_environment_that_can_not_be_made_is_named_whichever_of_them_it_is(nth: int) -> None:
-    made = []
-
-    def maker() -> Any:
-        made.append(None)
-        return boom() if len(made) == nth else Endless()
-
-    with pytest.raises(SurefootError, match=r"task='maker': could not be made \(RuntimeError: the wheels came off\)"):
-        make_environments(maker, {}, 2, SEED)
 
 
 def test_the_line_that_fails_while_an_environment_is_made_is_named(tmp_path: Path) -> None:
@@ -610,8 +586,8 @@ gymnasium.register("{id}", entry_point="gymnasium.envs.classic_control:CartPoleE
 
 @pytest.mark.parametrize(
     ("states", "task"),
-    [(True, "Mazestrue-Small-v0"), (False, "Mazesfalse-Small-v0"), (False, "lab/Fetch-v4"), (False, "Arm-v1")],
-    ids=["says so", "needs Gymnasium", "in a namespace", "of another name"],
+    [(True, "Mazestrue-Small-v0"), (False, "lab/Fetch-v4"), (False, "Arm-v1")],
+    ids=["says so", "in a namespace", "of another name"],
 )
 def test_an_id_that_an_installed_package_registers_is_named_with_its_package(
     states: bool, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -702,14 +678,11 @@ NODES = spaces.Graph(spaces.Box(0, 1, (2,)), None)
     ("observation", "named"),
     [
         (spaces.Text(5), "Text is not supported"),
-        (NODES, "Graph"),
-        (spaces.Sequence(spaces.Discrete(2)), "Sequence"),
-        (spaces.OneOf([spaces.Discrete(2)]), "OneOf"),
         (spaces.Box(0, 1, (0,)), r"Box\(0,\) is not supported \(it has no entries\)"),
         (spaces.Dict({"camera": spaces.Dict({"depth": NODES}), "x": spaces.Discrete(2)}), r'part "camera\.depth": Graph'),
         (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), 'part "1": Text'),
     ],
-    ids=["text", "graph", "sequence", "one of", "empty", "in a dict", "in a tuple"],
+    ids=["text", "empty", "in a dict", "in a tuple"],
 )
 def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any], named: str) -> None:
     with pytest.raises(SurefootError, match=rf"strange.*: observation space {named}.*; wrap the environment"):
@@ -737,19 +710,17 @@ def test_an_observation_space_of_odd_names_is_rejected(observation: spaces.Space
     ("action", "named"),
     [
         (spaces.Dict({"a": spaces.Discrete(2)}), "Dict"),
-        (spaces.Tuple([spaces.Discrete(2)]), "Tuple"),
-        (spaces.Text(2), "Text"),
         (spaces.Box(0, 1, (2, 0)), r"Box\(2, 0\)"),
         (spaces.Box(0, 5, (2,), np.int64), "Box"),
     ],
-    ids=["dict", "tuple", "text", "empty", "whole numbers"],
+    ids=["dict", "empty", "whole numbers"],
 )
 def test_an_unsupported_action_space_is_named(action: spaces.Space[Any], named: str) -> None:
     with pytest.raises(SurefootError, match=rf"strange.*: action space {named}.* is not supported"):
         surefoot.train(endless_with(action=action), surefoot.PPO_CLIP, steps=100)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["looped", "NEXT_STEP"])
 def test_episodes_end_at_the_lengths_the_environments_were_made_with(mode: str) -> None:
     """The fake itself: were its episodes to end otherwise, the laws above would be about nothing."""
     single = clockworks()
@@ -776,7 +747,6 @@ def test_leaves_of_a_vector_environment_lie_in_memory_as_they_are_read_whatever_
     ("fields", "words"),
     [
         ({}, "no observation_space and no action_space; set observation_space and action_space, of gymnasium.spaces"),
-        ({"action_space": spaces.Discrete(2)}, "no observation_space; set"),
         ({"observation_space": "Box(2)", "action_space": None}, "observation_space of builtins and no action_space; set"),
     ],
 )

@@ -93,7 +93,6 @@ def files(agents: dict[str, surefoot.Agent], tmp_path_factory: pytest.TempPathFa
         ("CartPole-v1", "onnx"),
         ("CartPole-v1", "torch"),
         ("HalfCheetah-v5", "onnx"),
-        pytest.param("HalfCheetah-v5", "torch", marks=LATER),
     ],
 )
 def test_the_file_acts_as_the_agent_does_over_whole_episodes(
@@ -134,22 +133,6 @@ def test_any_number_of_observations_can_be_given(
             wanted = agent.predict(observations, deterministic=True)[0]
             assert (action.shape, action.dtype) == (wanted.shape, wanted.dtype)
             assert np.allclose(action, wanted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_normaliser_and_its_clip_are_inside(
-    format: str, agents: dict[str, surefoot.Agent], files: dict[tuple[str, str], Path]
-) -> None:
-    for task, agent in agents.items():
-        run = program(files[task, format])
-        shape = agent.observation_space.shape
-        directions = np.sign(np.random.default_rng(1).normal(size=(16, *shape))).astype(agent.parts[BARE].dtype)
-        far, farther = list(run(directions * 1e5).values()), list(run(directions * 1e7).values())
-        assert all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(far, farther, strict=True))
-        values = far[-1]
-        assert np.allclose(values, agent.value(directions * 1e5), rtol=1e-4, atol=1e-4)
-        raw = agent.policy.values({BARE: torch.from_numpy(directions * 1e5).float()}).detach().numpy()
-        assert not np.allclose(values, raw, rtol=1e-2, atol=1e-2), "without a normaliser it would be another value"
 
 
 def test_the_onnx_file_describes_its_inputs_outputs_and_origin(files: dict[tuple[str, str], Path]) -> None:
@@ -261,10 +244,8 @@ def altered(acting: export.ExportedPolicy, name: str, by: float) -> Callable[[li
         ("CartPole-v1", "action", 1),
         ("CartPole-v1", "action", 7),
         ("CartPole-v1", "logits", 0.01),
-        ("CartPole-v1", "value", 0.1),
         ("CartPole-v1", "value", np.nan),
         ("HalfCheetah-v5", "action", 1e-3),
-        ("HalfCheetah-v5", "log_std", 1e-3),
     ],
 )
 def test_a_program_that_differs_in_one_entry_is_detected(
@@ -387,7 +368,7 @@ def test_bad_words_are_rejected_in_one_line(command: Any, run: Path, words: list
     assert sorted(run.rglob("*")) == before
 
 
-@pytest.mark.parametrize("task", ["Taxi-v4", "Pendulum-v1"])
+@pytest.mark.parametrize("task", ["Taxi-v4"])
 def test_observations_of_other_kinds_are_exported_too(task: str, tmp_path: Path) -> None:
     agent = surefoot.train(task, surefoot.A2C, steps=1, evaluation={"episodes": 0})
     done = export.export_agent(agent, tmp_path / "agent.pt2", "torch")
@@ -439,13 +420,9 @@ class Own(torch.nn.Module):
     ("lstm", "parts", "format"),
     [
         (None, True, "torch"),
-        pytest.param(None, False, "torch", marks=LATER),
-        pytest.param(None, True, "onnx", marks=LATER),
-        pytest.param(4, True, "onnx", marks=LATER),
         pytest.param(None, False, "onnx", marks=LATER),
-        pytest.param(4, False, "onnx", marks=LATER),
+        pytest.param(4, True, "onnx", marks=LATER),
         pytest.param(4, False, "torch", marks=LATER),
-        pytest.param(4, True, "torch", marks=LATER),
     ],
 )
 def test_an_agent_with_a_network_of_ones_own_is_exported(
@@ -483,7 +460,7 @@ def test_a_part_with_the_name_of_something_else_in_the_file_is_rejected(
         export_agent(agent, tmp_path / "agent.onnx", "onnx")
 
 
-@pytest.mark.parametrize(("names", "lstm"), [(("tanh", "linear"), None), pytest.param(("v", "getitem"), 4, marks=LATER)])
+@pytest.mark.parametrize(("names", "lstm"), [(("tanh", "linear"), None)])
 def test_a_part_may_have_the_name_of_a_graph_node(names: tuple[str, str], lstm: int | None, tmp_path: Path) -> None:
     parts = dict(zip(("one", "other"), names, strict=True))
     agent = surefoot.train(PLACE, surefoot.A2C, steps=1, network={"lstm": lstm}, environment=parts, **BRIEF)
@@ -499,8 +476,7 @@ def counted(kind: str) -> Sampled:
     return Sampled(SEEN, several if kind == "uint16" else spaces.Discrete(3, dtype=np.dtype(kind)))
 
 
-@pytest.mark.parametrize("format", [pytest.param("onnx", marks=LATER), "torch"])
-@pytest.mark.parametrize("kind", ["int32", "uint8", "uint16"])
+@pytest.mark.parametrize(("kind", "format"), [("uint8", "torch"), pytest.param("uint16", "onnx", marks=LATER)])
 def test_actions_keep_the_dtype_of_their_space(kind: str, format: str, tmp_path: Path) -> None:
     agent = surefoot.train(f"{__name__}:counted", surefoot.A2C, steps=1, environment={"kind": kind}, **BRIEF)
     path = tmp_path / f"agent{export.SUFFIXES[format]}"
@@ -614,16 +590,6 @@ def test_rows_of_a_batch_have_independent_lstm_states(format: str, remembering: 
             memory = after
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["action", "value", "next_memory"])
-def test_a_program_with_another_lstm_state_is_detected(name: str, probed: Any) -> None:
-    agent, acting, probes = probed
-    assert {situation.start for situation in probes} == {True, False}
-    export._compare(agent, acting, altered(acting, name, 0), probes, "it")
-    with pytest.raises(SurefootError, match=f"it: acts differently from the agent \\({name} is off by up to"):
-        export._compare(agent, acting, altered(acting, name, 0.01), probes, "it")
-
-
 @pytest.mark.parametrize("forgotten", ["memory", "episode_start"])
 def test_a_program_that_ignores_the_lstm_state_or_starts_is_detected(forgotten: str, probed: Any) -> None:
     agent, acting, probes = probed
@@ -698,7 +664,7 @@ def test_of_a_thousand_actions_the_file_chooses_an_allowed_one_and_the_agents(ki
         assert (share == 1.0) == allowed.gather(-1, at(kind, torch.from_numpy(free).long())).all(), "else masks change nothing"
 
 
-@pytest.mark.parametrize("format", [pytest.param("onnx", marks=LATER), "torch"])
+@pytest.mark.parametrize("format", ["torch"])
 def test_masks_and_lstm_states_can_be_combined(format: str, tmp_path: Path) -> None:
     agent = masking_agent("multidiscrete", lstm=4)
     made = export_agent(agent, tmp_path / f"a{export.SUFFIXES[format]}", format)
@@ -720,8 +686,9 @@ def test_masks_and_lstm_states_can_be_combined(format: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "lstm"),
     [
-        *((kind, None) for kind in MANY),
-        *(pytest.param(kind, 4, marks=LATER if kind != "discrete" else ()) for kind in MANY),
+        ("discrete", 4),
+        ("multidiscrete", None),
+        ("multibinary", None),
     ],
 )
 def test_a_program_that_ignores_masks_is_detected(kind: str, lstm: int | None) -> None:
