@@ -65,12 +65,6 @@ def test_every_tensor_of_a_rollout_is_environments_by_steps() -> None:
     assert rollout.steps == 36
 
 
-def test_box_actions_have_one_more_axis() -> None:
-    rollout = collecting(clockworks(action_space=BOX), steps=12).collector.collect(fresh_state())
-    assert rollout.actions.shape == rollout.old_distribution.mean.shape == (3, 12, 2)
-    assert rollout.old_log_probs.shape == (3, 12)
-
-
 def test_a_rollout_holds_what_happened_in_order() -> None:
     single = clockworks()
     collector = collecting(single, steps=9).collector
@@ -144,20 +138,6 @@ def test_box_actions_are_stored_unclipped_and_sent_clipped() -> None:
     for side in (stored < low, stored > high):
         assert 0.05 < side.mean() < 0.8
     assert rollout.metrics["actions_clipped"] == pytest.approx(((stored < low) | (stored > high)).mean())
-
-
-def test_actions_of_an_unbounded_box_are_sent_unchanged() -> None:
-    single = clockworks(action_space=spaces.Box(-np.inf, np.inf, (2,), np.float32))
-    rollout = collecting(single, network={"log_std": 2.0}).collector.collect(fresh_state())
-    assert np.array_equal(np.stack([[step.action for step in env.log] for env in single]), rollout.actions.numpy())
-    assert "actions_clipped" not in rollout.metrics
-
-
-def test_discrete_actions_are_stored_from_zero_and_sent_from_the_start_of_their_space() -> None:
-    single = clockworks(action_space=spaces.Discrete(3, start=5))
-    rollout = collecting(single, steps=40).collector.collect(fresh_state())
-    assert set(rollout.actions.flatten().tolist()) == {0, 1, 2}
-    assert [[int(step.action) for step in env.log] for env in single] == (rollout.actions + 5).tolist()
 
 
 def test_the_same_stream_gives_the_same_rollout_and_another_a_different_one() -> None:
@@ -237,7 +217,7 @@ def test_in_whole_episode_mode_every_environment_runs_just_its_episodes_and_is_m
 # ---- statistics of episodes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at_least", [1, 9, 10, 11, 40])
+@pytest.mark.parametrize("at_least", [1, 10, 40])
 def test_whole_episodes_until_there_are_enough_steps_end_as_soon_as_they_may_and_never_in_part(at_least: int) -> None:
     single = clockworks()
     rollout_fields = {"environments": 3, "at_least": at_least, "episodes": 5}
@@ -354,21 +334,14 @@ def assert_sound(world: ControlWorld, rollout: Rollout) -> None:
         assert buffer.isfinite().all(), name
 
 
-def test_a_reward_too_large_for_float32_is_named_as_such() -> None:
-    world = collecting(with_poison("reward", 1e300, 0, 3), steps=12)
-    with pytest.raises(NotFiniteError, match=r"the reward of environment 1 at step 3 .* not finite as float32, whose largest"):
-        world.collector.collect(fresh_state())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    ("what", "episode", "at"),
+    ("what", "episode", "at", "value"),
     [
-        ("reward", 0, 3),
-        ("reward", 0, 5),  # at the end of an episode
-        ("observation", 0, 3),
-        ("observation", 0, 5),  # the final observation of a truncated episode
-        ("observation", 1, 0),  # the first observation of the next episode
+        ("reward", 0, 3, math.nan),
+        ("reward", 0, 5, 1e300),  # at the end of an episode
+        ("observation", 0, 3, -math.inf),
+        ("observation", 0, 5, math.nan),  # the final observation of a truncated episode
+        ("observation", 1, 0, math.inf),  # the first observation of the next episode
     ],
     ids=["reward", "last reward", "observation", "final observation", "observation of a reset"],
 )
@@ -558,13 +531,6 @@ def vector_task() -> SyncVectorEnv:
     return SyncVectorEnv([Clockwork, Clockwork])
 
 
-def test_a_vector_environment_trains() -> None:
-    seen: list[Any] = []
-    fields: dict[str, Any] = {"evaluation": {"episodes": 0}, "rollout": {"environments": 2, "steps": 12}}
-    surefoot.train(vector_task, A2C, steps=60, callback=seen.append, **fields)
-    assert seen[-1]["episode_length"] == 5
-
-
 @pytest.mark.parametrize("mode", [mode.name for mode in AutoresetMode])
 def test_a_vector_environment_may_write_all_its_arrays_again_and_change_what_it_is_given(mode: str) -> None:
     """Observations, rewards and both kinds of ends; and its actions, which a rollout keeps."""
@@ -596,8 +562,7 @@ def test_a_vector_environment_may_write_all_its_arrays_again_and_change_what_it_
     assert ours.actions.any()
 
 
-@pytest.mark.parametrize("fields", [{}, {"network": {"lstm": 4}}], ids=["plain", "lstm"])
-@pytest.mark.parametrize("algorithm", [A2C, PPO_CLIP, TRPO], ids=["a2c", "ppo", "trpo"])
+@pytest.mark.parametrize(("algorithm", "fields"), [(PPO_CLIP, {}), (TRPO, {"network": {"lstm": 4}})], ids=["ppo", "trpo lstm"])
 def test_a_rollout_continues_if_environments_only_reset(algorithm: Any, fields: Any) -> None:
     """In NEXT_STEP environments that end together, of a rollout of one step."""
 

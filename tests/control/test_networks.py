@@ -65,7 +65,7 @@ def test_numbers_of_any_shape_are_flattened_and_concatenated() -> None:
     assert Vector((2,))(torch.tensor([[1, 0]], dtype=torch.int8)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("shape", [(36, 40), (36, 40, 3), (3, 36, 40), (2, 36, 40, 3), (2, 3, 36, 40)])
+@pytest.mark.parametrize("shape", [(36, 40), (3, 36, 40), (2, 36, 40, 3)])
 def test_the_image_network_is_that_of_the_nature_paper(shape: tuple[int, ...]) -> None:
     network = NatureCNN(pixels(shape), stream(1))
     seen = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, *shape), np.uint8))

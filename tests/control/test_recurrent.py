@@ -105,7 +105,7 @@ def test_steps_before_an_episode_start_have_no_effect(starts: list[list[bool]], 
     torch.testing.assert_close(memory(features, flags, state), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_segments_in_common_calls_have_the_outputs_and_gradients_of_each_alone(share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     memory, starts = EpisodicLSTM(3, 4, generator), torch.rand(9, 40, generator=generator) < share

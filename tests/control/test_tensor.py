@@ -348,8 +348,7 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("task", list(KINDS))
-@pytest.mark.parametrize("lstm", [None, 8])
+@pytest.mark.parametrize(("task", "lstm"), [*((kind, None) for kind in KINDS), (next(iter(KINDS)), 8)])
 def test_no_step_reads_a_number_on_the_host(task: str, lstm: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of acting, the environment, statistics of episodes and what a rollout keeps."""
     normalise = {"observations": True, "rewards": True}
@@ -446,7 +445,6 @@ class Grouped(CartPole):
             'observation "policy" of type ndarray where a torch tensor is needed, in call 1 of step()',
         ),
         (lambda x: x.long(), "step", 'observation "policy" of torch.int64 where torch.float32 is needed, in call 1 of step()'),
-        (lambda x: x[:3], "step", 'observation "policy" of shape (3, 2) where (4, 2) is needed, in call 1 of step()'),
         (lambda x: x.to("meta"), "step", 'observation "policy" on meta where its device is cpu, in call 1 of step()'),
         (lambda x: x[:, :1], "reset", 'observation "policy" of shape (4, 1) where (4, 2) is needed, in reset()'),
         (lambda x: x[:, 0], "final", 'final observation "policy" of shape (4,) where (4, 2) is needed, in call 1 of step()'),
@@ -467,10 +465,8 @@ def test_a_wrong_part_of_an_observation_is_one_line_with_its_name(spoil: Any, wh
     ("place", "value", "message"),
     [
         (1, torch.ones(4, 1), "rewards of shape (4, 1) where (4,) is needed"),
-        (1, torch.ones(4, dtype=torch.int64), "rewards of torch.int64 where torch.float32 is needed"),
         (2, torch.zeros(4), "terminated of torch.float32 where torch.bool is needed"),
         (3, None, "truncated of type NoneType where a torch tensor is needed"),
-        (3, torch.zeros(4, dtype=torch.uint8), "truncated of torch.uint8 where torch.bool is needed"),
         (4, [], "infos of type list where the interface has a dict"),
     ],
 )
@@ -778,12 +774,12 @@ def test_the_saved_state_of_a_brax_environment_goes_to_its_device(jax: None, mon
 # ---- runs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lstm", [None, 8])
+@pytest.mark.parametrize("lstm", [8])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, lstm: int | None) -> None:
     resumes_exactly(tmp_path, network={"lstm": lstm})
 
 
-@pytest.mark.parametrize("lstm", [None, 8])
+@pytest.mark.parametrize("lstm", [None])
 def test_a_resumed_compiled_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, lstm: int | None, programs: None) -> None:
     resumes_exactly(tmp_path, engine="compiled", network={"lstm": lstm})
 
@@ -909,7 +905,7 @@ def test_an_adaptive_learning_rate_needs_a_kl() -> None:
         surefoot.train("CartPole-v1", engine="compiled", optimizer=optimizer, run_dir=None, steps=64)
 
 
-@pytest.mark.parametrize("task", ["tensor/CartPole-v1", "tensor/Pendulum-v1"])
+@pytest.mark.parametrize("task", ["tensor/Pendulum-v1"])
 def test_a_dry_run_makes_one_row_instead_of_thousands(task: str) -> None:
     recipe = find_recipe(task)
     with closing(make_world(recipe, environments=1)) as world:

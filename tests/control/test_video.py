@@ -102,7 +102,7 @@ def test_size_speed_length_and_caption_are_options(agent: surefoot.Agent, tmp_pa
     assert pictures[0, :, 30:170].min(0).max() > 200, "white above and below the cart, so no caption"
 
 
-@pytest.mark.parametrize(("task", "fps"), [("Pendulum-v1", 30), ("Acrobot-v1", 15)])
+@pytest.mark.parametrize(("task", "fps"), [("Acrobot-v1", 15)])
 def test_classic_tasks_can_be_recorded(task: str, fps: int, tmp_path: Path) -> None:
     agent = surefoot.train(task, surefoot.A2C, steps=1, **QUICK)
     made = record_video(agent, tmp_path / "video.mp4", max_steps=20)
@@ -347,7 +347,6 @@ def test_an_agent_outside_a_run_needs_out(
     [
         (["--size", "321x240"], ["size='321x240'", "even numbers"]),
         (["--episodes", "0"], ["--episodes"]),
-        (["--fps", "0"], ["--fps"]),
         (["--out", "video.gif"], ["out='video.gif'", "must end in .mp4"]),
         (["--out", "/dev/null/video.mp4"], ["/dev/null/video.mp4: can't be written", "--out"]),
         (["--checkpoint", "1"], ["checkpoint='1'", "has none of that name", "256, 512"]),
