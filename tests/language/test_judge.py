@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,9 +59,8 @@ def test_questions_contain_prompt_and_response_and_the_last_number_is_the_score(
     assert all(body["model"] == "m" and body["temperature"] == 0 for body in server.bodies)
 
 
-@pytest.mark.parametrize(
-    ("settings", "answer", "score"),
-    [
+def test_scores_are_parsed_by_pattern_key_or_default(server: Server) -> None:
+    for settings, answer, score in (
         ({"pattern": r"score: (\d)/10"}, "2 faults. Score: 7/10, so 3 off", 7),
         ({"key": "quality"}, 'Here: {"quality": 0.25, "why": "4 words"} as asked', 0.25),
         ({}, "-1.5", -1.5),
@@ -77,13 +75,9 @@ def test_questions_contain_prompt_and_response_and_the_last_number_is_the_score(
         ({}, "Score: 5e-1", 0.5),
         ({}, "Score: 1,250", 1250),
         ({}, "Score: −2", -2),
-    ],
-)
-def test_scores_are_parsed_by_pattern_key_or_default(
-    server: Server, settings: dict[str, Any], answer: str, score: float
-) -> None:
-    server.answer = lambda body: written(answer)
-    assert judge(server, judge=settings)(PROMPTS, RESPONSES, {}).total.tolist() == [score] * 3
+    ):
+        server.answer = lambda body, answer=answer: written(answer)
+        assert judge(server, judge=settings)(PROMPTS, RESPONSES, {}).total.tolist() == [score] * 3
 
 
 def test_comparisons_use_both_orders_so_position_bias_scores_one_half(server: Server) -> None:
@@ -102,8 +96,8 @@ def test_comparisons_use_both_orders_so_position_bias_scores_one_half(server: Se
     assert judge(server, judge=settings)(PROMPTS, RESPONSES, columns).total.tolist() == [0.5] * 3
 
 
-@pytest.mark.parametrize("in_flight", [64, 8])
-def test_in_flight_limits_concurrent_requests_and_defaults_to_64(server: Server, in_flight: int) -> None:
+def test_in_flight_limits_concurrent_requests(server: Server) -> None:
+    in_flight = 8
     together, running, peak, lock = threading.Barrier(in_flight), [0], [0], threading.Lock()
 
     def wait_for_the_others(body: dict[str, Any]) -> tuple[int, Any]:
@@ -118,8 +112,7 @@ def test_in_flight_limits_concurrent_requests_and_defaults_to_64(server: Server,
     server.answer = wait_for_the_others
     server.http.socket.listen(256)
     responses = [f"response {number}" for number in range(2 * in_flight)]
-    settings = {} if in_flight == 64 else {"in_flight": in_flight}
-    assert judge(server, judge=settings, deadline=90)(["p"] * len(responses), responses, {}).valid.all()
+    assert judge(server, judge={"in_flight": in_flight}, deadline=90)(["p"] * len(responses), responses, {}).valid.all()
     assert peak[0] == in_flight
 
 
@@ -155,16 +148,6 @@ def test_a_body_that_is_not_a_chat_completion_is_rejected(server: Server) -> Non
         SurefootError, match=r"returned no chat completion .*; use the address of /v1/chat/completions, then resume"
     ):
         judge(server)(PROMPTS, RESPONSES, {})
-
-
-def test_a_slow_judge_raises_an_error_at_the_deadline(server: Server) -> None:
-    release = threading.Event()
-    server.answer = lambda body: (release.wait(60), written("1"))[1]
-    started = time.monotonic()
-    with pytest.raises(SurefootError, match=r"took longer than reward\.deadline=0\.3 s for 3 responses"):
-        judge(server, deadline=0.3)(PROMPTS, RESPONSES, {})
-    assert time.monotonic() - started < 50, "the error must come before the answers"
-    release.set()
 
 
 def test_columns_named_in_the_judge_prompt_must_exist(server: Server) -> None:

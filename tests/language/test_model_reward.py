@@ -57,19 +57,16 @@ def test_scores_do_not_depend_on_batching_or_order(reward_folder):
     torch.testing.assert_close(in_reverse, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_batches_of_several_rows_stay_within_batch_tokens(reward_folder):
-    reward, shapes = ModelReward(reward_folder, batch_tokens=60), []
+def test_batches_of_several_rows_stay_within_batch_tokens(folders, tmp_path):
+    model, tokenizer = load_model(folders["llama"])
+    new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
+    reward, shapes = ModelReward(tmp_path / "reward", batch_tokens=60), []
+    assert reward([], [], {}).total.shape == (0,)
     reward.model.register_forward_pre_hook(lambda module, inputs: shapes.append(inputs[0].shape))
     reward(PROMPTS, RESPONSES, {})
     assert len(shapes) > 1
     assert sum(rows for rows, _ in shapes) == len(PROMPTS)
     assert all(rows * width <= 60 or rows == 1 for rows, width in shapes)
-
-
-def test_empty_input_gives_no_scores(folders, tmp_path):
-    model, tokenizer = load_model(folders["llama"])
-    new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
-    assert ModelReward(tmp_path / "reward")([], [], {}).total.shape == (0,)
 
 
 @pytest.mark.parametrize("options", [{}, {"tools": [{"name": "add"}]}])
@@ -113,8 +110,7 @@ def test_texts_longer_than_the_context_are_rejected(folders, tmp_path):
         reward(["x"], ["y" * (reward.context - 1)], {})
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("part", ["head", "backbone"])
+@pytest.mark.parametrize(("part", "number"), [("head", float("nan")), ("backbone", float("inf"))])
 def test_a_reward_model_with_weights_that_are_not_finite_is_rejected(part, number, folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     scorer = new_reward_model(model, 1, tokenizer)

@@ -114,10 +114,8 @@ def test_resume_may_change_the_deadline_but_not_the_tolerance(files: dict[str, s
 # ---- rollouts -----------------------------------------------------------------------------------------------------------
 
 
-def test_score_is_on_the_last_token_and_kl_on_every_token(
-    files: dict[str, str], folder: Path, folders: dict[str, Path]
-) -> None:
-    made = world(files, folder, reference={"beta": 0.3})
+def test_score_is_on_the_last_token_and_kl_on_every_token(files: dict[str, str], folders: dict[str, Path]) -> None:
+    made = world(files, folders["gpt2"], reference={"beta": 0.3})
     with torch.no_grad():  # otherwise the reference equals the policy and the KL is 0
         made.reference.policy.model.get_output_embeddings().weight.mul_(0.5)
     r = collected(made)
@@ -134,14 +132,14 @@ def test_score_is_on_the_last_token_and_kl_on_every_token(
     assert (r.rewards[~r.mask] == 0).all()
 
 
-@pytest.mark.parametrize(("treatment", "wanted"), [("none", 8.0), ("penalty", -2.0), ("subtract", 6.0), ("bootstrap", 8.0)])
+@pytest.mark.parametrize(("treatment", "wanted"), [("penalty", -2.0), ("subtract", 6.0), ("bootstrap", 8.0)])
 def test_responses_without_eos_are_treated_as_configured(
     treatment: str, wanted: float, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     settings = {
         "terms": [{"function": f"{files['rewards']}:length"}],
         "missing_eos": treatment,
-        **({} if treatment == "none" else {"missing_eos_value": -2.0}),
+        "missing_eos_value": -2.0,
     }
     made = world(files, folders["llama"], reward=settings, sampling={"prompts": 8, "max_tokens": 8})
     made.policy.value_head.bias.data.fill_(3.0)  # type: ignore[union-attr, operator]
@@ -237,18 +235,17 @@ def test_truncated_responses_without_a_score_are_neither_bootstrapped_nor_learne
     assert credit.returns[1::2].eq(0).all()
 
 
-@pytest.mark.parametrize("rows", [7, 40])
-def test_each_held_out_prompt_gets_one_response(rows: int, files: dict[str, str], folders: dict[str, Path]) -> None:
+def test_each_held_out_prompt_gets_one_response(files: dict[str, str], folders: dict[str, Path]) -> None:
     """The number of samples per prompt in training does not matter."""
     changes = {
         "data": {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32},
-        "evaluation": {"rows": rows},
+        "evaluation": {"rows": 7},
     }
     several = {"sampling": {"prompts": 4, "samples": 4, "max_tokens": 8}}
     one, many = (world(files, folders["llama"], **changes, **more).evaluate() for more in ({}, several))  # type: ignore[arg-type]
     assert one is not None
     assert many is not None
-    assert len(many.samples) == rows
+    assert len(many.samples) == 7
     for ours, theirs in zip(many.samples, one.samples, strict=True):
         assert (ours["prompt"], ours["response"]) == (theirs["prompt"], theirs["response"])
         vowels = sum(letter in "aeiou" for letter in ours["response"])
@@ -296,9 +293,7 @@ def test_micro_batch_limits_rows_per_pass_in_collection_and_updates(files: dict[
 # ---- learning -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["PPO_CLIP", "PPO_PENALTY", "PPO_PENALTY_ADAPTIVE", "A2C", "REINFORCE", "REINFORCE_BASELINE"]
-)
+@pytest.mark.parametrize("algorithm", ["PPO_PENALTY_ADAPTIVE", "A2C", "REINFORCE"])
 def test_control_algorithms_train_on_text(algorithm: str, files: dict[str, str], folders: dict[str, Path]) -> None:
     rows: list[Any] = []
     surefoot.train(
@@ -306,7 +301,7 @@ def test_control_algorithms_train_on_text(algorithm: str, files: dict[str, str],
     )
     assert len(rows) == 4
     assert all(row["ratio_at_start"] == pytest.approx(1, abs=1e-4) for row in rows)
-    updates = {"PPO_CLIP": 16, "PPO_PENALTY": 16, "PPO_PENALTY_ADAPTIVE": 16}.get(algorithm, 1)
+    updates = 16 if algorithm == "PPO_PENALTY_ADAPTIVE" else 1
     assert rows[-1]["updates"] == 4 * updates, "one optimizer step per epoch and minibatch"
 
 

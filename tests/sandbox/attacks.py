@@ -14,12 +14,6 @@ def solve():
     try: return open('/tmp/NAME').read()
     finally: os.remove('/tmp/NAME')
 """,
-    "search of all files": """
-import os
-def solve():
-    for folder, _, files in os.walk(os.path.dirname('FILE')):
-        for file in files: return open(os.path.join(folder, file)).read()
-""",
     "command line of another process": "def solve(): return open('/proc/PID/cmdline').read().split('\\0')[-2]",
     "environment of another process": """
 def solve():
@@ -40,7 +34,6 @@ def solve():
 
 FORGERS = {
     "exit 0": "import sys\nsys.exit(0)",
-    "exit 0 when called": "import sys\ndef solve(): sys.exit(0)",
     "os._exit": "import os\ndef solve(): os._exit(0)",
     "passed, says it": "print('1 passed'); print('{\"passed\": true, \"score\": 1.0}')\ndef solve(): return True",
     "lines on every descriptor": """
@@ -60,26 +53,10 @@ def solve():
         except OSError: pass
     return 0
 """,
-    "a line that is no answer": """
-import os
-def solve():
-    for fd in range(3, 64):
-        try: os.write(fd, b'{"value": 1, "expected": 1}\\n')
-        except OSError: pass
-    os._exit(0)
-""",
     "an object equal to all": "class A:\n    __eq__ = lambda *_: True\n    __hash__ = lambda _: 0\ndef solve(): return A()",
-    "a text equal to all": "class A(str):\n    __eq__ = lambda *_: True\ndef solve(): return A('x')",
-    "a number equal to all": "class A(int):\n    __eq__ = lambda *_: True\ndef solve(): return A(1)",
     "equality made true": "import builtins\nbuiltins.all = builtins.any = lambda *_: True\nbuiltins.type = lambda *_: str\n"
     "def solve(): return ''",
     "json made to lie": 'import json\njson.dumps = lambda *_, **__: \'{"value": true, "passed": true}\'\ndef solve(): return 1',
-    "a module of its own for json": """
-import sys, types
-fake = types.ModuleType('json'); fake.dumps = fake.loads = lambda *_, **__: '{"value": true}'
-sys.modules['json'] = fake
-def solve(): return 1
-""",
     "the caller's variables": """
 import sys
 def solve():
@@ -97,14 +74,6 @@ def solve():
         if isinstance(found, dict) and 'expected' in found: return found['expected']
 """,
     "what is left on stdin": "import sys, os\ndef solve(): return sys.stdin.read() or os.read(0, 9999).decode()",
-    "a trace function": """
-import sys
-def watch(frame, event, arg):
-    frame.f_globals['SEEN'] = True
-    return watch
-sys.settrace(watch); sys.setprofile(watch)
-def solve(): return True
-""",
     "an import hook": """
 import sys
 class Hook:
@@ -114,26 +83,10 @@ sys.path_hooks.clear()
 def solve():
     import decimal
 """,
-    "lines at exit": """
-import atexit, os
-atexit.register(lambda: [os.write(fd, b'{"value": true}\\n') for fd in (1, 4)])
-def solve(): return 1
-""",
-    "an exception that is a verdict": "class P(BaseException):\n    __str__ = lambda _: 'passed'\ndef solve(): raise P",
-    "no builtins": "import builtins\nfor name in list(vars(builtins)): delattr(builtins, name)\ndef solve(): return True",
-    "a pickle": "import os\nclass A:\n    __reduce__ = lambda _: (os.system, ('touch /tmp/NAME',))\ndef solve(): return A()",
     "not a number": "def solve(): return float('nan')",
     "a number beyond all": "def solve(): return 10 ** 4000",
     "a number that can't be read": "def solve():\n    import sys\n    sys.set_int_max_str_digits(0)\n    return 10 ** 100_000",
     "a list without end": "def solve():\n    a = []\n    a.append(a)\n    return a",
-    "lists in lists": """
-import os
-def solve():
-    for fd in range(3, 64):
-        try: os.write(fd, b'{"value": ' + b'[' * 50_000 + b']' * 50_000 + b'}\\n')
-        except OSError: pass
-    os._exit(0)
-""",
     "the checker overwritten": """
 import json, os
 def solve():
@@ -148,8 +101,6 @@ SABOTEURS = {
     "kill the parent": "import os\ndef solve(): os.kill(os.getppid(), 9)",
     "kill everyone": "import os\ndef solve(): os.kill(-1, 9)",
     "kill by number": "import os\ndef solve():\n    os.kill(PID, 9)",
-    "kill the group": "import os\ndef solve(): os.killpg(0, 9)",
-    "kill itself": "import os\ndef solve(): os.kill(os.getpid(), 9)",
     "stop itself": "import os, signal\ndef solve(): os.kill(os.getpid(), signal.SIGSTOP)",
     "a crash": "import ctypes\ndef solve(): ctypes.string_at(0)",
     "deep recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\ndef solve(): return solve()",
@@ -162,7 +113,6 @@ def solve():
         except RuntimeError: pass
 """,
     "10 GB": "def solve():\n    a = bytearray(10 ** 10)\n    return 1",
-    "10 GB in pieces": "def solve():\n    a = []\n    while True: a.append(bytearray(10 ** 6))",
     "10 GB by several": """
 import os
 def solve():
@@ -187,12 +137,8 @@ def solve():
         for fd in fds: os.write(fd, bytes(10 ** 6))
 """,
     "endless output": "import os\nwhile True: os.write(1, b'x' * 65536)",
-    "endless print": "while True: print('x' * 1000)",
-    "endless errors": "import sys\nwhile True: print('x' * 1000, file=sys.stderr)",
-    "endless results": "import os\ndef solve():\n    while True:\n        for fd in (1, 2, 4): os.write(fd, b'x' * 65536)",
     "a long result": "def solve(): return 'x' * 10 ** 7",
     "infinite loop": "def solve():\n    while True: pass",
-    "infinite loop at import": "while True: pass",
     "deaf infinite loop": """
 import signal
 for number in range(1, 65):
@@ -209,10 +155,8 @@ def solve():
         try: time.sleep(1000)
         except BaseException: pass
 """,
-    "sleep": "import time\ndef solve(): time.sleep(1000)",
     "reading for ever": "import os\nr, w = os.pipe()\ndef solve(): os.read(r, 1)",
     "huge number": "def solve(): return 9 ** 9 ** 9",
-    "regular expression": "import re\ndef solve(): re.match(r'(a+)+$', 'a' * 50 + 'b')",
     "thread at exit": "import threading, time, sys\nthreading.Thread(target=time.sleep, args=(1000,)).start()\nsys.exit(0)",
     "daemon": """
 import os, time
@@ -229,7 +173,6 @@ def solve():
 """,
     "a child that holds the output": "import os, time\ndef solve():\n    if os.fork() == 0: time.sleep(1000)\n    return 1",
     "everything closed": "import os, time\ndef solve():\n    os.closerange(0, 256)\n    time.sleep(1000)",
-    "all descriptors": "import os\ndef solve():\n    while True: os.dup(0)",
     "files everywhere": """
 import os
 def solve():
@@ -238,17 +181,6 @@ def solve():
         for path in (folder, '/proc/PID/root' + folder, '/proc/self/cwd/../..' + folder):
             try: open(os.path.join(path, 'NAME'), 'w').write('x')
             except OSError: pass
-""",
-    "links everywhere": """
-import os
-def solve():
-    for link in (os.symlink, os.link):
-        for folder in ('/tmp', '/', os.path.dirname('FILE')):
-            try: link('FILE', os.path.join(folder, 'NAME-link'))
-            except OSError: pass
-    for path in ('/tmp/NAME-link', 'FILE'):
-        try: open(path, 'w').write('x')
-        except OSError: pass
 """,
     "no limits": """
 import resource

@@ -27,9 +27,8 @@ def test_letter_case_and_markers_are_by_switch() -> None:
     assert exact(["so #### 4", "4", "#### 5 #### 4", "#### 4 5"], [4] * 4, after="####") == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
+def test_the_last_number_is_read() -> None:
+    for text, number in (
         ("it is 5.", 5),
         ("1 or 2, so 3", 3),
         ("1,234,567.50 in all", Fraction("1234567.5")),
@@ -62,10 +61,8 @@ def test_letter_case_and_markers_are_by_switch() -> None:
         ("1/0", None),
         ("none", None),
         ("", None),
-    ],
-)
-def test_the_last_number_is_read(text: str, number: Fraction | None) -> None:
-    assert last_number(text) == number
+    ):
+        assert last_number(text) == number
 
 
 @given(st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=10**6))
@@ -85,9 +82,8 @@ def test_with_a_marker_the_number_after_it_counts() -> None:
     assert numeric(["#### 4"], ["so 12 and 7 #### 4 of 9"], after="####") == [1]
 
 
-@pytest.mark.parametrize(
-    ("answer", "number"),
-    [
+def test_answers_in_other_notations_are_read() -> None:
+    for answer, number in (
         (r"\frac{3}{4}", "0.75"),
         ("4{,}200", "4200"),
         ("–5", "-5"),
@@ -95,15 +91,12 @@ def test_with_a_marker_the_number_after_it_counts() -> None:
         ("50%", "50"),
         ("2+2=4", "4"),
         ("It's 5!", "5"),
-    ],
-)
-def test_answers_in_other_notations_are_read(answer: str, number: str) -> None:
-    assert numeric([number, "1"], [answer] * 2) == [1, 0]
+    ):
+        assert numeric([number, "1"], [answer] * 2) == [1, 0]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+def test_an_answer_that_is_not_one_number_is_rejected_before_training() -> None:
+    for answer in (
         "2^{10}",
         "10^3",
         "10³",
@@ -132,17 +125,16 @@ def test_answers_in_other_notations_are_read(answer: str, number: str) -> None:
         "3 + 4",
         "10-5",
         "٣",
-    ],
-)
-def test_an_answer_that_is_not_one_number_is_rejected_before_training(answer: str) -> None:
-    reward = FunctionReward("surefoot.verifiers:numeric")
-    with pytest.raises(SurefootError, match=r"numeric': answer=.* \(of row 2\): is not one number; correct the row, or use"):
-        reward.check_rows({"answer": [1, answer]})
+    ):
+        reward = FunctionReward("surefoot.verifiers:numeric")
+        with pytest.raises(
+            SurefootError, match=r"numeric': answer=.* \(of row 2\): is not one number; correct the row, or use"
+        ):
+            reward.check_rows({"answer": [1, answer]})
 
 
-@pytest.mark.parametrize(
-    ("response", "block"),
-    [
+def test_fenced_blocks_are_those_of_commonmark() -> None:
+    for response, block in (
         ("~~~py\na\n~~~", "a\n"),
         ("````\n```\na\n```\n````", "```\na\n```\n"),
         ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
@@ -152,10 +144,8 @@ def test_an_answer_that_is_not_one_number_is_rejected_before_training(answer: st
         ("```\nb\n```\n```\na\n", "a\n"),
         ("```\na\n    ```\n``` x\n```\n", "a\n    ```\n``` x\n"),
         ("``` a ```", "``` a ```"),
-    ],
-)
-def test_fenced_blocks_are_those_of_commonmark(response: str, block: str) -> None:
-    assert fenced(response) == block
+    ):
+        assert fenced(response) == block
 
 
 def test_numbers_match_within_the_tolerance() -> None:
@@ -165,9 +155,8 @@ def test_numbers_match_within_the_tolerance() -> None:
     assert numeric(["7, then 4"], ["2+2 is 4 #### 4"], after="####") == [0]
 
 
-@pytest.mark.parametrize(
-    ("call", "what"),
-    [
+def test_an_invalid_row_is_rejected() -> None:
+    for call, what in (
         (lambda: numeric(["1"], ["none"]), r"answer='none' \(of response 1\): is not one number"),
         (lambda: numeric(["1"], [None]), r"answer=None \(of response 1\): must be text or a number"),
         (lambda: exact(["1", "2"], ["1", ["2"]]), r"answer=\['2'\] \(of response 2\)"),
@@ -176,8 +165,6 @@ def test_numbers_match_within_the_tolerance() -> None:
         (lambda: numeric(["1"], [1], relative="1"), "relative='1'"),
         (lambda: numeric(["1"], [1], after=4), "after=4: must be text"),
         (lambda: exact(["1", "2"], ["1"]), "answer: has 1 entries for 2 responses"),
-    ],
-)
-def test_an_invalid_row_is_rejected(call, what: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(SurefootError, match=what):
-        call()
+    ):
+        with pytest.raises(SurefootError, match=what):
+            call()
