@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from killing import assert_same
 from torch import Tensor, nn
 
 import surefoot
@@ -18,10 +19,9 @@ from surefoot.language.models.quantised import prepare_bitsandbytes
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
-from surefoot.store.checkpoint import load_checkpoint
 
-from .test_adapters import files, started, table  # noqa: F401
-from .tiny import write_folder
+from .test_adapters import files, table  # noqa: F401
+from .tiny import whole_and_resumed, write_folder
 
 pytest.importorskip("bitsandbytes")
 LOW = {"optimizer": {"kind": "adam-8bit", "learning_rate": 1e-2}}
@@ -92,14 +92,8 @@ def test_the_plan_counts_what_the_optimizer_holds(files: dict[str, str], model: 
 
 def test_a_run_learns_and_resumes_exactly(files: dict[str, str], model: Path, tmp_path: Path) -> None:  # noqa: F811
     changes: dict[str, Any] = {"adapter": None, "optimizer": {"kind": "adam-8bit", "learning_rate": 1e-3, "weight_decay": 0.1}}
-    started("sft", files, model, tmp_path / "whole", **changes)
-    fields = table("sft", files, model, **changes)
-    fields.pop("kind")
-    surefoot.train("sft", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 16, **fields)
-    surefoot.resume(tmp_path / "cut")
-    ends = [load_checkpoint(tmp_path / run / "checkpoints" / "32") for run in ("whole", "cut")]
-    for name, tensor in ends[0]["agent"].items():
-        assert torch.equal(tensor, ends[1]["agent"][name]), name
+    ends = whole_and_resumed(folder=tmp_path, **table("sft", files, model, **changes))
+    assert_same(ends[0]["agent"], ends[1]["agent"])
     config = tmp_path / "cut" / "config.toml"
     config.write_text(config.read_text().replace('kind = "adam-8bit"', 'kind = "adam"'))
     with pytest.raises(SurefootError, match=r"^.*optimizer.kind"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from killing import assert_same
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from surefoot.runs.factory import make_learner
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.store.folder import checkpoint_to_load
 
-from .tiny import write_folder
+from .tiny import whole_and_resumed, write_folder
 
 pytest.importorskip("peft")
 
@@ -303,20 +304,9 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     if kind == "steps":
         kind, classifier = "reward", AutoModelForTokenClassification
         extra["preference"] = {"loss": "steps"}
-    started(kind, files, model, tmp_path / "whole", **extra)
-    fields = table(kind, files, model, **extra)
-    fields.pop("kind")
-
-    def halfway(metrics: Any) -> bool:
-        return bool(metrics["steps"] >= 16)
-
-    surefoot.train(kind, run_dir=tmp_path / "cut", callback=halfway, **fields)
-    surefoot.resume(tmp_path / "cut")
-    ends = [load_checkpoint(tmp_path / run / "checkpoints" / "32") for run in ("whole", "cut")]
-    assert ends[0]["agent"].keys() == ends[1]["agent"].keys()
-    for name, tensor in ends[0]["agent"].items():
-        assert torch.equal(tensor, ends[1]["agent"][name]), name
-        assert ".lora_" in name or "head" in name, "the base is not in a checkpoint"
+    ends = whole_and_resumed(folder=tmp_path, **table(kind, files, model, **extra))
+    assert_same(ends[0]["agent"], ends[1]["agent"])
+    assert all(".lora_" in name or "head" in name for name in ends[0]["agent"]), "the base is not in a checkpoint"
     assert any(float(t.abs().max()) > 0 for name, t in ends[0]["agent"].items() if ".lora_B." in name), "it moved"
     folder = tmp_path / "whole"
     if kind == "reward":

@@ -274,6 +274,16 @@ def test_damaged_and_unsupported_models_are_rejected_in_one_line(folders: dict[s
         assert "\n" not in message, name
 
 
+def test_models_that_read_later_tokens_are_rejected(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    BertLMHeadModel(BertConfig(vocab_size=tiny.VOCABULARY, **shape)).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(SurefootError, match=r"its logits depend on later tokens, like an encoder's \(BertLMHeadModel\)"):
+        load_model(tmp_path)
+
+
 def test_extra_weights_in_the_folder_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = damaged(folders["llama"], tmp_path, edit_weights(lambda t: t.update({"v_head.summary.weight": torch.ones(1)})))
     model, _ = load_model(folder)
@@ -420,45 +430,24 @@ def test_reward_head_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
         RewardModel.load(tmp_path / "reward")
 
 
-def test_vision_models_are_rejected_before_their_weights_are_read(
-    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_models_of_pictures_and_quantised_weights_are_rejected_before_they_are_read(tmp_path: Path) -> None:
     """``transformers`` loads some families as causal models, with a vision tower that text rows never reach."""
     from transformers import AutoConfig
 
-    vision: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
-    }
     text = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    AutoConfig.for_model("gemma3", vision_config=vision, text_config=text).save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    save_file({}, tmp_path / "model" / "model.safetensors")
-    message = r"has vision_config in its config.json \(gemma3\), and only text is trained; use a model of text alone"
-    for load in (load_model, RewardModel.load):
-        with pytest.raises(SurefootError, match=message):
-            load(tmp_path / "model")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "completion": "b"}\n')
-    code, _, shown = command("train", "sft", "--model", "model", "--data.train", str(rows), "--name", "mine")
-    assert code == 2
-    assert "has vision_config in its config.json" in " ".join(shown.split())
-    assert not (tmp_path / "runs").exists()
-
-
-def test_quantised_weights_are_rejected_before_they_are_read(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(
-        "llama", vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
-    )
-    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    config.save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    save_file({}, tmp_path / "model" / "model.safetensors")
-    for load in (load_model, RewardModel.load):
-        with pytest.raises(SurefootError, match=r"its weights are quantised \(bitsandbytes\); use the model"):
-            load(tmp_path / "model")
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    seeing = AutoConfig.for_model("gemma3", vision_config=vision, text_config=text)
+    quantised = AutoConfig.for_model("llama", **text)
+    quantised.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    for number, (config, message) in enumerate(
+        (
+            (seeing, r"has vision_config in its config.json \(gemma3\), and only text is trained; use a model of text alone"),
+            (quantised, r"its weights are quantised \(bitsandbytes\); use the model"),
+        )
+    ):
+        config.save_pretrained(folder := tmp_path / str(number))
+        tiny.tokenizer().save_pretrained(folder)
+        save_file({}, folder / "model.safetensors")
+        for load in (load_model, RewardModel.load):
+            with pytest.raises(SurefootError, match=message):
+                load(folder)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from killing import assert_same
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -18,22 +19,18 @@ from surefoot.language.language_model import load_base, load_language_model
 from surefoot.language.memory.check import workload_of
 from surefoot.language.memory.roles import permanent
 from surefoot.language.models.adapter_files import add_adapter
-from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
+from surefoot.language.models.adapters import POLICY, SharedBase
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.placement import place, shares_base
-from surefoot.language.models.policy import LanguagePolicy
-from surefoot.language.models.policy.critic import Critic, ValueHead
 from surefoot.language.models.quantised import is_quantised, parameter_count, restored
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.supervised.world import SupervisedWorld
-from surefoot.recipes.models import AdapterSettings
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
-from surefoot.store.checkpoint import load_checkpoint
 
 from .test_adapters import SMALL, files, logits, moved, started, table  # noqa: F401
-from .tiny import write_folder
+from .tiny import whole_and_resumed, write_folder
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -126,27 +123,6 @@ def test_nf4_outputs_and_gradients_match_the_dequantised_weights(model: Path) ->
         assert torch.allclose(gradient, gradients[1][name], rtol=1e-3, atol=1e-6), name
 
 
-def test_checkpointing_keeps_the_gradients_of_two_roles(model: Path) -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        loaded, base = base_of(model, "nf4")
-        base.add(VALUE, AdapterSettings(**SMALL))
-        for role in (POLICY, VALUE):
-            moved(base, role)
-        critic = Critic(RoleTrunk(base, VALUE), ValueHead(32, next(base.trunk.parameters())))
-        nn.init.ones_(critic.head.weight)
-        policy = LanguagePolicy(loaded, critic, 0, checkpointing=checkpointing)
-        ids = torch.arange(24).view(2, 12) * 4 % 100
-        result = policy({"prompt": ids[:, :4], "prompt_mask": torch.ones(2, 4, dtype=torch.bool)}, ids[:, 4:])
-        assert result.values is not None
-        (result.log_probs.mean() + result.values.square().mean()).backward()
-        gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
-    for one, other in zip(*gradients, strict=True):
-        assert one is not None
-        assert other is not None
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize(("kind", "padding_free"), [("nf4", True), ("int8", False)])
 def test_reference_is_the_quantised_base_and_the_initial_ratio_is_one(
     files: dict[str, str],  # noqa: F811
@@ -221,16 +197,9 @@ def test_peft_loads_the_adapter_on_a_base_quantised_by_transformers(
 @pytest.mark.parametrize("kind", [pytest.param("reward", marks=pytest.mark.slow), "language"])
 def test_resuming_is_exact(files: dict[str, str], model: Path, tmp_path: Path, kind: str) -> None:  # noqa: F811
     changes = quantised("nf4", critic={"own_model": True}) if kind == "language" else quantised("nf4")
-    started(kind, files, model, tmp_path / "whole", **changes)
-    fields = table(kind, files, model, **changes)
-    fields.pop("kind")
-    surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 16, **fields)
-    surefoot.resume(tmp_path / "cut")
-    ends = [load_checkpoint(tmp_path / run / "checkpoints" / "32")["agent"] for run in ("whole", "cut")]
-    assert ends[0].keys() == ends[1].keys()
-    for name, tensor in ends[0].items():
-        assert torch.equal(tensor, ends[1][name]), name
-        assert ".lora_" in name or "head" in name, "checkpoints do not contain the base"
+    ends = [parts["agent"] for parts in whole_and_resumed(folder=tmp_path, **table(kind, files, model, **changes))]
+    assert_same(*ends)
+    assert all(".lora_" in name or "head" in name for name in ends[0]), "checkpoints do not contain the base"
     if kind == "reward":
         loaded, left = surefoot.load(tmp_path / "whole"), RewardModel.load(tmp_path / "whole" / "model")
         ids = torch.arange(20).view(2, 10) + 5

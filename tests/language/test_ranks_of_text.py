@@ -1,45 +1,36 @@
 """Language runs on two ranks: one run folder, the results of one process, exact resume, and reward errors."""
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from killing import assert_same
+from ranked import on_ranks
 
 import surefoot
 from surefoot.diagnostics.metrics import TIMING
 from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.store.metrics import read_metrics
 
-from .tiny import write_folder
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
-from killing import assert_same
-from ranked import on_ranks
+from .tiny import write_folder, write_texts
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("text")
     write_folder(path / "model", "llama")
-    lines = [json.dumps({"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)}) + "\n" for i in range(13)]
-    (path / "prompts.jsonl").write_text("".join(lines))
-    (path / "demonstrations.jsonl").write_text("".join(lines))
-    (path / "rewards.py").write_text("def score(responses):\n    return [float(len(set(text))) for text in responses]\n")
+    write_texts(path)
     return path
 
 
 def arguments(folder, kind, **fields):
     table = {"model": str(folder / "model"), "checkpoint": {"every": 8}, "seed": 3, **fields}
+    rows = {"train": str(folder / "rows.jsonl"), "held_out": str(folder / "rows.jsonl")}
     if kind == "sft":
-        data = {"train": str(folder / "demonstrations.jsonl"), "max_length": 64, "batch": 4}
-        data["held_out"] = str(folder / "demonstrations.jsonl")
+        data = {**rows, "max_length": 64, "batch": 4}
         return {"steps": 24, "data": data, "evaluation": {"every": 8, "rows": 4}, **table}
     return {
         "steps": 24,
         "algorithm": "A2C",
-        "data": {"train": str(folder / "prompts.jsonl"), "held_out": str(folder / "prompts.jsonl"), "max_length": 32},
+        "data": {**rows, "max_length": 32},
         "evaluation": {"every": 8, "rows": 3},
         "sampling": {"prompts": 4, "samples": 2, "max_tokens": 6},
         "reward": {"terms": [{"function": f"{folder}/rewards.py:score"}], "missing_eos": "none"},

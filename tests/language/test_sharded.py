@@ -1,6 +1,5 @@
 """Models sharded over two ranks train like one process with whole models: same gradients, updates and metrics."""
 
-import json
 import os
 import threading
 from collections.abc import Iterable
@@ -30,7 +29,7 @@ from surefoot.recipes.supervised import SupervisedRecipe
 from surefoot.runs.factory import make_learner, make_world
 from surefoot.sharding import gathered, is_sharded, local_part
 
-from .tiny import model, tokenizer, write_folder
+from .tiny import model, tokenizer, write_folder, write_texts
 
 RANKS = 2
 METRICS = (
@@ -158,21 +157,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     delattr(scores.config, SCALE)
     scores.save_pretrained(folder / "low reward")
     (folder / "low reward" / "manifest.json").unlink()  # of the model that was there
-    rows = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)} for i in range(13)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = [{"prompt": f"{i} says ", "chosen": "abc" * (i % 4 + 1), "rejected": "x" * (i % 3 + 1)} for i in range(13)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    labels = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1), "label": i % 3 > 0} for i in range(13)]
-    (folder / "labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
-    steps = [
-        {"prompt": f"{i} says ", "completions": ["abc", "x", "yy"][: i % 3 + 1], "labels": [i % 2 > 0, False, True]}
-        for i in range(13)
-    ]
-    for row in steps:
-        row["labels"] = row["labels"][: len(row["completions"])]
-    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
-    source = "def score(responses):\n    return [float(len(set(t))) for t in responses]\n"
-    (folder / "rewards.py").write_text(source)
+    write_texts(folder)
     return folder
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from killing import assert_same
 from ranked import PATIENCE, SOON, TIMEOUT, finish, on_ranks, own_memory, start_ranks
 
 import surefoot
@@ -32,20 +33,14 @@ from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.store.metrics import read_metrics
 from surefoot.store.tensors import StoredTensor
 
-from .tiny import model, tokenizer, write_folder
+from .tiny import model, tokenizer, write_folder, write_texts
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded_runs")
     write_folder(folder / "model", "llama", tie_word_embeddings=True)
-    rows = [{"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)} for i in range(13)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = [{"prompt": f"{i} says ", "chosen": "abc" * (i % 4 + 1), "rejected": "x" * (i % 3 + 1)} for i in range(13)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    steps = [{"prompt": f"{i} says ", "completions": ["abc", "x"], "labels": [i % 3 > 0, i % 2 > 0]} for i in range(13)]
-    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
-    (folder / "rewards.py").write_text("def score(responses):\n    return [float(len(set(t))) for t in responses]\n")
+    write_texts(folder)
     return folder
 
 
@@ -88,15 +83,6 @@ def whole(run_dir: Path) -> dict[str, Any]:
     checkpoint = latest_checkpoint(run_dir / "checkpoints")
     assert checkpoint is not None
     return load_checkpoint(checkpoint)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two trees are equal, tensors bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return bool(a == b)
 
 
 def mismatches(run_dir: Path) -> list[str]:
@@ -156,7 +142,7 @@ def test_sharded_run_repeats_and_resumes_bit_for_bit_and_saves_a_model(kind: str
     assert parts["learner"]["policy"]["step"] > 1
     for other in ("again", "cut"):
         for part in ("agent", "learner", "collector"):
-            assert same(parts[part], whole(tmp_path / other)[part]), (other, part)
+            assert_same(parts[part], whole(tmp_path / other)[part], f"{other} {part}")
     result = surefoot.load(tmp_path / "whole")
     saved = surefoot.load(tmp_path / "whole" / "model")
     if kind == "reward" or kind.startswith("steps"):

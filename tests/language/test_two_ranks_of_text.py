@@ -1,6 +1,5 @@
 """Two ranks that split the prompts or rows match one process: same responses and same updates."""
 
-import json
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world
 
-from .tiny import write_folder
+from .tiny import write_folder, write_texts
 from .vllm_stand_in import StandIn
 
 RANKS = 2
@@ -30,7 +29,7 @@ def online(folder: Path) -> Recipe:
         "kind": "language",
         "algorithm": "A2C",
         "model": str(folder / "model"),
-        "data": {"train": str(folder / "prompts.jsonl"), "max_length": 32},
+        "data": {"train": str(folder / "rows.jsonl"), "max_length": 32},
         "sampling": {"prompts": 5, "samples": 2, "max_tokens": 6},
         "reward": {"terms": [{"function": f"{folder}/rewards.py:score"}], "missing_eos": "none", "tolerated": 0.5},
         "reference": {"beta": 0.1, "target": 0.5, "horizon": 20},
@@ -44,7 +43,7 @@ def in_groups(folder: Path) -> Recipe:
         "kind": "language",
         "algorithm": "DAPO",
         "model": str(folder / "model"),
-        "data": {"train": str(folder / "prompts.jsonl"), "max_length": 32},
+        "data": {"train": str(folder / "rows.jsonl"), "max_length": 32},
         "sampling": {"prompts": 5, "samples": 2, "max_tokens": 6, "rounds": 4},
         "reward": {"terms": [{"function": f"{folder}/rewards.py:rarely"}], "overlong": "none"},
         "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
@@ -53,14 +52,14 @@ def in_groups(folder: Path) -> Recipe:
 
 
 def supervised(folder: Path) -> Recipe:
-    data = {"train": str(folder / "demonstrations.jsonl"), "max_length": 64, "batch": 5}
+    data = {"train": str(folder / "rows.jsonl"), "max_length": 64, "batch": 5}
     return make_recipe({"kind": "sft", "model": str(folder / "model"), "data": data})
 
 
 def mixed(folder: Path) -> Recipe:
     """Seven demonstrations of unequal length in every update: four on one rank, three on the other."""
     table = online(folder).model_dump(exclude_unset=True)
-    mixing = {"sft_coefficient": 0.5, "demonstrations": str(folder / "demonstrations.jsonl"), "batch": 7}
+    mixing = {"sft_coefficient": 0.5, "demonstrations": str(folder / "rows.jsonl"), "batch": 7}
     return make_recipe({**table, "mixing": mixing})
 
 
@@ -133,9 +132,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("ranks")
     write_folder(folder / "model", "llama")
     write_folder(folder / "mixture", "mixtral")
-    lines = [json.dumps({"prompt": f"{i} says ", "completion": "abc" * (i % 4 + 1)}) + "\n" for i in range(13)]
-    (folder / "prompts.jsonl").write_text("".join(lines))
-    (folder / "demonstrations.jsonl").write_text("".join(lines))
+    write_texts(folder)
     source = (
         "def score(responses):\n    return [None if ord(t[:1] or 'a') % 5 == 0 else float(len(set(t))) for t in responses]\n"
     )

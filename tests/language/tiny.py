@@ -1,10 +1,14 @@
 """Small models with random weights from several families, in memory or as folders written by ``transformers``."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import surefoot
+from surefoot.store.checkpoint import load_checkpoint
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 102, 32, 2, 4
 FAMILIES = ("llama", "qwen2", "gpt2", "gemma")
@@ -59,6 +63,30 @@ def write_folder(folder: Path, family: str, seed: int = 1, **changes: Any) -> Pa
     model(family, seed, **changes).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def write_texts(folder: Path, count: int = 13) -> None:
+    """Write demonstrations, pairs, labels, answers in steps and a reward function. Texts have different lengths."""
+    tables: dict[str, list[dict[str, Any]]] = {"rows": [], "pairs": [], "labels": [], "steps": []}
+    for i in range(count):
+        prompt, good, parts = f"{i} says ", "abc" * (i % 4 + 1), i % 3 + 1
+        tables["rows"].append({"prompt": prompt, "completion": good})
+        tables["pairs"].append({"prompt": prompt, "chosen": good, "rejected": "x" * parts})
+        tables["labels"].append({"prompt": prompt, "completion": good, "label": i % 3 > 0})
+        labels = [i % 2 > 0, False, True][:parts]
+        tables["steps"].append({"prompt": prompt, "completions": ["abc", "x", "yy"][:parts], "labels": labels})
+    for name, rows in tables.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text("def score(responses):\n    return [float(len(set(t))) for t in responses]\n")
+
+
+def whole_and_resumed(kind: str, folder: Path, steps: int = 32, **fields: Any) -> list[Any]:
+    """The last checkpoints of a run, and of one that was interrupted halfway and resumed, in ``whole`` and ``cut``."""
+    surefoot.train(kind, run_dir=folder / "whole", steps=steps, **fields)
+    half = {"callback": lambda metrics: metrics["steps"] >= steps // 2}
+    surefoot.train(kind, run_dir=folder / "cut", steps=steps, **half, **fields)
+    surefoot.resume(folder / "cut")
+    return [load_checkpoint(folder / run / "checkpoints" / str(steps)) for run in ("whole", "cut")]
 
 
 Shape = tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]

@@ -60,7 +60,8 @@ def load_model(
     tokenizer = read_tokenizer(name, trust_remote_code)
     check_vocabulary(name, model, tokenizer)
     if looks_ahead(model):
-        raise SurefootError(f"model={name!r}: {NOT_CAUSAL} ({type(model).__name__}); {CAUSAL}")
+        kind = type(model).__name__
+        raise SurefootError(f"model={name!r}: its logits depend on later tokens, like an encoder's ({kind}); {CAUSAL}")
     return model, tokenizer
 
 
@@ -415,9 +416,6 @@ def _load_error(name: str, error: Exception) -> SurefootError:
 
 def _local_names() -> Sequence[str]:
     return ["pocket", *(path.name for path in Path.cwd().iterdir() if path.is_dir())]
-
-
-NOT_CAUSAL = "its logits depend on later tokens, like an encoder's"
 
 
 @torch.no_grad()

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
-from surefoot.language.models.loading import NOT_CAUSAL, logits_close, looks_ahead
+from surefoot.language.models.loading import logits_close
 from surefoot.language.models.padding_free import Reading
 from surefoot.sharding import is_sharded
 
@@ -28,8 +27,6 @@ class Readout:
 
     Whether head and trunk reproduce the model's own logits is tested at construction. If not, the model's logits are used, for
     all positions at once.
-
-    Raises SurefootError if the model's logits depend on later tokens.
     """
 
     plain: bool
@@ -82,14 +79,12 @@ class Readout:
 
     @torch.no_grad()
     def _test(self) -> None:
-        """Set ``width``, ``vocabulary`` and ``plain``, and check that the model is causal."""
+        """Set ``width``, ``vocabulary`` and ``plain``."""
         device = self.model.get_input_embeddings().weight.device
         size = int(self.model.get_input_embeddings().weight.shape[0])
         ids = (torch.arange(16, device=device) * 7 % size).view(2, 8)
         training = self.model.training
         self.model.eval()
-        if looks_ahead(self.model):
-            raise SurefootError(f"model={type(self.model).__name__}: {NOT_CAUSAL}; use a causal language model")
         logits = self.model(input_ids=ids, use_cache=False).logits
         self.vocabulary, self.plain = logits.shape[-1], True
         self.plain = self._is_plain(ids, logits)
