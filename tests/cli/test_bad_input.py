@@ -81,6 +81,9 @@ CASES = [
     (["resume", "runs/none"], ["runs/none", "no such run folder"]),
     (["evaluate", "runs/none"], ["runs/none", "no such run folder"]),
     (["evaluate", "runs/none", "--episodes", "0"], ["--episodes"]),
+    (["evaluate", "runs/none", "--threshold", "inf"], ["--threshold", "inf is not a finite number"]),
+    (["chat", "pocket", "--temperature", "nan"], ["--temperature", "nan is not a finite number"]),
+    (["resume", "runs/none", "--max-restarts", "-1"], ["--max-restarts"]),
 ]
 
 

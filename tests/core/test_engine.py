@@ -93,10 +93,11 @@ def agree(**changes: Any) -> None:
 
 
 WARM: dict[str, Any] = {"optimizer": {"learning_rate": 1e-2, "warmup": 0.01}}
+STOP: dict[str, Any] = {"optimizer": {"learning_rate": 1e-1}, "objective": TINY["objective"] | {"target_kl": 0.01}}
 
 
 @pytest.mark.parametrize("programs", ["interpreted", pytest.param("compiled", marks=pytest.mark.slow)], indirect=True)
-@pytest.mark.parametrize("changes", [WARM, LSTM], ids=["feed-forward with a warm-up", "lstm"])
+@pytest.mark.parametrize("changes", [WARM, STOP, LSTM], ids=["feed-forward with a warm-up", "stopped by the KL", "lstm"])
 def test_compiled_updates_move_the_parameters_as_eager_ones_do(changes: dict[str, Any], programs: None) -> None:
     agree(**changes)
 
@@ -288,7 +289,6 @@ def test_a_loop_of_a_program_may_read_constants_and_change_its_own_tensors(progr
         pytest.param({"algorithm": "A2C", "objective": {}}, id="one-update"),
         pytest.param({"algorithm": "TRPO"}, id="natural"),
         pytest.param({"algorithm": "TRPO", "optimizer": {"learning_rate": 1e-2, "micro_batch": 8}}, id="natural-in-parts"),
-        pytest.param({"optimizer": {"learning_rate": 1e-1}, "objective": TINY["objective"] | {"target_kl": 0.01}}, id="stop"),
         pytest.param({"objective": TINY["objective"] | {"value_clip": 0.1, "entropy_coefficient": 0.01}}, id="more-terms"),
     ],
 )

@@ -22,6 +22,7 @@ from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.objective import Batch, loss
 from surefoot.core.optimizer import BETAS, AdamSettings, FlatOptimizer
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
+from surefoot.core.schedules import scheduled
 
 from .worlds import DOUBLE, TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout
 
@@ -215,8 +216,15 @@ def test_linear_learning_rate_matches_golden() -> None:
     assert logged == used
 
 
-def test_a_constant_learning_rate_does_not_change() -> None:
-    assert rates_of_a_run("constant", 0.01, 3) == ([0.01] * 3, [0.01] * 3)
+def test_schedules_fall_with_the_budget_and_a_function_is_checked() -> None:
+    left = (1.0, 0.75, 0.5, 0.0)
+    assert [scheduled("x", "constant", share) for share in left] == [1.0] * 4
+    assert [scheduled("x", "linear", share) for share in left] == list(left)
+    assert [scheduled("x", "cosine", share) for share in left] == pytest.approx([1.0, 0.5 + 0.125**0.5, 0.5, 0.0])
+    assert scheduled("x", lambda share: 3 * share, 0.5) == 1.5
+    for wrong in (lambda share: -share, lambda share: torch.inf, lambda share: 1 / 0):
+        with pytest.raises(SurefootError, match=r"^x: the function r"):
+            scheduled("x", wrong, 1.0)
 
 
 @pytest.mark.parametrize(("steps", "minibatches"), [(10, 4), (40, 16)])
