@@ -84,6 +84,11 @@ CASES = [
     (["evaluate", "runs/none", "--threshold", "inf"], ["--threshold", "inf is not a finite number"]),
     (["chat", "pocket", "--temperature", "nan"], ["--temperature", "nan is not a finite number"]),
     (["resume", "runs/none", "--max-restarts", "-1"], ["--max-restarts"]),
+    (
+        ["watch", "runs/none", "--traced", "last", "--episodes", "2"],
+        ["--episodes: --traced films episodes from training; leave it out"],
+    ),
+    (["inspect", "--out", "x.html"], ["--out: is for the page that --clip-table writes"]),
 ]
 
 
