@@ -141,6 +141,8 @@ def test_pairs_of_every_shape(tmp_path: Path) -> None:
         answers = ("c", "dd") if isinstance(row["chosen"], str) else ("4", "55")
         assert texts(rows.chosen + rows.rejected) == [f"{prompt}{answer}⟨eos⟩" for answer in answers]
         assert texts([rows.chosen[0][: rows.prompt_lengths[0]]]) == [prompt]
+    alike = {"prompt": "ab", "chosen": "cd", "rejected": "ce"}
+    assert list(pairs(read_rows(jsonl(tmp_path / "a.jsonl", [alike])), TOKENS, 100).prompt_lengths) == [2]
 
 
 def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -115,13 +115,14 @@ def test_rows_are_tokenised_again_when_and_only_when_something_changed(large: Pa
     more.tokenizer.add_tokens(["ab"])
     renamed = {"completion": "prompt", "prompt": "completion"}
 
-    def prepare(tokens: Tokens = TOKENS, limit: int = 50, columns: Any = None) -> int:
+    def prepare(tokens: Tokens = TOKENS, limit: int = 50, columns: Any = None, control: Any = "split") -> int:
         before = len(calls)
-        demonstrations(open_rows(large, columns), tokens, limit)
+        demonstrations(open_rows(large, columns), tokens, limit, control=control)
         return len(calls) - before
 
     assert [prepare(), prepare()] == [4, 0]
     assert [prepare(limit=60), prepare(other), prepare(more), prepare(columns=renamed)] == [4, 4, 4, 4]
+    assert prepare(control="reject") == 4, "rows that were split may be rejected"
     large.touch()
     assert [prepare(), prepare(other), prepare(more)] == [0, 0, 0]
     large.write_text(large.read_text().replace("ef", "eg"))

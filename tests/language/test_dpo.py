@@ -122,12 +122,16 @@ def test_micro_batches_change_no_gradient(folders: dict[str, Path], tmp_path: Pa
     assert results[2] == pytest.approx(results[0], rel=1e-5)
 
 
-def test_before_the_first_step_the_model_is_its_own_reference(folder: Path, tmp_path: Path) -> None:
+def test_before_the_first_step_the_model_is_its_own_reference_and_a_draw_is_half_right(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = SupervisedWorld(recipe(folder, uneven(tmp_path / "p.jsonl")))
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
     with torch.no_grad():
         assert float(world.policy.scores(rollout.inputs).abs().max()) < 1e-4
         assert float(answer_log_probs(world.policy.writer, rollout.inputs).max()) < -0.1
+    monkeypatch.setattr(world.policy, "scores", lambda inputs: torch.zeros(len(inputs["reference"]), 2))
+    assert world.policy.evaluate(world.collector.rows, 8, world.recipe)["held_out_accuracy"] == 0.5
 
 
 def test_a_model_whose_chosen_answers_lose_more_than_the_margin_gains_is_never_the_best(
