@@ -6,13 +6,14 @@ replayed and rendered later. A digest of the observations in training shows whet
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from surefoot.control.environments.looped import LoopedEnvironments, episode_seed
+from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.evaluate import EpisodeStep
 from surefoot.control.spaces import Array, Observations
 from surefoot.core.rollout import Rollout
@@ -28,19 +29,6 @@ NOT_REPLAYABLE = "it can't be replayed: it is from a vector environment, or too 
 
 class ReplayMismatchError(SurefootError):
     """A traced episode can't be replayed, or its replay differs."""
-
-
-@runtime_checkable
-class Replayable(Protocol):
-    """Environments that are reset with ``episode_seed`` and log the actions since."""
-
-    def mark(self) -> None:
-        """Remember where the current episodes stand; a rollout begins."""
-        ...
-
-    def actions_before_mark(self, index: int) -> tuple[int, Array]:
-        """The episode of an environment at the last mark, and the actions sent to it before the mark."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +52,7 @@ def origin(
     before     the actions sent to the environment before that [step, ...]
     observed   the fingerprint of the observations before each of these steps
     """
-    if not isinstance(environments, Replayable):
+    if isinstance(environments, VectorEnvironments):
         return {}
     episode, lead = environments.actions_before_mark(row)
     ends = np.flatnonzero(raw.done[row, : steps.start])

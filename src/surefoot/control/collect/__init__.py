@@ -19,7 +19,7 @@ from surefoot.control.environments.looped import Environments, Lost, Step, check
 from surefoot.control.environments.observations import non_finite, not_finite_message
 from surefoot.control.environments.slices import concatenate, join_states, slice_state
 from surefoot.control.networks import EPISODE_STARTS
-from surefoot.control.replay import RawRollout, Replayable
+from surefoot.control.replay import RawRollout
 from surefoot.control.spaces import Array, Observations
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.core.seeding import any_algorithm, rank_generator
@@ -93,8 +93,7 @@ class ControlCollector:
         """Act in the environments."""
         count = self.environments.count
         self._check_start()
-        if isinstance(self.environments, Replayable):
-            self.environments.mark()
+        self.environments.mark()
         act = timer.timed("acting", self.actor(generator))
         take_step = timer.timed("environment", any_algorithm()(self.environments.step))
         observed: list[Observations] = []

@@ -95,6 +95,10 @@ class Environments(Protocol):
         """Restore a state; return the current observations and the environments that start new episodes instead."""
         ...
 
+    def mark(self) -> None:
+        """Remember where the current episodes stand; a rollout begins."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -205,11 +209,10 @@ class LoopedEnvironments:
         return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, life_lost, infos)
 
     def mark(self) -> None:
-        """Remember the current episodes and the length of their action logs; a rollout begins."""
         self.marked = [(record, len(record.actions)) for record in self.records]
 
     def actions_before_mark(self, index: int) -> tuple[int, Array]:
-        """The episode of an environment at the last mark, and its actions before that."""
+        """The episode of an environment at the last mark, and the actions sent to it before the mark."""
         record, count = self.marked[index]
         return record.number, np.array(record.actions[:count], self.action_space.dtype)
 

@@ -25,20 +25,16 @@ Layout = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
-    """Arrays [b, ...] of every slice as one array [B, ...]; dicts of arrays entry by entry; None stays None."""
+    """Arrays [b, ...] of every slice as one array [B, ...]; dicts of arrays entry by entry."""
     if isinstance(parts[0], dict):
         return {name: concatenate([part[name] for part in parts]) for name in parts[0]}
-    return None if parts[0] is None else np.concatenate(parts)
+    return np.concatenate(parts)
 
 
 def concatenate_steps(steps: Sequence[Step], firsts: Sequence[int]) -> Step:
     """The steps of every slice as one; ``firsts`` are the indices of their first environments."""
-    whole: dict[str, Any] = {
-        field.name: concatenate([getattr(step, field.name) for step in steps])
-        for field in fields(Step)
-        if field.name not in BY_ENVIRONMENT
-    }
-    return Step(**(whole | joined([by_environment(step) for step in steps], firsts)))
+    arrays = concatenate([arrays_of(step) for step in steps])
+    return step_of(arrays, **joined([by_environment(step) for step in steps], firsts))
 
 
 def by_environment(step: Step) -> dict[str, dict[int, Any]]:

@@ -262,6 +262,9 @@ class VectorEnvironments:
         different = "" if self.record is None else self.record.difference(saved["hashes"])
         return different and f"its {len(saved['actions']):,} steps since the last reset had other {different}"
 
+    def mark(self) -> None:
+        """Nothing: its episodes are not replayed one by one."""
+
     def close(self) -> None:
         close_all([self.environments])
 
@@ -299,7 +302,9 @@ def autoreset_mode_of(environments: VectorEnv[Any, Any, Any], name: str) -> Auto
             f"task={name!r}: metadata['autoreset_mode']={stated!r} of this vector environment is not an autoreset mode; set "
             f"it to one of {', '.join(f'AutoresetMode.{allowed.name}' for allowed in AutoresetMode)}"
         ) from None
-    inner = {index: row["autoreset_mode"] for index, row in enumerate(_metadata(environments)) if "autoreset_mode" in row}
+    get_attr: Any = getattr(environments.unwrapped, "get_attr", lambda name: ())  # Gymnasium's own have it
+    stated_by = {i: row.get("autoreset_mode") for i, row in enumerate(get_attr("metadata")) if isinstance(row, dict)}
+    inner = {index: value for index, value in stated_by.items() if value is not None}
     others = [f"{index} {getattr(value, 'name', value)}" for index, value in inner.items() if value != mode]
     if others:
         raise SurefootError(
@@ -307,12 +312,6 @@ def autoreset_mode_of(environments: VectorEnv[Any, Any, Any], name: str) -> Auto
             f"{', '.join(others)}; make them all reset the same way"
         )
     return mode
-
-
-def _metadata(environments: VectorEnv[Any, Any, Any]) -> list[dict[str, Any]]:
-    """The metadata of the sub-environments, if the vector environment gives access to them (Gymnasium's own do)."""
-    get_attr = getattr(environments.unwrapped, "get_attr", None)
-    return [] if get_attr is None else [row for row in get_attr("metadata") if isinstance(row, dict)]
 
 
 def check_infos(mode: AutoresetMode, ended: Array, resetting: Array, infos: dict[str, Any], name: str) -> None:

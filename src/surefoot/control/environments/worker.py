@@ -12,7 +12,6 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -42,22 +41,12 @@ def position_in(file: int) -> Any:
     return place.from_buffer(mmap.mmap(file, ctypes.sizeof(place)))
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """The environments that a worker makes."""
-
-    first: int
-    """the number of the first one"""
-    count: int
-    seed: int
-    name: str
-
-
-def serve(connection: "Connection[Any, Any]", memory: int, task: bytes, config: WorkerConfig) -> None:
+def serve(connection: "Connection[Any, Any]", memory: int, task: bytes, name: str, seed: int, numbers: range) -> None:
     """Make the environments, then answer (method, arguments) until the pipe closes.
 
     memory   the file of ``position_in``
     task     pickled (task, arguments, Gymnasium's spec if the task is an id)
+    numbers  of its environments
 
     An answer is (True, result) or (False, one line, traceback). After "share" a step is written into common memory, and its
     answer is what maps an environment's index to a value.
@@ -72,7 +61,7 @@ def serve(connection: "Connection[Any, Any]", memory: int, task: bytes, config: 
     while True:
         try:
             if environments is None:
-                environments = _make(task, config, position)
+                environments = _make(task, name, seed, numbers, position)
                 answer = True, (environments.observation_space, environments.action_space)
             elif method == "share":
                 layout, rows = arguments
@@ -80,15 +69,15 @@ def serve(connection: "Connection[Any, Any]", memory: int, task: bytes, config: 
                 answer = True, None
             elif method == "step" and arrays:
                 step = environments.step(*arguments)
-                for name, array in arrays_of(step).items():
-                    arrays[name][:] = array
+                for part, array in arrays_of(step).items():
+                    arrays[part][:] = array
                 answer = True, by_environment(step)
             else:
                 answer = True, getattr(environments, method)(*arguments)
         except SurefootError as error:
             answer = False, str(error), "".join(traceback.format_exception(error))
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: no exception of an environment ends the process
-            line = environment_failure(config.name, position, f"raised {cause_of(error)}", line=place_of(error))
+            line = environment_failure(name, position, f"raised {cause_of(error)}", line=place_of(error))
             answer = False, line, "".join(traceback.format_exception(error))
         position[0] = NOT_CALLING
         try:
@@ -98,7 +87,7 @@ def serve(connection: "Connection[Any, Any]", memory: int, task: bytes, config: 
         except (EOFError, OSError):
             break
         except Exception as error:  # an answer that can't be pickled
-            what = f"{config.name}: its environments returned what can't be sent to another process ({cause_of(error)})"
+            what = f"{name}: its environments returned what can't be sent to another process ({cause_of(error)})"
             connection.send((False, what))
             break
     if environments is not None:
@@ -113,12 +102,12 @@ def _await_call(connection: "Connection[Any, Any]") -> None:
         _yield_core()
 
 
-def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironments:
+def _make(pickled: bytes, name: str, seed: int, numbers: range, position: Any) -> LoopedEnvironments:
     try:
         task, arguments, spec = pickle.loads(pickled)
     except Exception as error:
         raise SurefootError(
-            f"task={config.name!r}: can't be imported by a worker process ({cause_of(error)}); define it at the top of its "
+            f"task={name!r}: can't be imported by a worker process ({cause_of(error)}); define it at the top of its "
             "own module, or set rollout.backend = 'loop'"
         ) from None
     make_one = maker(task, arguments)
@@ -126,15 +115,14 @@ def _make(pickled: bytes, config: WorkerConfig, position: Any) -> LoopedEnvironm
         make_one = partial(gymnasium.make, spec, disable_env_checker=True, **arguments)
 
     def make() -> Any:
-        position[0] = config.first if position[0] == NOT_CALLING else position[0] + 1
+        position[0] = numbers.start if position[0] == NOT_CALLING else position[0] + 1
         return make_one()
 
-    make.__name__ = config.name
-    made = make_environments(make, {}, config.count, config.seed)
+    make.__name__ = name
+    made = make_environments(make, {}, len(numbers), seed)
     if not isinstance(made, LoopedEnvironments):
         raise SurefootError(
-            f"task={config.name!r}: makes a vector environment, but worker processes need single ones; set "
-            "rollout.backend = 'loop'"
+            f"task={name!r}: makes a vector environment, but worker processes need single ones; set rollout.backend = 'loop'"
         )
-    made.first, made.position = config.first, position
+    made.first, made.position = numbers.start, position
     return made

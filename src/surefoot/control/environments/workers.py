@@ -34,7 +34,7 @@ from surefoot.control.environments.slices import (
     slice_state,
     step_of,
 )
-from surefoot.control.environments.worker import NOT_CALLING, WorkerConfig, position_in
+from surefoot.control.environments.worker import NOT_CALLING, position_in
 from surefoot.control.spaces import Array, Observations
 from surefoot.errors import SurefootError, cause_of
 from surefoot.processes import Child, ChildEnded, ChildLate, end, held_back, is_importing_main
@@ -93,9 +93,9 @@ class WorkerEnvironments:
         )  # at Python's exit, at the latest
         try:
             for rows in np.array_split(np.arange(count), min(workers, count)):
-                config = WorkerConfig(first + int(rows[0]), len(rows), seed, self.name)
+                numbers = range(first + int(rows[0]), first + int(rows[-1]) + 1)
                 with held_back():
-                    child, position = _start(pickled, config)
+                    child, position = _start(pickled, self.name, seed, numbers)
                     children.append(child)
                 self._workers.append(Worker(child, position, int(rows[0]), len(rows)))
             made = [self._receive(worker, max(deadline, START_TIMEOUT)) for worker in self._workers]
@@ -233,7 +233,7 @@ class WorkerEnvironments:
         raise SurefootError(environment_failure(self.name, position, what))
 
 
-def _start(pickled: bytes, config: WorkerConfig) -> tuple[Child, Any]:
+def _start(pickled: bytes, name: str, seed: int, numbers: range) -> tuple[Child, Any]:
     """A worker process, and its position."""
     with tempfile.TemporaryFile() as memory:
         os.ftruncate(memory.fileno(), ctypes.sizeof(ctypes.c_longlong) * 3)
@@ -241,10 +241,11 @@ def _start(pickled: bytes, config: WorkerConfig) -> tuple[Child, Any]:
         position[:] = NOT_CALLING, -1, -1
         files = (memory.fileno(),)
         try:
-            return Child("surefoot.control.environments.worker:serve", *files, pickled, config, files=files), position
+            serve = "surefoot.control.environments.worker:serve"
+            return Child(serve, *files, pickled, name, seed, numbers, files=files), position
         except OSError as error:  # out of processes
             raise SurefootError(
-                f"task={config.name!r}: a worker process could not be started ({cause_of(error)}); lower rollout.workers, or "
+                f"task={name!r}: a worker process could not be started ({cause_of(error)}); lower rollout.workers, or "
                 "set rollout.backend = 'loop'"
             ) from None
 
