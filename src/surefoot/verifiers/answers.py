@@ -6,20 +6,18 @@ Mathematics and JSON use packages of the extra ``verifiers``, in separate proces
 import json as encoding
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from surefoot.errors import SurefootError
 from surefoot.verifiers.numbers import correct_number, first_number, last_number
 from surefoot.verifiers.processes import (
-    bounded,
     check_count,
     check_in_processes,
     check_number,
     check_package,
     check_text,
-    checked,
-    requires,
+    reward_function,
 )
 
 
@@ -28,7 +26,7 @@ def _check_texts(*, answer: Sequence[Any] = (), after: Any = "", **_: Any) -> No
     list(texts(answer, "answer"))
 
 
-@checked(_check_texts)
+@reward_function(_check_texts)
 def exact(
     responses: Sequence[str], answer: Sequence[Any], *, case: bool = True, space: bool = False, after: str = ""
 ) -> list[float]:
@@ -57,7 +55,7 @@ def _check_numeric(*, answer: Sequence[Any] = (), tolerance: Any = 0, relative: 
     _numbers(answer, after)
 
 
-@checked(_check_numeric)
+@reward_function(_check_numeric)
 def numeric(
     responses: Sequence[str],
     answer: Sequence[Any],
@@ -146,17 +144,11 @@ def reject_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-def _check_math() -> None:
-    check_package("math_verify", "math-verify", "math")
+_check_math = partial(check_package, "math_verify", "math-verify", "math")
+_check_json = partial(check_package, "jsonschema", "jsonschema", "json")
 
 
-def _check_json() -> None:
-    check_package("jsonschema", "jsonschema", "json")
-
-
-@checked(_check_texts)
-@requires(_check_math)
-@bounded()
+@reward_function(_check_texts, ready=_check_math)
 def math(
     responses: Sequence[str], answer: Sequence[Any], *, after: str = "", seconds: float = 5.0, workers: int = 0
 ) -> list[float]:
@@ -175,9 +167,7 @@ def math(
     return check_in_processes("math", list(zip(actual, expected, strict=True)), seconds, workers)
 
 
-@checked(lambda schema=(), **_: [_schema(value, row) for row, value in enumerate(schema)])
-@requires(_check_json)
-@bounded()
+@reward_function(lambda schema=(), **_: [_schema(value, row) for row, value in enumerate(schema)], ready=_check_json)
 def json(responses: Sequence[str], schema: Sequence[Any], *, seconds: float = 5.0, workers: int = 0) -> list[float]:
     """1 for each response that is valid JSON for its schema (``jsonschema``): its last fenced block, or the whole response.
 

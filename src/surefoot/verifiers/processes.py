@@ -118,59 +118,44 @@ def check_limits(seconds: Any, workers: Any) -> None:
     check_number("workers", workers, most=10_000, whole=True)
 
 
-def checked(check: Callable[..., object]) -> Callable[[Function], Function]:
-    """Set a function's attribute ``valid``: a check of settings and rows before training; it raises SurefootError.
+def once(arguments: Mapping[str, Any], columns: Columns) -> int:
+    """A response takes its time limit at most once."""
+    return 1
 
-    check   takes arguments and columns by name; those that the function lacks are not passed
+
+def reward_function(
+    check: Callable[..., object], *, ready: Callable[[], None] | None = None, times: Times = once
+) -> Callable[[Function], Function]:
+    """Set what ``FunctionReward`` asks of a function before training, as its attributes.
+
+    check   for ``valid``: checks settings and rows, which it takes by name; those that the function lacks are not passed
+    ready   raises if the function can't work here
+    times   for ``longest``, of a function with ``seconds`` and ``workers``: how often one response may take ``seconds``, from
+            the arguments and the columns of the rows
     """
 
     def decorate(function: Function) -> Function:
-        names = inspect.signature(function).parameters
+        defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
         def valid(arguments: Mapping[str, Any], columns: Columns) -> None:
-            used = {name: value for name, value in {**columns, **arguments}.items() if name in names}
-            if "seconds" in names:
-                defaults = {name: names[name].default for name in ("seconds", "workers")}
-                check_limits(**{name: used.get(name, default) for name, default in defaults.items()})
-            for name, parameter in names.items():
-                if isinstance(parameter.default, bool) and not isinstance(used.get(name, False), bool):
+            used = {name: value for name, value in {**columns, **arguments}.items() if name in defaults}
+            if "seconds" in defaults:
+                check_limits(**{name: used.get(name, defaults[name]) for name in ("seconds", "workers")})
+            for name, default in defaults.items():
+                if isinstance(default, bool) and not isinstance(used.get(name, False), bool):
                     raise SurefootError(f"{name}={used[name]!r}: must be true or false")
             try:
                 check(**used)
             except SurefootError as error:
                 raise SurefootError(str(error).replace("(of response ", "(of row ", 1)) from None
 
-        function.valid = valid  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-def requires(check: Callable[[], None]) -> Callable[[Function], Function]:
-    """Set a function's attribute ``ready``: a check that runs before training and raises if the function can't work here."""
-
-    def decorate(function: Function) -> Function:
-        function.ready = check  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-def bounded(times: Times = lambda arguments, columns: 1) -> Callable[[Function], Function]:
-    """Set the attribute ``longest`` of a function with ``seconds`` and ``workers``: the seconds for ``count`` responses that
-    all use their full time.
-
-    times   how often one response may take ``seconds``, from the arguments and the columns of the rows; default: once
-    """
-
-    def decorate(function: Function) -> Function:
-        defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-
         def longest(count: int, arguments: Mapping[str, Any], columns: Columns) -> float:
             used = {**defaults, **arguments}
             return -(-count // (used["workers"] or available_cores())) * float(used["seconds"]) * times(used, columns)
 
-        function.longest = longest  # type: ignore[attr-defined]
+        attributes = {"valid": valid, "ready": ready, "longest": longest if "seconds" in defaults else None}
+        for name, attribute in attributes.items():
+            setattr(function, name, attribute)
         return function
 
     return decorate

@@ -12,7 +12,7 @@ from surefoot.errors import SurefootError
 from surefoot.files import available_cores
 from surefoot.sandbox import STARTUP, Call, Limits, Outcome, check, run
 from surefoot.verifiers.answers import fenced, reject_constant
-from surefoot.verifiers.processes import bounded, check_count, check_limits, check_number, checked, requires
+from surefoot.verifiers.processes import check_count, check_limits, check_number, reward_function
 
 CLOSE = 1e-9
 """relative tolerance for floats"""
@@ -52,9 +52,7 @@ def _check_memory(megabytes: int) -> None:
         raise SurefootError(f"megabytes={megabytes}: Python does not start with so little memory; raise it, such as to 1024")
 
 
-@checked(_check_code)
-@requires(check)
-@bounded(_times)
+@reward_function(_check_code, ready=check, times=_times)
 def code(
     responses: Sequence[str],
     tests: Sequence[Any],

@@ -291,7 +291,6 @@ class Environments:
         start = _text_or_messages(conversation.environment.reset({**row, SEED: derived_seed(conversation.seed, PART)}), "reset")
         if not start or (not isinstance(start, str) and start[-1]["role"] == "assistant"):
             raise InvalidReply("reset returned no prompt that an answer can follow")
-        _check_encodable(start, "reset")
         conversation.start = start
 
     def _encode_start(self, conversation: Conversation, tokens: Tokens) -> None:
@@ -390,28 +389,23 @@ def _step(conversation: Conversation) -> None:
         raise InvalidReply("step returned no message and is not done")
     if reply and isinstance(reply, str) != isinstance(conversation.start, str):
         raise InvalidReply("one of reset and step returned text, the other messages; return the same kind")
-    _check_encodable(reply, "step")
     conversation.replies.append(reply)
     conversation.rewards.append(number)
     conversation.ended = bool(done)
 
 
 def _text_or_messages(value: Any, method: str) -> str | list[dict[str, Any]]:
-    """Text or messages; InvalidReply, naming the method, for anything else."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, Sequence):
-        raise InvalidReply(f"{method} returned {_kind(value)} instead of text or a list of messages")
-    for message in value:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise InvalidReply(f"{method} returned a message without a role and a content of text")
-    return [dict(message) for message in value]
-
-
-def _check_encodable(value: str | list[dict[str, Any]], method: str) -> None:
-    """Raise InvalidReply for text that no tokenizer encodes."""
+    """Text or messages that a tokenizer encodes; InvalidReply, naming the method, for anything else."""
+    if not isinstance(value, str):
+        if not isinstance(value, Sequence):
+            raise InvalidReply(f"{method} returned {_kind(value)} instead of text or a list of messages")
+        for message in value:
+            if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise InvalidReply(f"{method} returned a message without a role and a content of text")
+        value = [dict(message) for message in value]
     if fault := fault_in(value):
         raise InvalidReply(f"{method} returned {fault}")
+    return value  # type: ignore[no-any-return]
 
 
 def _kind(value: Any) -> str:

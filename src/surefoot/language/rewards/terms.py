@@ -330,9 +330,8 @@ def load_reward(
         if complaint := term_error(term):
             raise SurefootError(f"{field}{complaint}")
         function = None if term.function is None else find_function(term_field(place), term.function, functions or {})
-        options: dict[str, Any] = {"deadline": deadline, "tolerated": tolerated, "device": device}
-        options |= {"read": read, "as_stored": as_stored, "bf16": bf16}
-        rewards.append(_load_term(term, field, function=function, **options))
+        of_models = {"device": device, "read": read, "as_stored": as_stored, "bf16": bf16}
+        rewards.append(_load_term(term, field, function, deadline, tolerated, of_models))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
 
@@ -346,9 +345,9 @@ def load_flag_reward(
 
     Raises SurefootError for an invalid term, and for what can't be loaded.
     """
+    terms = [parse_term(text, flag) for text in texts]
     rewards = [
-        _load_term(parse_term(text, flag), flag, in_recipe=False, deadline=deadline, tolerated=tolerated, device=device)
-        for text in texts
+        _load_term(term, flag, term.function, deadline, tolerated, {"device": device}, in_recipe=False) for term in terms
     ]
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 
@@ -376,15 +375,11 @@ def parse_term(text: str, flag: str = "--reward") -> RewardTerm:
 def _load_term(
     term: RewardTerm,
     field: str,
-    *,
+    function: str | Callable[..., Any] | None,
     deadline: float,
     tolerated: float,
-    device: str,
-    read: Callable[[str], RewardModel | None] | None = None,
-    function: str | Callable[..., Any] | None = None,
+    of_models: Mapping[str, Any],
     in_recipe: bool = True,
-    as_stored: bool = False,
-    bf16: bool = False,
 ) -> Reward:
     """One valid term. Messages name the term's key in a recipe, and only the ``field`` for a flag."""
 
@@ -393,21 +388,19 @@ def _load_term(
 
     if term.model is not None:
         steps: dict[str, Any] = {"per": term.per or "response", "separator": term.separator}
-        steps |= {"device": device, "read": read, "as_stored": as_stored, "bf16": bf16}
-        return ModelReward(term.model, term.weight, label=term.label, field=key("model"), **steps)
-    then = RESUME if in_recipe else REPEAT
+        return ModelReward(term.model, term.weight, label=term.label, field=key("model"), **steps, **of_models)
     shared: dict[str, Any] = {"per": term.per, "separator": term.separator, "deadline": deadline, "tolerated": tolerated}
-    if term.url is not None:
-        requests: dict[str, Any] = {"token_from": term.token_from, "retries": term.retries, "deadline": deadline}
-        requests |= {"arguments": term.arguments, "then": then}
-        if term.judge is None:
-            server = Endpoint(term.url, batch=term.batch, at_once=term.at_once, **requests)
-        else:
-            server = Judge(term.url, term.judge, tolerated=tolerated, **requests)
-        return FunctionReward(server, term.weight, name=server.name, field=key("url"), then=then, **shared)
-    function = function or term.function
-    assert function is not None
-    return FunctionReward(function, term.weight, arguments=term.arguments, field=key("function"), then=then, **shared)
+    shared["then"] = RESUME if in_recipe else REPEAT
+    if term.url is None:
+        assert function is not None
+        return FunctionReward(function, term.weight, arguments=term.arguments, field=key("function"), **shared)
+    requests: dict[str, Any] = {name: getattr(term, name) for name in ("token_from", "retries", "arguments")}
+    requests |= {"deadline": deadline, "then": shared["then"]}
+    if term.judge is None:
+        server = Endpoint(term.url, batch=term.batch, at_once=term.at_once, **requests)
+    else:
+        server = Judge(term.url, term.judge, tolerated=tolerated, **requests)
+    return FunctionReward(server, term.weight, name=server.name, field=key("url"), **shared)
 
 
 def parts_of(reward: Reward) -> tuple[Reward, ...]:
