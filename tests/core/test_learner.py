@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from surefoot import A2C, PPO_CLIP, PPO_PENALTY, PPO_UNCLIPPED, REINFORCE, Clip, NotFiniteError, Objective, Reuse, SurefootError
 from surefoot.core.credit import assign_credit
-from surefoot.core.learner import Learner, LearnerSettings
+from surefoot.core.learner import Learner, LearnerSettings, rounding
 from surefoot.core.loop import run_loop
 from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.objective import Batch, loss
@@ -523,6 +523,12 @@ def test_one_action_with_a_wrong_log_probability_is_rejected(gap: float) -> None
     off = replace(rollout, old_log_probs=rollout.old_log_probs + gap * one)
     with pytest.raises(SurefootError, match="ratio_at_start"):
         update(Learner(policy, A2C, LearnerSettings(ADAM)), off)
+
+
+def test_what_rounding_may_explain_grows_with_the_largest_kept_log_probability() -> None:
+    rollout = random_rollout(TinyPolicy(), 0)
+    old = torch.where(rollout.mask, -100.0, -1e9).float()
+    assert rounding(replace(rollout, old_log_probs=old)) == pytest.approx(8 * 2**-23 * 100)
 
 
 def test_a_policy_that_rounds_may_disagree_with_its_past() -> None:
