@@ -17,6 +17,7 @@ from surefoot.compare.cells import (
 )
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.processes import OverallProgress
+from surefoot.compare.rendering import rendered
 from surefoot.compare.report import Report, interval_note, score_table, seeds_text, shared_settings, write_report
 from surefoot.compare.statistics import COUNT, Results, average, markdown_table
 from surefoot.core.algorithms import ALGORITHMS, Objective, algorithm_named, switches_that_are_on
@@ -105,22 +106,31 @@ def check_switches_used(switches: Mapping[str, Any], bases: Mapping[str, Objecti
 
 def report_text(by_name: Mapping[str, Results], recipes: Mapping[str, ControlRecipe], seeds: int, episodes: int) -> str:
     """The Markdown report: a table of each score, the algorithms' settings, and notes."""
-    recipe = next(iter(recipes.values()))
-    parts = [f"# {recipe.task}: {', '.join(recipes)}"]
-    parts.append(f"{recipe.steps:,} environment steps for each of {seeds_text(recipe.seed, seeds)}.")
-    for score, title in SCORES.items():
-        if score != "greedy_mean" or episodes:
-            parts.append(title + (f" {episodes} episodes for each seed." if score == "greedy_mean" else ""))
-            parts.append(score_table(by_name, score))
+    first, *others = recipes.values()
+    titles = {
+        name: title + (f" {episodes} episodes for each seed." if name == "greedy_mean" else "")
+        for name, title in SCORES.items()
+    }
     header = ["algorithm", "switches", "batch", "batches", "updates", "largest ratio", "seconds"]
     rows = []
     for name, results in by_name.items():
         counts = (average(results, key, COUNT) for key in ("rollouts", "updates"))
         last = (average(results, "ratio_max"), average(results, "seconds", COUNT))
         rows.append([name, switches_text(recipes[name].objective), batch_text(recipes[name]), *counts, *last])
-    parts += ["Settings and averages over seeds.", markdown_table(header, rows)]
-    parts.append("\n".join(f"- {line}." for line in notes(recipes, seeds)))
-    return "\n\n".join(parts)
+    return rendered(
+        "algorithms.md",
+        first=first,
+        recipes=recipes,
+        seeds=seeds_text(first.seed, seeds),
+        scores=[(title, score_table(by_name, name)) for name, title in titles.items() if name != "greedy_mean" or episodes],
+        settings=markdown_table(header, rows),
+        shared=shared_settings(first) if all(_shared(other) == _shared(first) for other in others) else "",
+        intervals=interval_note(seeds),
+    ).rstrip()
+
+
+def _shared(recipe: ControlRecipe) -> tuple[Any, ...]:
+    return recipe.network, recipe.optimizer, recipe.normalise, recipe.objective.gamma
 
 
 def batch_text(recipe: ControlRecipe) -> str:
@@ -147,20 +157,3 @@ def switches_text(objective: Objective) -> str:
     if objective.normalise_advantages is not None:
         parts.append("advantages normalised")
     return ", ".join(parts)
-
-
-def notes(recipes: Mapping[str, ControlRecipe], seeds: int) -> list[str]:
-    """The notes below the tables."""
-    first, *others = ((r.network, r.optimizer, r.normalise, r.objective.gamma) for r in recipes.values())
-    alike = all(other == first for other in others)
-    shared = (
-        f"Setting: {shared_settings(next(iter(recipes.values())))}" if alike else "Settings differ; they are in results.json"
-    )
-    return [
-        "Each algorithm is trained as by `surefoot train --algorithm`: it has its own switches where it differs from the "
-        "algorithm that the recipe was tuned for, and the recipe's value for every other setting",
-        shared,
-        "A run ends with the batch that reaches the budget",
-        "IQM: the mean of the middle half of the seeds",
-        interval_note(seeds),
-    ]

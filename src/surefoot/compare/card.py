@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot import __version__
 from surefoot.compare.plots import PANELS
+from surefoot.compare.rendering import rendered
 from surefoot.compare.report import duration, matplotlib_installed, write_figures
 from surefoot.compare.runs import SavedRun, read_run
 from surefoot.compare.statistics import markdown_table, number
@@ -191,23 +192,29 @@ class Card:
 
     def text(self, folder: Path, samples: tuple[int, list[dict[str, Any]]] | None) -> str:
         """The card in Markdown, with its header; ``folder`` has the video and the curves."""
-        parts = [
-            f"# {self.name.rpartition('/')[2]}",
-            self._introduction(),
-            *([f"Video of a greedy episode: [{VIDEO}]({VIDEO})"] if (folder / VIDEO).is_file() else []),
-            "## Results",
-            self._results(),
-            "## Use",
-            self._use(),
-            *self._curves(folder),
-            *self._samples(samples),
-            "## Recipe",
-            "`surefoot train config.toml` repeats the training.",
-            f"<details><summary>config.toml</summary>\n\n{_fenced(to_toml(self.recipe), 'toml')}\n\n</details>",
-            "## Made with",
-            self._versions(),
-        ]
-        return f"---\n{self._header()}\n---\n\n" + "\n\n".join(parts) + "\n"
+        recipe, versions = self.recipe, self.run.environment.get("versions")
+        named = ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, dict) else ""
+        curves = [panel.name for panel in PANELS if (folder / CURVES / f"{panel.name}.png").is_file()]  # in a report's order
+        return rendered(
+            "card.md",
+            header=self._header(),
+            title=self.name.rpartition("/")[2],
+            name=self.name,
+            hub=HubName(self.name),
+            what=self._introduction(),
+            version=__version__,
+            steps=self.steps,
+            recipe=recipe,
+            video=VIDEO if (folder / VIDEO).is_file() else "",
+            results=self._results(),
+            own_code=isinstance(recipe, ControlRecipe) and (":" in recipe.task or recipe.network.custom is not None),
+            curves=curves[:SHOWN_CURVES],
+            samples=(samples[0], samples[1][:SHOWN_SAMPLES]) if samples and samples[1] else None,
+            fenced=_fenced,
+            short=_short,
+            toml=to_toml(recipe),
+            versions=_plain(f"Python {self.run.environment.get('python', '?')}, {named or f'surefoot {__version__}'}."),
+        )
 
     def _header(self) -> str:
         """The metadata of the hub in YAML."""
@@ -252,12 +259,10 @@ class Card:
     def _introduction(self) -> str:
         recipe = self.recipe
         if isinstance(recipe, ControlRecipe):
-            what = f"An agent for `{_plain(recipe.task)}`, trained with {recipe.algorithm}"
-        elif recipe.kind == "reward":
-            what = f"A reward model, trained on pairs from `{_plain(recipe.trained)}`"
-        else:
-            what = f"A language model, trained from `{_plain(recipe.trained)}` ({_plain(recipe.title)})"
-        return f"{what}, by Surefoot {__version__}: {self.steps:,} of {recipe.steps:,} steps, seed {recipe.seed}."
+            return f"An agent for `{_plain(recipe.task)}`, trained with {recipe.algorithm}"
+        if recipe.kind == "reward":
+            return f"A reward model, trained on pairs from `{_plain(recipe.trained)}`"
+        return f"A language model, trained from `{_plain(recipe.trained)}` ({_plain(recipe.title)})"
 
     def _results(self) -> str:
         rows = []
@@ -272,42 +277,6 @@ class Card:
         rows += [[name.removeprefix("held_out_").replace("_", " "), number(value), how] for name, value in held_out.items()]
         rows.append(["training", f"{self.run.steps:,} steps", f"seed {self.recipe.seed}, {duration(self.run.seconds)}"])
         return markdown_table(["", "value", "measured on"], rows)
-
-    def _use(self) -> str:
-        name = HubName(self.name)
-        if isinstance(self.recipe, ControlRecipe):
-            code = (
-                f'import surefoot\n\nagent = surefoot.load("{name}")\n'
-                "action, state = agent.predict(observation, deterministic=True)"
-            )
-            own = ":" in self.recipe.task or self.recipe.network.custom is not None
-            needs = "\n\nThe code of its environment or network is not in this repository." if own else ""
-            return f"{_fenced(code, 'python')}\n\n{_fenced(f'surefoot evaluate {name}', 'bash')}{needs}"
-        auto = "AutoModelForSequenceClassification" if self.recipe.kind == "reward" else "AutoModelForCausalLM"
-        code = (
-            f"from transformers import {auto}, AutoTokenizer\n\n"
-            f'model = {auto}.from_pretrained("{self.name}")\ntokenizer = AutoTokenizer.from_pretrained("{self.name}")'
-        )
-        return f'{_fenced(code, "python")}\n\nOr `surefoot.load("{name}")`, which compares every file with its hash.'
-
-    def _curves(self, folder: Path) -> list[str]:
-        names = [f"{panel.name}.png" for panel in PANELS]  # in the order of a report
-        shown = [name for name in names if (folder / CURVES / name).is_file()][:SHOWN_CURVES]
-        return ["## Curves", "\n".join(f"![{Path(name).stem}]({CURVES}/{name})" for name in shown)] if shown else []
-
-    def _samples(self, samples: tuple[int, list[dict[str, Any]]] | None) -> list[str]:
-        if samples is None or not samples[1]:
-            return []
-        steps, rows = samples
-        parts = [f"## Samples at step {steps:,}"]
-        for row in rows[:SHOWN_SAMPLES]:
-            parts += [_fenced(_short(row.get("prompt", ""))), _fenced(_short(row["response"]))]
-        return parts
-
-    def _versions(self) -> str:
-        versions = self.run.environment.get("versions")
-        named = ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, dict) else ""
-        return _plain(f"Python {self.run.environment.get('python', '?')}, {named or f'surefoot {__version__}'}.")
 
 
 def _result(task: str, name: str, kind: str, metric: dict[str, Any]) -> dict[str, Any]:

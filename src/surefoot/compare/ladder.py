@@ -33,6 +33,7 @@ from surefoot.compare.cells import (
 )
 from surefoot.compare.plots import draw_ladder
 from surefoot.compare.processes import OverallProgress
+from surefoot.compare.rendering import rendered
 from surefoot.compare.report import Report, interval_note, seeds_text, shared_settings, write_report
 from surefoot.compare.statistics import (
     COUNT,
@@ -304,36 +305,28 @@ def _gradient(agent: Agent, rollout: Rollout, objective: Objective, count: int) 
 
 # ---- report -----------------------------------------------------------------------------------------------------------
 
-Table = tuple[list[str], list[list[str]]]
-
 
 def report_text(results: Mapping[str, Any], recipes: Mapping[str, ControlRecipe], top: ControlRecipe) -> str:
     """The Markdown report: up to three tables, and notes."""
     by_name: Mapping[str, Results] = results["results"]
     rungs: Mapping[str, int] = results["rungs"]
-    parts = [
-        f"# The ladder on {top.task}",
-        f"{top.steps:,} environment steps for each of {seeds_text(top.seed, results['seeds'])}.",
-        "Learning. Return is the mean of the last 100 training episodes, actions sampled; greedy is the final agent's"
-        + (f" over {results['episodes']} episodes." if results["episodes"] else "; it was not evaluated."),
-        markdown_table(*_learning_table(by_name, rungs, recipes)),
-    ]
-    if (gradients := results["gradients"]) is not None:
-        batches = gradients["batches"]
-        parts += [
-            f"Gradient noise at one frozen θ: every rung's policy gradient on the same {batches} independent batches.",
-            markdown_table(*_noise_table(gradients, rungs)),
-        ]
-    if any(rung >= 4 for rung in rungs.values()):
-        parts += [
-            "Data reuse: return after a part of the batches, and the largest ratios.",
-            markdown_table(*_reuse_table(by_name, rungs)),
-        ]
-    parts.append("\n".join(f"- {line}." for line in _notes(results, top)))
-    return "\n\n".join(parts)
+    gradients = results["gradients"]
+    return rendered(
+        "ladder.md",
+        top=top,
+        seeds=seeds_text(top.seed, results["seeds"]),
+        episodes=results["episodes"],
+        learning=_learning_table(by_name, rungs, recipes),
+        noise=gradients,
+        noise_table=None if gradients is None else _noise_table(gradients, rungs),
+        reuse=_reuse_table(by_name, rungs) if any(rung >= 4 for rung in rungs.values()) else None,
+        shared=shared_settings(top),
+        intervals=interval_note(results["seeds"]),
+        critic=any(rung >= 2 for rung in rungs.values()),
+    ).rstrip()
 
 
-def _learning_table(by_name: Mapping[str, Results], rungs: Mapping[str, int], recipes: Mapping[str, ControlRecipe]) -> Table:
+def _learning_table(by_name: Mapping[str, Results], rungs: Mapping[str, int], recipes: Mapping[str, ControlRecipe]) -> str:
     header = [
         "rung",
         "adds",
@@ -362,7 +355,7 @@ def _learning_table(by_name: Mapping[str, Results], rungs: Mapping[str, int], re
                 average(cells, "explained_variance", "{:+.2f}"),
             ]
         )
-    return header, rows
+    return markdown_table(header, rows)
 
 
 def _addition(rung: int, objective: Objective) -> str:
@@ -378,7 +371,7 @@ def _addition(rung: int, objective: Objective) -> str:
     )[rung]
 
 
-def _noise_table(gradients: Mapping[str, Any], rungs: Mapping[str, int]) -> Table:
+def _noise_table(gradients: Mapping[str, Any], rungs: Mapping[str, int]) -> str:
     first = next(iter(gradients["noise"]))
     header = [
         "rung",
@@ -398,10 +391,10 @@ def _noise_table(gradients: Mapping[str, Any], rungs: Mapping[str, int]) -> Tabl
             spread = "–" if value is None or None in finite(interval) else f"{interval[0]:.3g} to {interval[1]:.3g}"
             cells += ["–" if value is None else f"{value:.3g}", spread]
         rows.append([*cells, "–" if noise["noise_to_signal"] is None else f"{noise['noise_to_signal']:.3g}"])
-    return header, rows
+    return markdown_table(header, rows)
 
 
-def _reuse_table(by_name: Mapping[str, Results], rungs: Mapping[str, int]) -> Table:
+def _reuse_table(by_name: Mapping[str, Results], rungs: Mapping[str, int]) -> str:
     header = [
         "rung",
         "batches",
@@ -427,7 +420,7 @@ def _reuse_table(by_name: Mapping[str, Results], rungs: Mapping[str, int]) -> Ta
                 f"{sum(outside) / len(outside):.1%}" if outside else "–",
             ]
         )
-    return header, rows
+    return markdown_table(header, rows)
 
 
 def _return_after(cells: Results, share: float) -> float | None:
@@ -438,37 +431,3 @@ def _return_after(cells: Results, share: float) -> float | None:
         reached = [value for count, value in points if count <= share * cell["rollouts"] and value is not None]
         returns += reached[-1:]
     return sum(returns) / len(returns) if returns else None
-
-
-def _notes(results: Mapping[str, Any], top: ControlRecipe) -> list[str]:
-    """The settings, and how the numbers were computed."""
-    rollout, objective = top.rollout, top.objective
-    lines = [
-        f"Shared by all rungs: {shared_settings(top)}; critic's weight c_v = {objective.value_coefficient:g}, entropy bonus "
-        f"c_e = {objective.entropy_coefficient:g}; advantages not normalised",
-        f"A batch is {rollout.environments} environments × {rollout.steps} steps = {top.batch_size:,} steps; on rungs 0 and 1, "
-        f"whole episodes one after another until there are {top.batch_size:,} steps. Rungs 0 to 3 make one update per batch",
-        "The budget counts environment steps; a run ends with the batch that reaches it",
-        interval_note(results["seeds"]),
-    ]
-    if any(rung >= 2 for rung in results["rungs"].values()):
-        lines.append(
-            "Critic explains: the median explained variance in the last quarter of a run; 1 is perfect, 0 is no better than a "
-            "constant. It means nothing if returns hardly differ"
-        )
-    return lines if results["gradients"] is None else [*lines, *_gradient_notes(results["gradients"], top)]
-
-
-def _gradient_notes(gradients: Mapping[str, Any], top: ControlRecipe) -> list[str]:
-    return [
-        f"θ was frozen at step {gradients['frozen_at']:,} of {top.algorithm}, seed {gradients['frozen_seed']} (the run in "
-        f"frozen-seed{gradients['frozen_seed']}/): policy, critic and normalisers. Each batch is whole episodes, "
-        f"{gradients['steps_per_batch']:,.0f} steps on average, the same for every rung",
-        "Variance: the trace of the covariance of one batch's gradient in the policy's parameters. Signal: the squared norm of "
-        "the expected gradient; its estimate is unbiased, so it may be negative when noise dominates. Noise/signal: the number "
-        "of batches to average until both are equal. Intervals: 95 % bootstrap over batches; both parts of a share come from "
-        "the same batches",
-        f"Of the {gradients['episodes']:,} episodes {gradients['cut']:,} were truncated by a time limit. There the critic "
-        "replaces the rest on rungs 2 and 3 but not on rungs 0 and 1, so their expected gradients may differ. That of rung 3 "
-        "differs anyway: λ < 1 trades bias for variance",
-    ]

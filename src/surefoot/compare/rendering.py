@@ -5,7 +5,6 @@ from typing import Any
 
 import jinja2
 
-from surefoot.compare.statistics import markdown_table, number, numbers
 from surefoot.terminal import visible_lines
 
 
@@ -17,7 +16,7 @@ def _shown(context: jinja2.nodes.EvalContext, value: Any) -> Any:
 
 @cache
 def _environment() -> jinja2.Environment:
-    made = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("surefoot.compare"),
         autoescape=jinja2.select_autoescape(["html"]),
         undefined=jinja2.StrictUndefined,
@@ -26,9 +25,6 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.globals |= {"table_of": markdown_table}
-    made.filters |= {"number": number, "numbers": numbers}
-    return made
 
 
 def rendered(template: str, **values: Any) -> str:
