@@ -43,11 +43,8 @@ def _no_plots():
         yield
 
 
-@pytest.mark.parametrize("count", [0, -1, 1_000_001, 1e3, True, "3"])
-@pytest.mark.parametrize("field", ["seeds", "episodes", "jobs", "batches"])
+@pytest.mark.parametrize(("field", "count"), [("seeds", 0), ("episodes", -1), ("jobs", True), ("batches", 1_000_001)])
 def test_counts_in_python_have_the_bounds_of_the_command_line(field, count, tmp_path):
-    if (field, count) == ("episodes", 0):
-        return  # no evaluation
     counts = {"seeds": 1, "episodes": 2, "jobs": 1, field: count}
     least = {"episodes": 0, "batches": 2}.get(field, 1)
     calls = [lambda: run_ladder("CartPole-v1", CHANGES, folder=tmp_path / "run", **counts)]
@@ -174,13 +171,6 @@ def test_a_folder_is_for_one_command_at_a_time_and_not_for_other_files(tmp_path)
     assert [p.name for p in (tmp_path / "y").iterdir()] == ["letter.txt"]
 
 
-def test_what_a_killed_write_leaves_does_not_make_a_folder_someone_elses(tmp_path):
-    (tmp_path / ".request.json.123-4.tmp").write_text("{")
-    with locked_folder(tmp_path, {"a": 1}):
-        assert json.loads((tmp_path / "request.json").read_text()) == {"a": 1}
-    assert {path.name for path in tmp_path.iterdir()} <= {"request.json", ".lock"}
-
-
 def test_a_folder_of_something_else_keeps_its_temporary_files(tmp_path):
     for name in (".lock", "letter.txt", ".letter.tmp"):
         (tmp_path / name).touch()
@@ -205,12 +195,8 @@ def test_a_cell_without_its_recipe_is_kept(whole, tmp_path):
     ("damage", "part"),
     [
         ("{", "can't be read"),
-        ("[]", "has a list instead of a table"),
-        ("{}", "has no seed"),
         ({"last_100_mean": "x"}, "has no last_100_mean"),
         ({"seed": True}, "has no seed"),
-        ({"label": 1}, "has no label"),
-        ({"curves": {}}, "has no curves"),
         ({"curves": {"steps": [1], "rollouts": [1], "return": [None], "ratio_max": []}}, "has no curves"),
     ],
 )
@@ -240,12 +226,6 @@ def test_seeds_above_the_largest_are_rejected_before_training(tmp_path):
     with pytest.raises(SurefootError, match=r"^seeds=2: the last seed would be above 9007199254740992"):
         compare_algorithms("CartPole-v1", ["A2C"], {**CHANGES, "seed": 2**53}, 2, tmp_path / "run", episodes=0)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_damaged_request_is_rejected(tmp_path):
-    (tmp_path / "request.json").write_text("{")
-    with pytest.raises(SurefootError, match=r"request\.json: can't be read"), locked_folder(tmp_path, {}):
-        pass
 
 
 BREAKING = '''

@@ -108,14 +108,6 @@ def test_the_interval_of_the_signal_covers_zero_without_a_signal():
     assert hits >= 34
 
 
-def test_the_share_is_paired(samples):
-    """Rung 1 as a share of rung 0: far narrower than their intervals apart would allow."""
-    rows = samples.gradients[:1].repeat(2, 0) * [[[1.0]], [[0.5]]]
-    half = noise_of(rows)[1]
-    assert half.relative == pytest.approx(0.25)
-    assert half.relative_interval == pytest.approx((0.25, 0.25))
-
-
 def test_large_gradients_are_multiplied_in_parts(monkeypatch):
     gradients = np.random.default_rng(1).normal(size=(2, 5, 17)).astype(np.float32)
     whole = noise_of(gradients)
@@ -194,8 +186,3 @@ def test_an_agent_without_a_critic_is_rejected_for_rungs_that_need_one():
     with pytest.raises(SurefootError, match="REINFORCE has no critic"):
         sample_gradients(agent, RUNGS, batches=2, at_least=10, seed=1, task=corridor)
     assert sample_gradients(agent, RUNGS[:2], batches=2, at_least=10, seed=1, task=corridor).gradients.shape[0] == 2
-
-
-def test_one_batch_has_no_variance():
-    with pytest.raises(ValueError, match="at least 2"):
-        noise_of(np.zeros((1, 1, 3)))

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
@@ -22,7 +22,7 @@ def recipes(task="CartPole-v1", **changes):
     return [rung_recipe(task, rung, changes) for rung in range(len(LADDER))]
 
 
-@pytest.mark.parametrize("task", ["CartPole-v1", "HalfCheetah-v5", "Acrobot-v1"])
+@pytest.mark.parametrize("task", ["CartPole-v1", "HalfCheetah-v5"])
 def test_rungs_differ_in_one_switch_each_and_share_everything_else(task):
     climbed = recipes(task)
     turned = [list(switches_between(below.objective, here.objective)) for below, here in pairwise(climbed)]
@@ -35,13 +35,6 @@ def test_rungs_differ_in_one_switch_each_and_share_everything_else(task):
     assert (climbed[5].network, climbed[5].optimizer, climbed[5].rollout) == (tuned.network, tuned.optimizer, tuned.rollout)
 
 
-def test_a_rung_is_the_ladders_value_with_the_tasks_discount_and_reuse():
-    for rung, recipe in enumerate(recipes()):
-        reuse = Reuse(20, 1) if rung >= 4 else None
-        assert recipe.objective == replace(LADDER[rung], gamma=0.98, reuse=reuse)
-        assert recipe.algorithm == NAMES[rung]
-
-
 def test_rungs_without_a_critic_collect_whole_episodes_of_as_many_steps_as_a_batch_of_the_others():
     for recipe in recipes()[:2]:
         assert recipe.objective.needs_whole_episodes
@@ -52,6 +45,7 @@ def test_a_change_counts_from_the_rung_that_turns_the_switch():
     changes = {"objective": {"gae_lambda": 0.8, "reuse": {"epochs": 2}, "trust_region": {"clip": 0.1}, "gamma": 0.9}}
     changes["optimizer"] = {"learning_rate": 0.02, "critic_learning_rate": 0.01}
     climbed = recipes(**changes)
+    assert [r.algorithm for r in climbed] == list(NAMES)
     assert [r.objective.gae_lambda for r in climbed] == [1, 1, 1, 0.8, 0.8, 0.8]
     assert [r.objective.reuse for r in climbed] == [None] * 4 + [Reuse(2, 1)] * 2
     assert [r.objective.trust_region for r in climbed] == [None] * 5 + [Clip(0.1)]
@@ -65,8 +59,6 @@ def test_a_change_counts_from_the_rung_that_turns_the_switch():
     ("change", "part"),
     [
         ({"baseline": "mean"}, "objective.baseline='mean': differs between rungs 0, 1 and 2"),
-        ({"normalise_advantages": "batch"}, "would make the first two the same"),
-        ({"trust_region": {"clop": 1}}, "objective.trust_region.clop: this switch is off in REINFORCE"),
         ({"trust_region": "none"}, "rung=5: a change turns off what PPO_CLIP adds to PPO_UNCLIPPED"),
         ({"gae_lambda": 1.0}, "rung=3: a change turns off what A2C adds to ACTOR_CRITIC"),
     ],
@@ -75,11 +67,6 @@ def test_a_change_that_would_take_the_steps_away_is_rejected(change, part, tmp_p
     with pytest.raises(SurefootError, match=part.replace(".", r"\.")):
         run_ladder("CartPole-v1", {"objective": change}, 1, tmp_path / "ladder")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_rung_is_rejected(tmp_path):
-    with pytest.raises(SurefootError, match="rung=9: the ladder has rungs 0 to 5"):
-        run_ladder("CartPole-v1", {}, 1, tmp_path / "ladder", rungs=[9])
 
 
 def test_rungs_of_one_environment_have_one_worker():

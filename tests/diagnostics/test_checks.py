@@ -75,11 +75,7 @@ def test_a_reward_that_random_actions_never_get_is_a_warning() -> None:
     assert states(lambda: Task(pays=1.0))["reward"][0] == "ok"
     assert "hard to fit for a critic" in states(lambda: Task(pays=1e4))["reward"][1]
     assert states(lambda: Task(pays=float("nan")))["reward"][0] == "failed"
-
-
-def test_a_reward_beyond_float32_fails() -> None:
-    state, line = states(lambda: Task(pays=1e300))["reward"]
-    assert (state, "float32" in line) == ("failed", True)
+    assert states(lambda: Task(pays=1e300))["reward"][0] == "failed", "beyond float32"
 
 
 class Boxed(Task):
@@ -98,11 +94,9 @@ class Boxed(Task):
     [
         (100, 1000, True, "ok", "bounds 100 to 1,000, over which −1 … 1 of the policy is stretched"),
         (100, 1000, False, "warning", "bounds 100 to 1,000: an untrained policy draws 0 ± 1, of which 0% is within"),
-        (-1e-3, 1e-3, True, "ok", "stretched"),
         (-1e-3, 1e-3, False, "warning", "bounds -0.001 to 0.001"),
         (-50, 50, False, "warning", "a small part of that"),
         (-1, 1, True, "ok", "bounds -1 to 1, to which actions are clipped"),
-        (-2, 2, False, "ok", "clipped"),
         (-0.4, 0.4, False, "ok", "clipped"),
         (100, np.inf, True, "warning", "bounds 100 to inf"),
         (-np.inf, np.inf, True, "ok", "bounds -inf to inf"),
@@ -115,10 +109,6 @@ def test_bounds_far_from_the_initial_policy_are_a_warning_with_a_remedy(
     assert (findings.state, message in findings.what) == (state, True), findings.what
     if state == "warning":
         assert findings.fix == ("set normalise.actions = true" if high < np.inf else "scale actions to about ±1, by a wrapper")
-
-
-def test_choices_have_no_bounds_to_check() -> None:
-    assert "actions" not in states("CartPole-v1")
 
 
 class Sick(gymnasium.Env[Any, Any]):
@@ -183,9 +173,7 @@ class Forbidding(gymnasium.Env[Any, Any]):
 @pytest.mark.parametrize(
     ("action_space", "sizes", "start"),
     [
-        (spaces.Discrete(3), (3,), 0),
         (spaces.Discrete(3, start=-1), (3,), -1),
-        (spaces.MultiDiscrete([3, 2]), (3, 2), 0),
         (spaces.MultiDiscrete([[3, 2], [2, 4]], start=[[5, 5], [5, 5]]), (3, 2, 2, 4), 5),
         (spaces.MultiBinary(3), (2, 2, 2), 0),
     ],
@@ -339,18 +327,12 @@ PAIR = spaces.Box(-1, 1, (2,), np.float32)
 @pytest.mark.parametrize(
     ("space", "observation"),
     [
-        (PAIR, [0.0, 0.5]),
         (PAIR, [0, 1]),
-        (spaces.Box(-1, 1, (2, 2), np.float32), [[0.0, 0.5], [0.0, 0.5]]),
         (spaces.Dict(a=PAIR), {"a": [0.0, 1.0]}),
         (spaces.Tuple([PAIR, PAIR]), ([0.0, 1.0], [1.0, 0.0])),
         (spaces.MultiDiscrete([2, 3]), [0, 1]),
-        (spaces.MultiBinary(2), [0, 1]),
-        (PAIR, np.array([0.1, 0.5])),
         (PAIR, np.array([0, 1])),
-        (spaces.Dict(a=PAIR), {"a": np.array([0.1, 1.0])}),
         (spaces.Box(-1, 1, (), np.float32), np.float64(0.1)),
-        (spaces.MultiBinary(2), np.array([0, 1])),
     ],
     ids=repr,
 )
@@ -364,8 +346,8 @@ def test_numbers_of_other_types_pass_if_training_accepts_them(space: Any, observ
 
 @pytest.mark.parametrize(
     "observation",
-    [[0.0], [0.0, [1.0]], [0.0, "a"], np.zeros(3), np.array([0.0, np.inf])],
-    ids=["shape", "ragged", "text", "shape of an array", "not finite"],
+    [[0.0, [1.0]], np.zeros(3), np.array([0.0, np.inf])],
+    ids=["ragged", "shape", "not finite"],
 )
 def test_observations_that_do_not_fit_their_space_fail(observation: Any) -> None:
     found = states(lambda: Listed(PAIR, observation))

@@ -386,12 +386,6 @@ def test_curves_are_the_finite_values_of_metrics_that_may_begin_late_or_never() 
     assert len(curves["gold"]) == 0
 
 
-def test_curves_take_eight_bytes_per_present_metric() -> None:
-    curves = RunCurves({"steps": i, "kl": 0.1, "entropy": 1.0} for i in range(10_000))
-    kept = sum(len(column) * column.itemsize for column in (curves._steps, *curves._columns.values()))
-    assert kept == 10_000 * (8 + 2 * 8)
-
-
 def test_numbers_are_rounded_before_they_are_abbreviated() -> None:
     text = {999.4: "999", 999.7: "1,000", -999.7: "−1,000", 1234.5: "1,234", 0.00012: "0.00012", 123.45: "123"}
     assert {value: in_words(value) for value in text} == text
