@@ -171,6 +171,13 @@ def test_a_folder_is_for_one_command_at_a_time_and_not_for_other_files(tmp_path)
     assert [p.name for p in (tmp_path / "y").iterdir()] == ["letter.txt"]
 
 
+def test_what_a_killed_write_leaves_does_not_make_a_folder_someone_elses(tmp_path):
+    (tmp_path / ".request.json.123-4.tmp").write_text("{")
+    with locked_folder(tmp_path, {"a": 1}):
+        assert json.loads((tmp_path / "request.json").read_text()) == {"a": 1}
+    assert {path.name for path in tmp_path.iterdir()} <= {"request.json", ".lock"}
+
+
 def test_a_folder_of_something_else_keeps_its_temporary_files(tmp_path):
     for name in (".lock", "letter.txt", ".letter.tmp"):
         (tmp_path / name).touch()

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
@@ -33,6 +33,13 @@ def test_rungs_differ_in_one_switch_each_and_share_everything_else(task):
     assert all({**table, "rollout": None} == {**tables[5], "rollout": None} for table in tables)
     tuned = find_recipe(task)
     assert (climbed[5].network, climbed[5].optimizer, climbed[5].rollout) == (tuned.network, tuned.optimizer, tuned.rollout)
+
+
+def test_a_rung_is_the_ladders_value_with_the_tasks_discount_and_reuse():
+    for rung, recipe in enumerate(recipes()):
+        reuse = Reuse(20, 1) if rung >= 4 else None
+        assert recipe.objective == replace(LADDER[rung], gamma=0.98, reuse=reuse)
+        assert recipe.algorithm == NAMES[rung]
 
 
 def test_rungs_without_a_critic_collect_whole_episodes_of_as_many_steps_as_a_batch_of_the_others():

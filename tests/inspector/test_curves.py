@@ -84,7 +84,7 @@ def test_a_line_is_read_once_it_is_complete(columns: Columns) -> None:
     assert columns.columns["kl"][-1] == 0.5
 
 
-@pytest.mark.parametrize("steps", [None, "80", 8.5, True, [80]])
+@pytest.mark.parametrize("steps", ["80", True])
 def test_a_line_with_invalid_steps_is_skipped(columns: Columns, steps: Any) -> None:
     write(columns.path, [{"iteration": 8, "steps": steps, "kl": 1.0}])
     assert columns.read_on() == 7

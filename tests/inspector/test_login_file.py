@@ -131,7 +131,3 @@ def test_a_full_disk_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("surefoot.inspector.access.os.fdopen", full)
     assert LoginFile(tmp_path).write("http://127.0.0.1:1/enter?token=x") is None
     assert not list(tmp_path.iterdir())
-
-
-def test_no_uri_if_no_file_can_be_written(tmp_path: Path) -> None:
-    assert LoginFile(tmp_path / "nowhere").write("http://127.0.0.1:1/enter?token=x") is None

@@ -324,16 +324,6 @@ def test_the_profile_has_the_sections_of_the_file_with_bars_as_long_as_their_sha
     assert str(cart / "profile" / "learning.json.gz") in page.inner_text("#profile")
 
 
-def test_a_run_without_a_profile_names_the_command(page: Any, cart: Path, tmp_path: Path, inspector: Begin) -> None:
-    copy = tmp_path / "cart"
-    shutil.copytree(cart, copy)
-    shutil.rmtree(copy / "profile")
-    page.goto(inspector([copy]))
-    page.click("nav a[data-view=profile]")
-    page.wait_for_selector(".empty")
-    assert "surefoot train … --profile" in page.inner_text(".empty")
-
-
 def test_a_damaged_or_missing_profile_is_an_error_of_one_line(cart: Path, tmp_path: Path) -> None:
     copy = tmp_path / "cart"
     shutil.copytree(cart, copy)

@@ -36,10 +36,7 @@ HERE = f"http://127.0.0.1:{PORT}"
 PATHS = (
     "/",
     "/app.js",
-    "/style.css",
-    "/vendor/uPlot.esm.js",
     "/api/runs",
-    "/api/curves?runs=0&metrics=kl",
     "/api/runs/0/find/best",
 )
 
