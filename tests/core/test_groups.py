@@ -281,6 +281,16 @@ def test_a_kl_in_the_reward_is_part_of_the_return_that_is_compared() -> None:
     assert (gradient(policy, spread, RLOO) - gradient(policy, r, RLOO)).abs().max() > 1e-3
 
 
+def test_a_kl_in_the_loss_is_weighted_by_the_ratio_of_tokens_also_where_the_surrogate_has_that_of_responses() -> None:
+    policy, r = world(1)
+    parts = []
+    for ratio in ("token", "sequence"):
+        plain = replace(GRPO, ratio=ratio, reference_coefficient=0.0)  # type: ignore[arg-type]
+        with_kl = replace(plain, reference_coefficient=0.5, reference_estimator="ratio_k3")
+        parts.append(gradient(policy, r, with_kl) - gradient(policy, r, plain))
+    same(*parts)
+
+
 # ---- the ratio of whole responses ---------------------------------------------------------------------------------------
 
 SEQUENCE = replace(GSPO, trust_region=Clip(0.1))
