@@ -163,6 +163,7 @@ def test_mismatched_answers_are_truncated_to_max_length(folders: dict[str, Path]
     inputs, actions, _ = world.collector.rows.tensors([0, 1])
     lengths = inputs["mismatched_prompt_mask"].sum(-1) + inputs["mismatched_mask"].sum(-1)
     assert int(lengths[0]) == 14 == max(world.collector.rows.lengths)
+    assert inputs["mismatched"].shape == inputs["mismatched_mask"].shape
     assert actions.tolist() == [[0], [1]]
 
 
