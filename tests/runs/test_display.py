@@ -83,6 +83,16 @@ def test_lines_are_plain_and_few(capsys):
     assert "\x1b" not in "".join(out)
 
 
+def test_the_time_left_is_by_the_speed_since_this_process_began(monkeypatch, capsys):
+    """Of a resumed run too: 100 steps took 10 s, and 500 are left."""
+    now = iter([0.0, 0.0, 10.0, 10.0])
+    monkeypatch.setattr("surefoot.runs.display.time.monotonic", lambda: next(now))
+    lines = Lines("title", every=0)
+    for steps in (400, 500):
+        lines.show(LearnerState(total_steps=1000, steps=steps), {"reward": 0.5})
+    assert capsys.readouterr().out.splitlines()[-1].endswith("left 0:00:50")
+
+
 def test_no_plain_line_is_longer_than_120_columns(capsys):
     lines = Lines(f"title of {'many words ' * 30}\nand a second line")
     lines.message("  ! kl: " + "the policy moves far per batch " * 9)
