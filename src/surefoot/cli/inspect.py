@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -55,27 +56,40 @@ def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: in
 
 def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
     """Serve the inspector until Ctrl-C."""
+    require_server("the inspector")
+    from surefoot.inspector.server import serve
+
+    note = "it works once, and the button Invite there lets in another. Ctrl-C stops the inspector."
+    in_browser(lambda ready, entered: serve(runs, port, ready, entered), note, no_browser)
+
+
+def require_server(what: str) -> None:
+    """Raise SurefootError if the packages of the inspector's server are missing."""
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            raise missing_extra(package, "inspector", "the inspector")
+            raise missing_extra(package, "inspector", what)
+
+
+def in_browser(serve: Callable[[Callable[[str], None], Callable[[], None]], None], note: str, no_browser: bool) -> None:
+    """Serve pages until Ctrl-C, print their address, and open it on a machine with a desktop.
+
+    serve   called with two functions: one for the address when it can be opened, one for when a browser has used it
+    note    printed below the address
+    """
     from surefoot.inspector.access import LoginFile
-    from surefoot.inspector.server import serve
 
     login = LoginFile()
     if threading.current_thread() is threading.main_thread():
         login.delete_on_signal()
 
     def ready(address: str) -> None:
-        echo(
-            f"{address}\nopen it in a browser on this machine; it works once, and the button Invite there lets in another. "
-            "Ctrl-C stops the inspector."
-        )
+        echo(f"{address}\nopen it in a browser on this machine; {note}")
         if not no_browser and has_desktop() and (file := login.write(address)):
             webbrowser.open(file)
 
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            serve(runs, port, ready, login.delete)
+            serve(ready, login.delete)
     finally:
         login.delete()
 

@@ -192,13 +192,16 @@ def resume(
 @option(
     "--judge",
     metavar="TERM",
-    help="Judge of the pairs: module:function, file.py:function, or a reward model's folder or run. [default: reward.gold]",
+    help="Judge of the pairs: people, module:function, file.py:function, or a reward model's folder or run. "
+    "[default: reward.gold]",
 )
-@option("--pairs", type=IntRange(10, MAX_COUNT), default=512, help="Prompts per round, with two answers each.")
+@option("--pairs", type=IntRange(1, MAX_COUNT), default=512, help="Prompts per round, with two answers each.")
 @option(
     "--noise", type=FiniteFloat(min=0), default=0.0, help="Label noise: an answer wins with probability σ(difference / noise)."
 )
 @option("--new-only", is_flag=True, help="Train each reward model on the pairs of its own round only.")
+@option("--stop-at-chance", is_flag=True, help="Stop where the reward model predicts new labels no better than chance.")
+@option("--wait", is_flag=True, help="With --judge people: wait for the labels, and go on when they are there.")
 @option("--name", help="The folder is runs/NAME. [default: the recipe's name with -rounds]")
 @option("--run-dir", type=PATH, help="Folder of all rounds; with --name, the folder that contains it.")
 @rank_options
@@ -212,6 +215,7 @@ def rounds(
     run_dir: Path | None,
     quiet: bool,
     as_json: bool,
+    wait: bool,
     **options: Any,
 ) -> None:
     """Alternate between reward-model training and PPO.
@@ -243,13 +247,13 @@ def rounds(
         return Display() if as_json else display_for(current, run, quiet)
 
     folder = (run_dir or Path("runs")) / name if name else run_dir or Path("runs") / f"{recipe.stem}-rounds"
-    results = run_rounds(settings, folder, count, display, lambda line: echo(line, err=as_json))
+    results = run_rounds(settings, folder, count, display, lambda line: echo(line, err=as_json), wait)
     if rank() > 0:
         return
     if as_json:
         echo_json({"rounds": results})
     else:
-        echo(f"\n{rounds_table(results)}\nthe rounds are in {folder}")
+        echo(f"\n{rounds_table(results)}\nthe rounds are in {folder}" if results else f"the rounds are in {folder}")
 
 
 @click.command(name="list")

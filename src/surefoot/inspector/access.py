@@ -129,7 +129,7 @@ class Guard:
             None
             if logged_in
             else PlainTextResponse(
-                "use the address that surefoot inspect printed, once; or the button Invite in the browser that used it\n", 403
+                "use the address that the command printed, once; or the button Invite in the browser that used it\n", 403
             )
         )
 
@@ -143,7 +143,7 @@ class Guard:
         if not self.tokens.redeem(token):
             return PlainTextResponse(
                 "this address is wrong, too old or was already used; get another with the button Invite in the browser "
-                "that used it, or start surefoot inspect again\n",
+                "that used it, or start the command again\n",
                 403,
             )
         answer.set_cookie(self.cookie, self.secret, httponly=True, samesite="strict", path="/")

@@ -243,13 +243,25 @@ def serve(paths: list[Path], port: int, ready: Callable[[str], None], entered: C
     catalog = Catalog(paths) if any(path.is_dir() and not is_run(path) and any(path.iterdir()) for path in paths) else None
     folders = RunFolders([] if catalog else paths)
     traces = lazy_traces(folders)
+    threading.Thread(target=_prepare, args=(folders, catalog, traces), daemon=True).start()
+    listen(lambda at, token: application(folders, at, token, entered, traces, catalog), port, ready)
+
+
+def listen(make: Callable[[int, str], ASGIApp], port: int, ready: Callable[[str], None]) -> None:
+    """Serve an application on 127.0.0.1 until Ctrl-C.
+
+    make    makes it from the port and the first token
+    ready   called with the address when it can be opened
+
+    Raises SurefootError if the port is in use.
+    """
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise SurefootError(f"--port {port}: can't be opened ({error.strerror}); choose another, or 0 for any") from None
     port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
     config = uvicorn.Config(
-        application(folders, port, token, entered, traces, catalog),
+        make(port, token),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -258,7 +270,6 @@ def serve(paths: list[Path], port: int, ready: Callable[[str], None], entered: C
         timeout_keep_alive=KEPT_OPEN,
         server_header=False,
     )
-    threading.Thread(target=_prepare, args=(folders, catalog, traces), daemon=True).start()
     ready(f"http://127.0.0.1:{port}/enter?token={token}")
     with listening:
         uvicorn.Server(config).run(sockets=[listening])

@@ -1,15 +1,17 @@
 """Iterated RLHF: in each round, label pairs of the current policy, train the reward model again, and continue PPO.
 
 PPO moves the policy away from the data that the reward model was trained on, where its scores mean less. Fresh pairs of the
-policy's answers correct that. Each stage is an ordinary run, and each round is a folder: ``round-1/pairs.jsonl``, ``reward/``,
-``ppo/``, ``round.json``.
+policy's answers correct that. A person or a judge compares the two answers of each pair (``people.log``). Each stage is an
+ordinary run, and each round is a folder: ``round-1/queue.jsonl``, ``labels/``, ``closed.json``, ``pairs.jsonl``, ``reward/``,
+``ppo/``, ``round.json``. Every stage is a file, so a kill anywhere repeats at most one.
 
 Of several ranks the first labels pairs and evaluates; all train. All must be able to read the folder.
 """
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +28,15 @@ from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.rows import rows_text
 from surefoot.language.data.sources import Source, open_rows, read_rows
+from surefoot.language.data.tokens import columns_of
 from surefoot.language.language_model import errors_for, load_language_model, model_folder
-from surefoot.language.metrics import win_rate
 from surefoot.language.models.loading import context_length
-from surefoot.language.pairs import answer_text, pair_row, prefers_first, sample_pairs
+from surefoot.language.pairs import prefers_first, sample_pairs
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward
 from surefoot.language.rewards.terms import function_rewards, load_flag_reward
+from surefoot.people import agreement
+from surefoot.people.log import LABELS, QUEUE, Preference, Round, labelled, write_log
 from surefoot.ranks.collectives import on_first
 from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.base import Recipe
@@ -43,8 +47,12 @@ from surefoot.store.folder import CHANGE_NOTHING, RunFolder, folder_lock, match_
 from surefoot.store.manifest import check_listed, read_listed_table, write_listed
 from surefoot.store.reading import FINISHED
 
-HELD_OUT = 5
-"""one fresh pair in so many is held out in its round to evaluate the reward models; later rounds train on it"""
+PEOPLE = "people"
+"""the judge that waits for labels of people; a folder of this name is ./people"""
+POLL = 2.0
+"""seconds between two looks at the labels, with ``wait``"""
+PAIRS, AGREEMENT = "pairs.jsonl", "agreement.json"
+"""files of a round: the rows that its reward model trains on, and how well the labels agree"""
 CHANGES = ("reward", "gold", "kl", "length")
 """what is measured before and after a round"""
 DisplayFor = Callable[[Recipe, Path], Display]
@@ -56,10 +64,12 @@ class RoundsSettings:
     """The settings of every round.
 
     recipe     of PPO. Its one reward model is a run of kind "reward", whose recipe trains the later ones
-    judge      labels pairs: a function or a reward model, named as in ``--reward`` of best-of-n
+    judge      labels pairs: "people", or a function or a reward model, named as in ``--reward`` of best-of-n. A function that
+               takes ``first`` and ``second`` compares the two answers; any other scores each of them
     pairs      prompts per round, with two answers each
     noise      of the labels: an answer is chosen with probability σ(difference of the judge's scores / noise)
     new_only   train reward models only on the pairs of their own round
+    stop_at_chance   raise an error before training if the previous reward model may predict the new labels by chance
     """
 
     recipe: LanguageRecipe
@@ -67,6 +77,7 @@ class RoundsSettings:
     pairs: int = 512
     noise: float = 0.0
     new_only: bool = False
+    stop_at_chance: bool = False
 
     def __post_init__(self) -> None:
         if self.recipe.model == "pocket":
@@ -75,9 +86,11 @@ class RoundsSettings:
             raise SurefootError(
                 f"turns.environment={self.recipe.turns.environment!r}: rounds compare single answers; train this recipe alone"
             )
-        if self.pairs < 2 * HELD_OUT:
+        if self.pairs < 1:
+            raise SurefootError(f"pairs={self.pairs}: must be at least 1")
+        if self.judge == PEOPLE and self.noise:
             raise SurefootError(
-                f"pairs={self.pairs}: is too few, since one in {HELD_OUT} is held out; set at least {2 * HELD_OUT}"
+                f"noise={self.noise:g}: is for the scores of a judge; people make their own errors, so leave it out"
             )
         models = [term.model for term in self.recipe.reward.terms if term.model is not None]
         if len(models) != 1:
@@ -119,24 +132,43 @@ class RoundsSettings:
 
     def to_json(self) -> dict[str, Any]:
         """All settings."""
-        settings = {name: getattr(self, name) for name in ("judge", "pairs", "noise", "new_only")}
+        settings = {name: getattr(self, name) for name in ("judge", "pairs", "noise", "new_only", "stop_at_chance")}
         return {**settings, "recipe": self.recipe.table}
 
 
-def run_rounds(
-    settings: RoundsSettings, folder: Path, rounds: int, display_for: DisplayFor, log: Callable[[str], None] = print
-) -> list[dict[str, Any]]:
-    """Run rounds until there are ``rounds``; return the report of each. Finished rounds are kept, a stopped one goes on.
+class LabelsNeededError(Exception):
+    """The round goes on when people have labelled its pairs; the text says with which command."""
 
-    log   called with a line before sampling, which has no display
+
+def run_rounds(
+    settings: RoundsSettings,
+    folder: Path,
+    rounds: int,
+    display_for: DisplayFor,
+    log: Callable[[str], None] = print,
+    wait: bool = False,
+) -> list[dict[str, Any]]:
+    """Run rounds until there are ``rounds``, or people must label pairs; return the reports of those that are finished.
+
+    Finished rounds are kept, a stopped one goes on.
+
+    log    called with a line before sampling, which has no display, and when people must label pairs
+    wait   go on as soon as they have
 
     Raises SurefootError when the folder has rounds with other settings or is in use, and what training raises.
     """
     join_ranks()
     with ExitStack() as lock:
         on_first(lambda: _claim(settings, folder, lock))
+        reports: list[dict[str, Any]] = []
         try:
-            return [_round(settings, folder, number, display_for, log) for number in range(1, rounds + 1)]
+            for number in range(1, rounds + 1):
+                reports.append(_round(settings, folder, number, display_for, log, wait))
+            return reports
+        except LabelsNeededError as needed:
+            text = str(needed)
+            on_first(lambda: log(text))
+            return reports
         except Interrupted as stop:
             raise Interrupted(f"{str(stop).partition(';')[0]}; repeat the command to continue") from None
 
@@ -171,8 +203,7 @@ def reward_recipe(settings: RoundsSettings, here: Path, pairs: int) -> Recipe:
     before = sum(1 for _ in _rows_of(table))
     if isinstance(table.get("adapter"), dict):
         table["adapter"]["merge"] = True  # the next round starts from its whole model
-    pairs_of = {"train": str(here / "all_pairs.jsonl"), "held_out": str(here / "held_out_pairs.jsonl")}
-    table["data"] |= {**pairs_of, "columns": {}}  # their columns are renamed already
+    table["data"] |= {"train": str(here / PAIRS), "held_out": "none", "columns": {}}  # their columns are renamed already
     table["steps"] = max(1, round(table["steps"] * pairs / before))
     return make_recipe(table)
 
@@ -190,7 +221,7 @@ def reward_before(settings: RoundsSettings, folder: Path, number: int) -> Path:
 def _claim(settings: RoundsSettings, folder: Path, lock: ExitStack) -> None:
     """Lock the folder, and write the settings into it or compare them with those there."""
     file = folder / "rounds.json"
-    if not file.exists():
+    if not file.exists() and settings.judge != PEOPLE:
         _load_judge(settings)  # before the folder is made
     lock.enter_context(folder_lock(folder, file.name, remedy="choose another --name"))
     with writing(folder, "choose another --run-dir"):
@@ -199,19 +230,21 @@ def _claim(settings: RoundsSettings, folder: Path, lock: ExitStack) -> None:
 
 @as_found
 def _round(
-    settings: RoundsSettings, folder: Path, number: int, display_for: DisplayFor, log: Callable[[str], None]
+    settings: RoundsSettings, folder: Path, number: int, display_for: DisplayFor, log: Callable[[str], None], wait: bool
 ) -> dict[str, Any]:
     here = folder / f"round-{number}"
     done = on_first(lambda: _report(here / "round.json"))
     if done is not None:
         return done
     torch.set_num_threads(settings.recipe.threads)
-    pairs = on_first(lambda: _label(settings, folder, number, log))
+    pairs, needed = on_first(lambda: _labelled(settings, folder, number, log, wait))
+    if needed is not None:
+        raise LabelsNeededError(needed)
     _train(lambda: reward_recipe(settings, here, pairs), here / "reward", display_for)
     _train(lambda: ppo_recipe(settings, folder, number), here / "ppo", display_for)
 
     def finish() -> dict[str, Any]:
-        report = {"round": number, "folder": str(here), **_evaluate(settings, folder, number), "training_pairs": pairs}
+        report = {"round": number, "folder": str(here), **_evaluate(folder, number, settings.recipe), "training_pairs": pairs}
         write_listed(here / "round.json", json.dumps(report, indent=1))
         return report
 
@@ -224,8 +257,7 @@ def _report(file: Path) -> dict[str, Any] | None:
         return None
     remedy = "remove this file and repeat the command, which evaluates the round again"
     report = read_listed_table(file, remedy)
-    counts = ("round", "fresh_pairs", "accuracy_before", "accuracy")
-    wrong = [name for name in counts if not isinstance(report.get(name), (int, float))]
+    wrong = [name for name in ("round", "labels", "predicted") if not isinstance(report.get(name), (int, float, dict))]
     for name in CHANGES:
         of = report.get(name)
         if not isinstance(of, dict) or not all(
@@ -237,23 +269,68 @@ def _report(file: Path) -> dict[str, Any] | None:
     return report
 
 
-def _label(settings: RoundsSettings, folder: Path, number: int, log: Callable[[str], None]) -> int:
-    """Write the pairs of a round, unless they are there; the number of all that its reward model trains on."""
-    here = folder / f"round-{number}"
+def _labelled(
+    settings: RoundsSettings, folder: Path, number: int, log: Callable[[str], None], wait: bool
+) -> tuple[int, str | None]:
+    """Sample, label and close the pairs of a round, as far as that is not done.
+
+    Returns the number of pairs that its reward model trains on, and what people must do first.
+    """
+    here, at = folder / f"round-{number}", Round(folder / f"round-{number}")
     here.mkdir(exist_ok=True)
-    if not (here / "pairs.jsonl").is_file():  # written last of the three
-        log(
-            f"round {number}: {settings.pairs} pairs by {policy_before(settings, folder, number)}, labelled by {settings.judge}"
+    if not (here / QUEUE).is_file():
+        log(f"round {number}: {settings.pairs} pairs by {policy_before(settings, folder, number)}, for {settings.judge}")
+        write_listed(here / QUEUE, rows_text(_sampled(settings, folder, number)))
+    if not at.closed and settings.judge == PEOPLE:
+        if (needed := _wait_for_people(at, folder, log, wait)) is not None:
+            return 0, needed
+    elif not at.closed:
+        write_log(here / LABELS / "judge.jsonl", at.queue, _preferences(settings, at.queue.pairs, number))
+    if not at.closed:
+        at.close([Round(folder / f"round-{before}") for before in range(1, number)])
+    if not (here / PAIRS).is_file():
+        (fresh, copies), old = at.rows(settings.new_only), [] if settings.new_only else _first_pairs(settings)
+        _predict(settings, folder, number, at, log)
+        write_listed(here / PAIRS, rows_text([*(row for row in old for _ in range(copies)), *fresh]))
+    check_listed(here / PAIRS)
+    return len(read_rows(here / PAIRS)) // at.rows(settings.new_only)[1], None
+
+
+def _wait_for_people(at: Round, folder: Path, log: Callable[[str], None], wait: bool) -> str | None:
+    """What people must do before the round goes on; None when every pair has a label, or the round was closed."""
+    total, told = len(at.queue.pairs), False
+    while not at.closed and (done := len(labelled(at.labels))) < total:
+        text = (
+            f"{at.folder.name}: {done} of {total} pairs are labelled; label them with: surefoot label {folder}, then repeat "
+            "this command"
         )
-        fresh = _fresh_pairs(settings, folder, number, log)
-        held_out, new = fresh[::HELD_OUT], [row for index, row in enumerate(fresh) if index % HELD_OUT]
-        write_listed(here / "held_out_pairs.jsonl", rows_text(held_out))
-        everything = [*([] if settings.new_only else _old_pairs(settings, folder, number)), *new]
-        write_listed(here / "all_pairs.jsonl", rows_text(everything))
-        write_listed(here / "pairs.jsonl", rows_text(new))
-    for name in ("held_out_pairs.jsonl", "all_pairs.jsonl", "pairs.jsonl"):
-        check_listed(here / name)
-    return len(read_rows(here / "all_pairs.jsonl"))
+        if not wait:
+            return text
+        if not told:
+            log(text.rpartition(",")[0] + "; this command goes on when all are")
+            told = True
+        time.sleep(POLL)
+    return None
+
+
+def _predict(settings: RoundsSettings, folder: Path, number: int, at: Round, log: Callable[[str], None]) -> None:
+    """Write how often the previous reward model predicted the new labels, which it has not seen.
+
+    Raises SurefootError with ``stop_at_chance`` if that may be chance.
+    """
+    rewarding = ModelReward(reward_before(settings, folder, number), device=settings.recipe.device)
+    pairs = at.queue.pairs
+    first, second = (rewarding([pair["prompt"] for pair in pairs], [pair[side] for pair in pairs], {}).total for side in "ab")
+    margins = {str(key): float(margin) for key, margin in enumerate((first - second).tolist(), 1)}
+    labels = at.labels
+    report = {**agreement.of_people(at.queue, labels), "model": agreement.with_model(labels, margins)}
+    write_listed(at.folder / AGREEMENT, json.dumps(report, indent=1))
+    for finding in agreement.findings(report):
+        log(f"round {number}: {finding.line}")
+        if finding.name == "reward_model_at_chance" and settings.stop_at_chance:
+            raise SurefootError(
+                f"round {number}: {finding.what}; label more pairs under another --name, or go on without --stop-at-chance"
+            )
 
 
 def _train(recipe: Callable[[], Recipe], run: Path, display_for: DisplayFor) -> None:
@@ -289,8 +366,11 @@ def _load_judge(settings: RoundsSettings) -> Reward:
     )
 
 
-def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int, log: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Labelled pairs of the policy before the round, on prompts that no earlier round had, while there are such."""
+def _sampled(settings: RoundsSettings, folder: Path, number: int) -> list[dict[str, Any]]:
+    """Pairs of answers of the policy before the round, on prompts that no earlier round had, while there are such.
+
+    Raises SurefootError if the policy always gives the same answer twice.
+    """
     recipe, model = (
         settings.recipe,
         load_language_model(str(policy_before(settings, folder, number)), settings.recipe.trust_remote_code),
@@ -303,9 +383,6 @@ def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int, log: Calla
     for _ in range(number):
         chosen = order.next(settings.pairs)
     repeated = data.repeat_prompts(prompts, chosen)
-    judge = _load_judge(settings)
-    for function in function_rewards(judge):
-        function.check_rows(repeated.columns)
     both = sample_pairs(
         model,
         repeated.prompts,
@@ -315,22 +392,40 @@ def _fresh_pairs(settings: RoundsSettings, folder: Path, number: int, log: Calla
         stop=sampling.stop,
         special_tokens=recipe.reward.special_tokens,
     )
-    first, second = (judge(repeated.prompts, [pair[side] for pair in both], repeated.columns) for side in (1, 2))
-    draw = random.Random(derived_seed(recipe.seed, f"labels of round {number}"))
-    rows: list[dict[str, Any]] = []
-    scored = (first.valid & second.valid).tolist()
-    for pair, ours, theirs, valid in zip(both, first.total.tolist(), second.total.tolist(), scored, strict=True):
-        prefers = prefers_first(ours, theirs, settings.noise, draw)
-        if valid and prefers is not None and pair[1] != pair[2]:
-            rows.append(pair_row(*(pair if prefers else (pair[0], pair[2], pair[1]))))
-    if left_out := settings.pairs - len(rows):
-        log(f"round {number}: pairs left out: {left_out} (equal answers, equal scores, or an answer without a score)")
-    if len(rows) < 2 * HELD_OUT:
+    columns = [{name: values[row] for name, values in repeated.columns.items()} for row in range(len(both))]
+    rows = [
+        {**others, "prompt": prompt, "a": first, "b": second, **columns_of(prompt)}
+        for (prompt, first, second), others in zip(both, columns, strict=True)
+        if first != second
+    ]
+    if not rows:
         raise SurefootError(
-            f"round {number}: the judge prefers an answer in only {len(rows)} of {settings.pairs} pairs; begin under another "
-            "--name with more --pairs, with --noise, or with a higher sampling.temperature"
+            f"round {number}: the policy gives the same answer twice to each of {settings.pairs} prompts; begin under another "
+            "--name with more --pairs, or with a higher sampling.temperature"
         )
     return rows
+
+
+def _preferences(settings: RoundsSettings, pairs: list[dict[str, Any]], number: int) -> list[Preference | None]:
+    """What a judge prefers in each pair: by comparing both answers, or by the scores of each."""
+    judge = _load_judge(settings)
+    prompts = [pair["prompt"] for pair in pairs]
+    columns = {name: [pair.get(name) for pair in pairs] for name in pairs[0] if name not in ("prompt", "a", "b")}
+    for function in function_rewards(judge):
+        function.check_rows(columns)
+    first, second = (judge(prompts, [pair[side] for pair in pairs], columns) for side in "ab")
+    draw = random.Random(derived_seed(settings.recipe.seed, f"labels of round {number}"))
+    found: list[Preference | None] = []
+    scored = (first.valid & second.valid).tolist()
+    for ours, theirs, valid in zip(first.total.tolist(), second.total.tolist(), scored, strict=True):
+        prefers = prefers_first(ours, theirs, settings.noise, draw)
+        found.append(None if not valid else "equal" if prefers is None else "a" if prefers else "b")
+    if not {"a", "b"} & set(found):
+        raise SurefootError(
+            f"round {number}: the judge prefers an answer in none of {len(pairs)} pairs; begin under another --name with more "
+            "--pairs, with --noise, or with a higher sampling.temperature"
+        )
+    return found
 
 
 def _rows_of(table: Mapping[str, Any]) -> Source:
@@ -338,44 +433,30 @@ def _rows_of(table: Mapping[str, Any]) -> Source:
     return open_rows(table["data"]["train"], table["data"].get("columns"))
 
 
-def _old_pairs(settings: RoundsSettings, folder: Path, number: int) -> list[dict[str, Any]]:
-    """The pairs that earlier reward models were trained and evaluated on."""
-    if number == 1:
-        table = read_toml(settings.first_reward / "config.toml")
-        return [row.columns for row in _rows_of(table)]
-    before = folder / f"round-{number - 1}"
-    return [row.columns for name in ("all_pairs", "held_out_pairs") for row in read_rows(before / f"{name}.jsonl")]
+def _first_pairs(settings: RoundsSettings) -> list[dict[str, Any]]:
+    """The pairs that the first reward model was trained on."""
+    return [row.columns for row in _rows_of(read_toml(settings.first_reward / "config.toml"))]
 
 
-def _evaluate(settings: RoundsSettings, folder: Path, number: int) -> dict[str, Any]:
-    """The report of a round: both reward models on fresh pairs, and the policy before and after on held-out prompts."""
+def _evaluate(folder: Path, number: int, recipe: LanguageRecipe) -> dict[str, Any]:
+    """The report of a round: the labels, and the policy before and after on held-out prompts."""
     from surefoot.language.analysis.evaluate import evaluate_run
 
-    here, recipe = folder / f"round-{number}", settings.recipe
-    held_out = [row.columns for row in read_rows(here / "held_out_pairs.jsonl")]
-    models = {"accuracy_before": reward_before(settings, folder, number), "accuracy": here / "reward"}
-    accuracies = {name: accuracy(ModelReward(path, device=recipe.device), held_out) for name, path in models.items()}
+    here = folder / f"round-{number}"
     report = evaluate_run(here / "ppo", data=recipe.data.held_out or recipe.data.train)
     kept = {name: {when: report[when].get(name) for when in ("start", "trained")} for name in CHANGES}
-    fresh = len(read_rows(here / "pairs.jsonl")) + len(held_out)
-    return {"fresh_pairs": fresh, **accuracies, **kept, "win_rate_gold": report.get("win_rate_gold")}
-
-
-def accuracy(reward: Reward, pairs: Iterable[Mapping[str, Any]]) -> float:
-    """Share of pairs whose chosen answer has the higher score; a tie counts half."""
-    rows = list(pairs)
-    prompts = [row["prompt"] for row in rows]
-    ours, theirs = (reward(prompts, [answer_text(row[side]) for row in rows], {}).total for side in ("chosen", "rejected"))
-    return win_rate(ours, theirs)
+    judged = read_listed_table(here / AGREEMENT)
+    count = sum(person["labels"] for person in judged["people"].values())
+    predicted = {name: judged["model"][name] for name in ("share", "low", "high", "of")}
+    return {"labels": count, "predicted": predicted, **kept, "win_rate_gold": report.get("win_rate_gold")}
 
 
 def rounds_table(reports: list[dict[str, Any]]) -> str:
     """The rounds as a table, to print."""
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("round", lambda one: str(one["round"])),
-        ("pairs", lambda one: f"{one['fresh_pairs']}"),
-        ("last RM", lambda one: f"{one['accuracy_before']:.1%}"),
-        ("new RM", lambda one: f"{one['accuracy']:.1%}"),
+        ("labels", lambda one: f"{one['labels']}"),
+        ("predicted", lambda one: _predicted(one["predicted"])),
         ("proxy", lambda one: _change(one["reward"])),
         ("gold", lambda one: _change(one["gold"])),
         ("KL to the start", lambda one: _change(one["kl"])),
@@ -385,8 +466,8 @@ def rounds_table(reports: list[dict[str, Any]]) -> str:
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     notes = (
-        "pairs: new ones. last RM, new RM: how often the old and the new reward model order held-out new pairs as the judge",
-        "does. proxy: mean score by the round's reward model; scales differ between rounds",
+        "predicted: how often the reward model before the round preferred the chosen answer, of labels that it had not seen,",
+        "with its 95 % interval. proxy: mean score by the round's reward model; scales differ between rounds",
     )
     return "\n".join([*lines, *notes])
 
@@ -394,3 +475,7 @@ def rounds_table(reports: list[dict[str, Any]]) -> str:
 def _change(of: Mapping[str, float | None]) -> str:
     before, after = ("–" if of[when] is None else f"{of[when]:.2f}" for when in ("start", "trained"))
     return "–" if before == after == "–" else f"{before} → {after}"
+
+
+def _predicted(of: Mapping[str, Any]) -> str:
+    return "–" if of["share"] is None else f"{of['share']:.0%} ({of['low']:.0%} to {of['high']:.0%})"

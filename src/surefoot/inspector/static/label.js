@@ -1,0 +1,94 @@
+// Compare two answers, or two clips: one pair at a time, by key or by button. The next pair comes when the label is on the disk.
+import { getJson, post } from "./api.js";
+import { h, show, themeButton } from "./dom.js";
+
+const KEYS = { ArrowLeft: "left", 1: "left", ArrowRight: "right", 2: "right", ArrowDown: "equal", 0: "equal", s: "skip" };
+const WORDS = { left: "the left one", right: "the right one", equal: "equal", skip: "can't say" };
+const DEAF = 150; // milliseconds after drawing in which keys are ignored
+const page = document.getElementById("page");
+const theme = themeButton();
+let state = null, drawnAt = 0, busy = false, paused = false;
+
+function answer(side, what) {
+  const inside = what.video
+    ? h("video", { src: what.video, loop: true, playsinline: true, preload: "auto" })
+    : h("span", { class: "said" }, what.text || "(no text)");
+  if (what.video) inside.muted = true;
+  const key = side === "left" ? "← or 1" : "→ or 2";
+  return h("button", { type: "button", id: side, class: "answer", "aria-pressed": String(state.pair.chosen === side),
+    "aria-label": `Choose the ${side} answer: ${what.text ?? "a clip"}`, onclick: () => choose(side) },
+  h("span", { class: "key" }, key), inside);
+}
+
+const button = (id, title, act) => h("button", { type: "button", id, onclick: act }, title);
+
+function left() {
+  const seconds = (state.total - state.done) * state.seconds;
+  return !state.done ? "" : seconds < 90 ? ", about a minute left" : `, about ${Math.round(seconds / 60)} minutes left`;
+}
+
+function draw(next) {
+  state = next;
+  const enough = state.complete ? h("p", { id: "after" }, state.after) : null;
+  const top = [
+    h("header", {}, h("h1", {}, state.pair ? state.question : "Thank you: these were all pairs"), theme),
+    h("p", { class: "hint", id: "progress", role: "status" }, `${state.done} of ${state.total}${state.pair ? left() : ""}`),
+    h("progress", { max: state.total, value: state.done, "aria-hidden": "true" }), enough,
+  ];
+  const undoing = button("undo", "Undo (Backspace)", undo);
+  const middle = !state.pair ? [h("div", { class: "choices" }, undoing)]
+    : paused ? [h("p", {}, "Paused."), h("div", { class: "choices" }, button("pause", "Go on (P)", pause))]
+      : [h("p", { class: "prompt", id: "prompt" }, state.pair.prompt),
+        h("div", { class: "answers" }, answer("left", state.pair.left), answer("right", state.pair.right)),
+        h("div", { class: "choices" }, button("equal", "Equal (↓)", () => choose("equal")), button("skip", "Can't say (S)", () => choose("skip")),
+          undoing, button("pause", "Pause (P)", pause))];
+  show(page, top, middle, h("p", { class: "error", id: "error", role: "alert" }), last());
+  for (const source of state.next) fetch(source, { method: "HEAD" }).catch(() => {}); // the server makes these clips now
+  drawnAt = performance.now();
+  together([...document.querySelectorAll("video")]);
+}
+
+function last() {
+  if (!state.last.length) return null;
+  const row = (one) => h("li", {}, h("button", { type: "button", onclick: () => again(one.key) }, h("span", {}, one.about), h("b", {}, WORDS[one.choice])));
+  return h("details", { id: "last" }, h("summary", {}, "Change one of the last labels"), h("ol", { class: "last" }, state.last.map(row)));
+}
+
+async function together(videos) {
+  await Promise.all(videos.map((video) => new Promise((ready) => (video.readyState > 2 ? ready() : video.addEventListener("canplay", ready, { once: true })))));
+  for (const video of videos) { video.currentTime = 0; video.play().catch(() => {}); }
+}
+
+async function send(request) {
+  if (busy) return;
+  busy = true;
+  try {
+    draw(await request());
+  } catch (error) {
+    show(document.getElementById("error") ?? page, `${error.message}. Nothing that was saved is lost; try again.`);
+  }
+  busy = false;
+}
+
+const choose = (choice) => {
+  const now = performance.now();
+  if (!state?.pair || paused || now - drawnAt < DEAF) return;
+  send(() => post("api/label", { key: state.pair.key, choice, ms: Math.round(now - drawnAt), row: state.row }));
+};
+const undo = () => state && send(() => post("api/undo", { row: state.row }));
+const again = (key) => send(() => getJson(`api/pair?key=${encodeURIComponent(key)}`));
+
+function pause() {
+  paused = !paused;
+  draw(state);
+}
+
+addEventListener("keydown", (event) => {
+  if (event.repeat || event.ctrlKey || event.metaKey || event.altKey) return;
+  const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+  const choice = KEYS[key];
+  if (choice && !paused) { event.preventDefault(); choose(choice); }
+  else if (key === "Backspace") { event.preventDefault(); undo(); }
+  else if (key === "p") { event.preventDefault(); pause(); }
+});
+send(() => getJson("api/pair"));

@@ -1,0 +1,253 @@
+"""Labels of people: none is lost or trained twice, and what a page shows depends on the queue and the person alone."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surefoot.errors import SurefootError
+from surefoot.people.log import (
+    AGAIN,
+    APART,
+    CHOICES,
+    LABELS,
+    QUEUE,
+    LabelLog,
+    Queue,
+    Round,
+    copies_of,
+    labelled,
+    labels_of_all,
+    pair_rows,
+    write_log,
+)
+from surefoot.store.manifest import write_listed
+
+
+def text_of(count: int) -> str:
+    pairs = ({"prompt": f"p{n}", "a": f"a{n}", "b": f"b{n}", "topic": n} for n in range(1, count + 1))
+    return "".join(json.dumps(pair) + "\n" for pair in pairs)
+
+
+def queue_of(count: int, folder: Path = Path("nowhere")) -> Queue:
+    return Queue(folder / QUEUE, text_of(count).encode())
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Round:
+    """A round of twelve pairs."""
+    folder = tmp_path / "round-1"
+    folder.mkdir()
+    write_listed(folder / QUEUE, text_of(12))
+    return Round(folder)
+
+
+OPENED: list[LabelLog] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+def log_of(here: Round, who: str) -> LabelLog:
+    OPENED.append(LabelLog(here.folder / LABELS / f"{who}.jsonl", here.queue, who))
+    return OPENED[-1]
+
+
+def prefer(log: LabelLog, key: str, better: str) -> None:
+    """Choose the side on which the page shows an answer."""
+    log.choose(key, "left" if log.queue.b_is_left(key, log.who) == (better == "b") else "right", 900)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 200), st.sampled_from(["ann", "bo"]))
+def test_everybody_is_asked_every_pair_once_and_a_tenth_again_later_with_the_sides_swapped(count: int, who: str) -> None:
+    queue = queue_of(count)
+    order = queue.order(who)
+    assert order == queue_of(count).order(who), "a page that is loaded again asks the same"
+    once, again = [key for key in order if AGAIN not in key], [key for key in order if AGAIN in key]
+    assert sorted(map(int, once)) == list(range(1, count + 1))
+    assert len(set(again)) == len(again) == min(max(1, count // 2), round(count / 10))
+    for key in again:
+        first = key.removesuffix(AGAIN)
+        assert once.index(first) < max(1, count // 2), "from the first half"
+        assert order.index(key) - order.index(first) > min(APART, len(order) - 1 - order.index(first) - 1)
+        assert queue.b_is_left(key, who) != queue.b_is_left(first, who)
+
+
+def test_sides_and_order_are_random_for_each_person_and_everybody_begins_with_the_same_pairs() -> None:
+    queue = queue_of(200)
+    sides = {who: [queue.b_is_left(str(n), who) for n in range(1, 201)] for who in ("ann", "bo")}
+    assert all(70 < sum(of) < 130 for of in sides.values())
+    assert 60 < sum(x != y for x, y in zip(*sides.values(), strict=True)) < 140
+    first = {who: [key for key in queue.order(who) if AGAIN not in key][:40] for who in sides}
+    assert first["ann"] != first["bo"]
+    assert set(first["ann"]) == set(first["bo"]) == queue.common()
+
+
+def test_a_label_means_the_answer_that_was_on_its_side(here: Round) -> None:
+    log = log_of(here, "ann")
+    for number in range(1, 13):
+        prefer(log, str(number), "a" if number % 3 else "b")
+    assert [label.preference for label in here.labels] == ["a" if n % 3 else "b" for n in range(1, 13)]
+    rows = pair_rows(here.queue, here.labels, 1)
+    assert rows[0] == {"prompt": "p1", "topic": 1, "chosen": "a1", "rejected": "b1"}
+    assert rows[2] == {"prompt": "p3", "topic": 3, "chosen": "b3", "rejected": "a3"}
+
+
+def test_equal_labels_have_the_weight_of_others_and_repeats_and_skipped_pairs_none(here: Round) -> None:
+    log = log_of(here, "ann")
+    prefer(log, "1", "a")
+    log.choose("2", "equal", 5)
+    log.choose("3", "skip", 5)
+    prefer(log, "1" + AGAIN, "b")
+    rows = pair_rows(here.queue, here.labels, copies_of(here.labels))
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [("a1", "b1"), ("a1", "b1"), ("a2", "b2"), ("b2", "a2")]
+    assert labelled(here.labels) == {"1", "2", "3"}
+
+
+def test_undo_takes_back_the_last_label_and_a_changed_one_replaces_the_first(here: Round) -> None:
+    log = log_of(here, "ann")
+    log.undo()
+    prefer(log, "1", "a")
+    prefer(log, "2", "a")
+    prefer(log, "1", "b")
+    assert {label.key: label.preference for label in here.labels} == {"2": "a", "1": "b"}
+    log.undo()
+    assert [label.key for label in here.labels] == ["2"]
+    log.close()
+    assert list(log_of(here, "ann").labels) == ["2"]
+
+
+def test_answers_to_messages_are_messages() -> None:
+    pair = {"prompt": [{"role": "user", "content": "hi"}], "a": "one", "b": "two"}
+    queue = Queue(Path(QUEUE), json.dumps(pair).encode())
+    [row] = pair_rows(queue, [next(iter(_standing(queue, "left")))], 1)
+    assert {len(row[side]) for side in ("chosen", "rejected")} == {1}
+    assert {row[side][0]["content"] for side in ("chosen", "rejected")} == {"one", "two"}
+
+
+def _standing(queue: Queue, choice: str) -> list[Any]:
+    from surefoot.people.log import standing
+
+    return list(standing([{"key": "1", "choice": choice, "b_left": False}], "x").values())
+
+
+# ---- closing ------------------------------------------------------------------------------------------------------------
+
+
+def test_later_labels_belong_to_the_next_round(here: Round) -> None:
+    log = log_of(here, "ann")
+    prefer(log, "1", "a")
+    here.close()
+    assert [row["chosen"] for row in here.rows()[0]] == ["a1"]
+    prefer(log, "2", "b")
+    assert [row["chosen"] for row in here.rows()[0]] == ["a1"], "training depends on closed.json alone"
+    following = Round(here.folder.with_name("round-2"))
+    following.folder.mkdir()
+    write_listed(following.folder / QUEUE, text_of(3))
+    other = log_of(following, "bo")
+    prefer(other, "3", "a")
+    following.close([here])
+    assert [row["chosen"] for row in following.rows()[0]] == ["a1", "b2", "a3"]
+    assert [row["chosen"] for row in following.rows(only_own=True)[0]] == ["a3"]
+
+
+def test_a_judge_fills_the_log_of_people(here: Round) -> None:
+    write_log(here.folder / LABELS / "judge.jsonl", here.queue, ["a", "b", "equal", None])
+    assert [label.preference for label in here.labels] == ["a", "b", "equal", None]
+    assert list(log_of(here, "judge").labels) == ["1", "2", "3", "4"], "and reads it as one of theirs"
+
+
+def test_what_is_wrong_with_labels_is_one_line(here: Round) -> None:
+    with pytest.raises(SurefootError, match="has no labels to train on; label pairs first"):
+        here.close()
+    log = log_of(here, "ann")
+    prefer(log, "1", "a")
+    with pytest.raises(SurefootError, match=r"ann.jsonl: in use by another page"):
+        log_of(here, "ann")
+    for key, choice, what in (("1", "up", "choice='up'"), ("13", "left", "key='13': is no pair"), ("x", "left", "key='x'")):
+        with pytest.raises(SurefootError, match=what):
+            log.choose(key, choice, 1)
+    log.close()
+    for name in ("a/b", "..", ".ann", "a\nb", ""):
+        with pytest.raises(SurefootError, match=r"^who="):
+            log_of(here, name)
+    here.close()
+    file = here.folder / LABELS / "ann.jsonl"
+    text = file.read_text()
+    for damaged, what in (
+        (text.replace('"left"', '"right"').replace('"right"', '"left"', 1), "is not what the training of round-1 read"),
+        ("", "is not what the training of round-1 read"),
+    ):
+        file.write_text(damaged if damaged != text else text.replace("900", "901"))
+        with pytest.raises(SurefootError, match=what):
+            here.rows()
+    for damaged, what in (
+        (text.replace("queue", "cue"), "has labels of another queue"),
+        (text.replace('"ann"', '"bo"'), "has the labels of 'bo'"),
+        (text + "{\n", r"ann.jsonl:3: is damaged"),
+        (text + json.dumps({"key": "99", "choice": "left", "b_left": True}) + "\n", "key='99'"),
+    ):
+        file.write_text(damaged)
+        with pytest.raises(SurefootError, match=what):
+            log_of(here, "ann")
+    (here.folder / QUEUE).write_text(text_of(12).replace("a1", "a9"))
+    with pytest.raises(SurefootError, match=r"queue.jsonl: does not match its SHA-256"):
+        Round(here.folder).queue  # noqa: B018
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "x", "a": "y"}', '{"prompt": "x", "video_a": "y.mp4", "video_b": 3}'])
+def test_a_line_that_is_no_pair_is_named(line: str) -> None:
+    with pytest.raises(SurefootError, match=r"queue.jsonl:13: "):
+        Queue(Path(QUEUE), (text_of(12) + line).encode())
+
+
+# ---- kills --------------------------------------------------------------------------------------------------------------
+
+LABELLER = """
+import sys
+from pathlib import Path
+from surefoot.people.log import LabelLog, Queue
+
+folder = Path(sys.argv[1])
+log = LabelLog(folder / "labels" / "ann.jsonl", Queue(folder / "queue.jsonl"), "ann")
+while True:
+    for key in log.queue.order("ann"):
+        log.choose(key, "left", len(log.rows))
+        print(len(log.rows), flush=True)
+"""
+
+
+def test_no_acknowledged_label_is_lost_by_kills(here: Round) -> None:
+    said, draw = 0, random.Random(1)
+    for _ in range(5):
+        words = [sys.executable, "-c", LABELLER, str(here.folder)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert int(process.stdout.readline()) > said
+            time.sleep(draw.random() / 20)
+            os.kill(process.pid, signal.SIGKILL)
+            rest = process.stdout.read().splitlines(keepends=True)
+        said = max([said + 1, *(int(line) for line in rest if line.endswith("\n"))])
+        file = here.folder / LABELS / "ann.jsonl"
+        file.write_bytes(file.read_bytes() + b'{"key": "1", "cho')  # a line that was being written
+        log = log_of(here, "ann")
+        assert [row["ms"] for row in log.rows] == list(range(len(log.rows)))
+        assert len(log.rows) >= said
+        said = len(log.rows)
+        log.close()
+    assert {label.choice for label in labels_of_all(here.queue, here.folder / LABELS)} <= set(CHOICES)
