@@ -22,10 +22,11 @@ from surefoot.files import read_toml
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
 from surefoot.language.pairs import prefers_first
+from surefoot.people.log import LabelLog, Round
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs.display import Display
-from surefoot.runs.rounds import RoundsSettings, accuracy, policy_before, ppo_recipe, reward_before, rounds_table, run_rounds
+from surefoot.runs.rounds import RoundsSettings, policy_before, ppo_recipe, reward_before, rounds_table, run_rounds
 from surefoot.store.folder import RunFolder
 from surefoot.store.manifest import write_listed
 from surefoot.store.metrics import read_metrics
@@ -118,15 +119,15 @@ def test_rounds_continue_each_other_and_an_interrupted_round_resumes_exactly(sta
         "round 2 continues the last policy; KL is measured from the first one"
     )
     assert report[1]["gold"]["start"] == report[0]["gold"]["trained"]
-    scored = [sum(map(ord, row[side])) for side in ("chosen", "rejected") for row in lines(second / "pairs.jsonl")]
-    half = len(scored) // 2
-    assert all(ours > theirs for ours, theirs in zip(scored[:half], scored[half:], strict=True)), "labelled by the judge"
-    old, new = lines(first / "all_pairs.jsonl"), lines(second / "all_pairs.jsonl")
-    assert old == lines(start / "pairs.jsonl") + lines(first / "pairs.jsonl")
-    assert new == old + lines(first / "held_out_pairs.jsonl") + lines(second / "pairs.jsonl")
-    question = [
-        {row["prompt"] for name in ("pairs", "held_out_pairs") for row in lines(at / f"{name}.jsonl")} for at in (first, second)
-    ]
+    old, new = lines(first / "pairs.jsonl"), lines(second / "pairs.jsonl")
+    assert old[:6] == lines(start / "pairs.jsonl")
+    assert new[: len(old)] == old
+    for row in new[6:]:
+        assert sum(map(ord, row["chosen"])) > sum(map(ord, row["rejected"])), "labelled by the judge"
+    assert (
+        [len(old) - 6, len(new) - len(old)] == [one["labels"] for one in report] == [one["predicted"]["of"] for one in report]
+    )
+    question = [{row["prompt"] for row in lines(at / "queue.jsonl")} for at in (first, second)]
     assert not question[0] & question[1], "prompts are not reused while unused ones remain"
     assert read_toml(second / "reward" / "config.toml")["steps"] == len(new), "one pass, as for the first reward model"
 
@@ -180,7 +181,7 @@ def test_rounds_on_two_ranks_match_one_process_resume_and_report_errors(start: P
     plan = replace(plan, judge=f"{start}/judge.py:bored")
     for rank, message in enumerate(on_ranks(2, body(start / "bored", 1), start / "errors")):
         assert message.startswith("SurefootError: " if rank == 0 else "SurefootError: rank 0: ")
-        assert "the judge prefers an answer in only 0 of 20 pairs" in message
+        assert "the judge prefers an answer in none of 20 pairs" in message
 
 
 def test_round_ppo_uses_last_policy_new_reward_model_and_first_reference(start: Path) -> None:
@@ -258,7 +259,7 @@ def test_rounds_are_for_one_command_at_a_time(start: Path) -> None:
     assert not (start / "rounds" / "round-1").exists()
 
 
-@pytest.mark.parametrize("text", ['{"round": 1, "fresh_pairs": "x"}', "[]"])
+@pytest.mark.parametrize("text", ['{"round": 1, "labels": "x"}', "[]"])
 def test_a_damaged_report_of_a_round_is_one_line(text: str, start: Path) -> None:
     plan = RoundsSettings(recipe_of(start), f"{start}/judge.py:judge", pairs=10)
     (start / "rounds" / "round-1").mkdir(parents=True)
@@ -276,15 +277,32 @@ def test_preferences_are_exact_without_noise_and_bradley_terry_with_noise() -> N
     assert share == pytest.approx(0.8808, abs=0.02), "σ(2)"
 
 
-def test_accuracy_is_the_share_of_correctly_ranked_pairs() -> None:
-    from surefoot.language.rewards.scores import Scores
-
-    def length(prompts: Any, responses: Any, columns: Any) -> Scores:
-        total = torch.tensor([float(len(text)) for text in responses])
-        return Scores(total, {}, torch.ones(len(total), dtype=torch.bool))
-
-    rows = [{"prompt": "p", "chosen": a, "rejected": b} for a, b in (("xx", "x"), ("x", "xx"), ("x", "y"), ("xxx", "x"))]
-    assert accuracy(length, rows) == 2.5 / 4
+def test_with_people_as_judge_a_command_samples_waits_for_labels_and_goes_on_from_them(start: Path, command: Command) -> None:
+    words = ("rounds", "ppo.toml", "--rounds", "1", "--pairs", "12", "--judge", "people", "--name", "r", "--quiet")
+    here = start / "runs" / "r" / "round-1"
+    code, out, err = command(*words)
+    assert (code, err) == (0, "")
+    assert "label them with: surefoot label runs/r, then repeat this command" in out
+    queue = (here / "queue.jsonl").read_bytes()
+    assert command(*words)[0] == 0
+    assert (here / "queue.jsonl").read_bytes() == queue, "sampled once"
+    at = Round(here)
+    with closing(LabelLog(here / "labels" / "ann.jsonl", at.queue, "ann")) as log:
+        for key in at.queue.order("ann"):
+            log.choose(key, "equal" if key == "2" else "left", 800)
+    code, out, err = command(*words)
+    assert code == 0, err
+    assert "warning: ann chose the left answer in" not in out, "12 labels prove nothing yet"
+    rows, labels = lines(here / "pairs.jsonl"), len(at.queue.pairs)
+    assert len(rows) == 2 * (6 + labels), "an equal pair has both orders, each with half the weight of another label"
+    assert read_toml(here / "reward" / "config.toml")["steps"] == 6 + labels
+    assert json.loads((here / "agreement.json").read_text())["model"]["of"] == labels - 1
+    for bad, what in (
+        (("--noise", "1"), "noise=1: is for the scores of a judge"),
+        (("--stop-at-chance",), "stop_at_chance: False -> True"),
+    ):
+        code, _, err = command(*words, *bad)
+        assert (code, err.count("\n"), what in err) == (2, 1, True), err
 
 
 def test_recipes_that_rounds_cannot_refresh_are_rejected(start: Path) -> None:
@@ -306,7 +324,7 @@ def test_invalid_commands_print_a_one_line_error(start: Path, command: Command) 
         (("nobody.toml",), "--judge: nothing labels the pairs"),
         (("reward/config.toml",), "is of kind 'reward'"),
         (("sft",), "name a .toml"),
-        (("ppo.toml", "--name", "b", "--pairs", "20", "--judge", "judge.py:bored"), "prefers an answer in only 0 of 20 pairs"),
+        (("ppo.toml", "--name", "b", "--pairs", "20", "--judge", "judge.py:bored"), "prefers an answer in none of 20 pairs"),
         (("ppo.toml", "--name", "c", "--judge", "nowhere.py:judge"), "nowhere.py"),
     )
     for words, message in cases:

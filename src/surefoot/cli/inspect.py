@@ -1,7 +1,9 @@
-"""Open the inspector in a browser, or write the clip table."""
+"""Pages in the browser: the inspector, the clip table, and the comparison of answers by a person."""
 
 import contextlib
+import getpass
 import importlib.util
+import json
 import os
 import sys
 import threading
@@ -12,10 +14,13 @@ from pathlib import Path
 import click
 
 from surefoot.cli.options import PATH, RUN, IntRange, option
-from surefoot.cli.output import echo
+from surefoot.cli.output import echo, echo_json
 from surefoot.errors import SurefootError, missing_extra
-from surefoot.files import RUNS
+from surefoot.files import RUNS, write_text, writing
+from surefoot.people.log import CLOSED, LABELS, QUEUE, Queue, Round, check_person, labels_of_all, pair_rows
 from surefoot.terminal import is_terminal
+
+QUESTION = "Which answer is better?"
 
 
 @click.command()
@@ -42,7 +47,6 @@ def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: in
             )
         show_runs(list(runs) or [RUNS], port, no_browser)
         return
-    from surefoot.files import write_text, writing
     from surefoot.inspector.clip_table import clip_table_of_runs
 
     path = out or Path("clip-table.html")
@@ -98,3 +102,122 @@ def has_desktop() -> bool:
     """Whether stdout is a terminal on a machine with a desktop."""
     desktop = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     return is_terminal(sys.stdout) and bool(desktop)
+
+
+# ---- labels of people ----
+
+
+@click.command()
+@click.argument("what", type=PATH, metavar="RUN|FILE")
+@click.option("--who", help="Name of the person, also that of the file of labels. [default: your login]")
+@click.option("--question", default=QUESTION, show_default=True, help="What the page asks.")
+@click.option("--report", is_flag=True, help="Print how well the labels agree; open no page.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--export", type=PATH, metavar="FILE", help="Write the labels as rows of prompt, chosen and rejected.")
+@click.option("--close", is_flag=True, help="Let the round train on the labels that there are, before all pairs have one.")
+@click.option("--port", type=IntRange(0, 65535), default=0, help="Port of the page. [default: any free port]")
+@click.option("--no-browser", is_flag=True, help="Print the address; open no browser.")
+def label(
+    what: Path,
+    who: str | None,
+    question: str,
+    report: bool,
+    as_json: bool,
+    export: Path | None,
+    close: bool,
+    port: int,
+    no_browser: bool,
+) -> None:
+    """Compare pairs of answers, or of clips, on a page in the browser.
+
+    RUN is a folder of "surefoot rounds --judge people"; FILE has a line of JSON for each pair: prompt, a and b, or video_a and
+    video_b. Each label is on the disk before the next pair is shown. Ctrl-C stops the page; repeat the command to go on.
+    """
+    queue, labels, here = place_of(what)
+    if report or as_json or export is not None or close:
+        if report or as_json:
+            _report(queue, labels, as_json)
+        if export is not None:
+            _export(queue, labels, export)
+        if close:
+            _close(what, here)
+        return
+    who = who or getpass.getuser()
+    check_person(who)
+    require_server("the page")
+    from surefoot.inspector.labelling import serve_labels
+
+    after = (
+        "Every pair has a label. You may go on, or stop with Ctrl-C in the terminal and repeat surefoot rounds, which trains."
+        if here is not None
+        else f"Every pair has a label. surefoot label {what} --export rows.jsonl writes them as rows."
+    )
+    if here is not None and here.closed:
+        after = f"The training of {here.folder.name} has begun; labels from now on belong to the next round."
+    in_browser(
+        lambda ready, entered: serve_labels(queue, labels, who, question, after, port, ready, entered),
+        f"it works once. {who} labels the pairs of {queue.path} in {labels}. Ctrl-C stops the page.",
+        no_browser,
+    )
+
+
+def place_of(what: Path) -> tuple[Queue, Path, Round | None]:
+    """The pairs, the folder of the logs, and the round of a run, or a file.
+
+    Raises SurefootError for anything else, and for a run whose next pairs are not sampled yet.
+    """
+    if what.is_dir():
+        rounds = rounds_of(what)
+        if not rounds:
+            raise SurefootError(
+                f"{what}: has no pairs to label; sample them with: surefoot rounds RECIPE --judge people --name {what.name}"
+            )
+        return rounds[-1].queue, rounds[-1].folder / LABELS, rounds[-1]
+    if not what.exists():
+        raise SurefootError(f"{what}: no such file or folder; name a folder of rounds, or a file of pairs")
+    return Queue(what), what.with_name(f"{what.stem}-{LABELS}"), None
+
+
+def rounds_of(folder: Path) -> list[Round]:
+    """The rounds of a folder that have a queue, in order."""
+    if (folder / QUEUE).is_file():
+        return [Round(folder)]
+    found = [path.parent for path in folder.glob(f"round-*/{QUEUE}") if path.parent.name.removeprefix("round-").isdecimal()]
+    return [Round(path) for path in sorted(found, key=lambda path: int(path.name.removeprefix("round-")))]
+
+
+def _report(queue: Queue, labels: Path, as_json: bool) -> None:
+    from surefoot.people import agreement
+
+    report = agreement.of_people(queue, labels_of_all(queue, labels))
+    if as_json:
+        echo_json(report)
+        return
+    for line in agreement.lines(report) or [f"{labels}: has no labels yet"]:
+        echo(line)
+
+
+def _export(queue: Queue, labels: Path, file: Path) -> None:
+    """Write the labels as rows; a pair that somebody found equal has no chosen answer, and TRL has no row for it."""
+    if "video_a" in queue.pairs[0]:
+        raise SurefootError(f"--export {file}: clips have no rows of text; read {labels}")
+    given = labels_of_all(queue, labels)
+    decided = [label for label in given if label.preference in ("a", "b")]
+    rows = pair_rows(queue, decided, 1)
+    if not rows:
+        raise SurefootError(f"--export {file}: {labels} has no labels; label pairs first")
+    with writing(file, "choose another --export"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+    left_out = sum(not label.repeat for label in given) - len(rows)
+    echo(f"{file}: {len(rows)} rows{f'; {left_out} labels are left out (equal, or skipped)' if left_out else ''}")
+
+
+def _close(what: Path, here: Round | None) -> None:
+    if here is None:
+        raise SurefootError(f"--close: is for a folder of rounds, and {what} is a file; use --export FILE")
+    if here.closed:
+        raise SurefootError(f"--close: {here.folder / CLOSED} is there already; the round trains with: surefoot rounds")
+    earlier = [each for each in rounds_of(what) if each.folder != here.folder]
+    here.close(earlier)
+    echo(f"{here.folder}: closed; repeat surefoot rounds, which trains on its labels")

@@ -27,7 +27,7 @@ COMMANDS = {
     "export": "surefoot.cli.agents:export",
     "generate": "surefoot.cli.language:generate",
     "inspect": "surefoot.cli.inspect:inspect",
-    "label": "surefoot.cli.label:label",
+    "label": "surefoot.cli.inspect:label",
     "ladder": "surefoot.cli.compare:ladder",
     "list": "surefoot.cli.train:list_",
     "memory": "surefoot.cli.check:memory",

@@ -23,7 +23,7 @@ import filelock
 
 from surefoot.errors import SurefootError
 from surefoot.files import check_name, parsed, read_bytes, write_text
-from surefoot.store.manifest import fingerprint_of, flush, read_listed_table, write_listed
+from surefoot.store.manifest import flush, read_listed, read_listed_table, write_listed
 
 QUEUE, LABELS, CLOSED = "queue.jsonl", "labels", "closed.json"
 LEFT, RIGHT, EQUAL, SKIP = CHOICES = ("left", "right", "equal", "skip")
@@ -310,6 +310,10 @@ def _answer(pair: Row, side: str) -> str | list[dict[str, str]]:
     return [{"role": "assistant", "content": text}] if isinstance(pair.get("prompt"), list) else text
 
 
+def _fingerprint(content: bytes) -> dict[str, Any]:
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
 @dataclass(frozen=True)
 class Round:
     """The folder of a round: its queue, its logs, and what training read of the logs of this round and of earlier ones."""
@@ -319,8 +323,6 @@ class Round:
     @cached_property
     def queue(self) -> Queue:
         """The pairs. Raises SurefootError if the file is not what was written."""
-        from surefoot.store.manifest import read_listed
-
         path = self.folder / QUEUE
         return Queue(path, read_listed(path, "restore it from a copy; its labels belong to what was written"))
 
@@ -347,7 +349,7 @@ class Round:
         for each in (*earlier, self):
             for path in sorted((each.folder / LABELS).glob("*.jsonl")):
                 content = read_bytes(path)
-                logs[f"{each.folder.name}/{LABELS}/{path.name}"] = fingerprint_of(content[: content.rfind(b"\n") + 1])
+                logs[f"{each.folder.name}/{LABELS}/{path.name}"] = _fingerprint(content[: content.rfind(b"\n") + 1])
         write_listed(self.folder / CLOSED, json.dumps({"logs": logs}, indent=1))
 
     def rows(self, only_own: bool = False) -> tuple[list[Row], int]:
@@ -365,7 +367,7 @@ class Round:
             for name, expected in logs.items():
                 if name.startswith(f"{folder}/"):
                     path = self.folder.parent / name
-                    if not path.is_file() or fingerprint_of(read_bytes(path)[: expected["size"]]) != expected:
+                    if not path.is_file() or _fingerprint(read_bytes(path)[: expected["size"]]) != expected:
                         raise SurefootError(
                             f"{path}: is not what the training of {self.folder.name} read; restore it, or to train again "
                             f"without it remove {self.folder / CLOSED} and all that follows it"

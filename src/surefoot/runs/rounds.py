@@ -26,9 +26,9 @@ from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_toml, writing
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
+from surefoot.language.data.chat import columns_of
 from surefoot.language.data.rows import rows_text
 from surefoot.language.data.sources import Source, open_rows, read_rows
-from surefoot.language.data.tokens import columns_of
 from surefoot.language.language_model import errors_for, load_language_model, model_folder
 from surefoot.language.models.loading import context_length
 from surefoot.language.pairs import prefers_first, sample_pairs
