@@ -223,14 +223,15 @@ def test_a_short_problem_that_is_over_is_not_a_finding() -> None:
 def test_a_reward_that_differs_by_the_penalty_of_truncated_responses_alone_has_no_signal() -> None:
     recipe = find_recipe("reviews", {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"function": "x:y"}]}})
 
-    def found(ended: float, scores: list[float]) -> list[str]:
+    def found(ended: float, scores: list[float], **more: float) -> list[str]:
         every = [-1.0] * round(32 * (1 - ended)) + scores * round(32 * ended / len(scores))
-        rows = rows_of(30, reward=float(np.mean(every)), score_std=float(np.std(every)), eos_rate=lambda i: ended)
+        rows = rows_of(30, reward=float(np.mean(every)), score_std=float(np.std(every)), eos_rate=lambda i: ended, **more)
         return [finding.severity for finding in findings_of(rows, recipe) if finding.name == "no_reward_signal"]
 
     assert found(0.875, [0.3]) == ["serious"]
     assert found(0.875, [0.25, 0.35]) == []
     assert found(0.0625, [0.3]) == [], "two responses may be equal by chance"
+    assert found(0.875, [0.3], without_score=0.25) == [], "the share that ends is that of others too"
 
 
 def test_a_task_that_is_solved_is_a_note_and_no_failure() -> None:

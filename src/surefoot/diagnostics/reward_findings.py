@@ -69,12 +69,16 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
 def scores_of_ended(curves: RunCurves, recipe: Recipe | None) -> tuple[Curve, Array]:
     """The mean score of the responses that end, and whether all of them have that score; both are empty without a penalty.
 
-    Where few end, they may be equal by chance.
+    Where few end, they may be equal by chance. Responses without a score, of several turns, or with a penalty for their length
+    are not compared: the metrics don't tell what those that end have earned.
     """
-    mean, spread, ended = curves["reward"], curves["score_std"], curves["eos_rate"]
+    mean, spread, ended, missing = (curves[name] for name in ("reward", "score_std", "eos_rate", "without_score"))
     if (
         not isinstance(recipe, LanguageRecipe)
         or recipe.reward.missing_eos != "penalty"
+        or recipe.reward.overlong is not None
+        or recipe.turns.environment is not None
+        or missing.values.any()
         or not len(mean) == len(spread) == len(ended)
     ):
         return mean.part(0, 0), np.empty(0, bool)
