@@ -215,3 +215,10 @@ def test_no_call_begins_after_the_deadline() -> None:
         in_threads(call, range(8), 2, 0.2)
     time.sleep(0.4)
     assert begun == [0, 1]
+
+
+def test_what_waits_does_not_begin_after_a_deadline_that_has_passed() -> None:
+    begun: list[int] = []
+    Threads(1, (calls._Deadline(time.monotonic()),)).begin(lambda: begun.append(1))
+    time.sleep(0.1)
+    assert begun == []

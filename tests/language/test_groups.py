@@ -135,9 +135,9 @@ def test_custom_objective_is_kept_and_gets_an_aggregation_length(files: dict[str
 
 
 def test_groups_have_signal_if_two_valid_scores_differ() -> None:
-    total = torch.tensor([0, 0, 1, 1, 0, 1, 2, 3, 0, 5], dtype=torch.float32)
-    valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0, 0, 0]).bool()
-    assert with_signal(total, valid, 2).tolist() == [False, False, True, False, False]
+    total = torch.tensor([0, 0, 1, 1, 0, 1, 2, 3, 0, 5, 2, 1], dtype=torch.float32)
+    valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 1, 0]).bool()
+    assert with_signal(total, valid, 2).tolist() == [False, False, True, False, False, False]
 
 
 def test_batch_takes_the_first_groups_with_signal_then_fills_up() -> None:

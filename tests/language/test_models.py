@@ -18,7 +18,7 @@ from surefoot.errors import SurefootError
 from surefoot.language.data.batches import left_padded, right_padded
 from surefoot.language.models.loading import context_length, load_model, save_model
 from surefoot.language.models.pocket import ALPHABET, pocket
-from surefoot.language.models.reward_model import RewardModel, new_reward_model
+from surefoot.language.models.reward_model import RewardModel, copy_standardisation, new_reward_model
 
 from . import tiny
 
@@ -185,6 +185,16 @@ def test_reward_model_folder_restores_scores_and_tokenizer(loaded: tuple[Any, An
     assert again.tokenizer("hello")["input_ids"] == tokenizer("hello")["input_ids"]
     with pytest.raises(SurefootError, match=r"is not causal \(\w+ForSequenceClassification\); use a causal language model"):
         load_model(tmp_path / "reward")
+
+
+def test_standardisation_is_copied_only_to_a_model_with_the_same_head(tmp_path: Path) -> None:
+    model, tokenizer = pocket()
+    saved, same, other = (new_reward_model(model, seed, tokenizer) for seed in (1, 1, 2))
+    saved.standardise(torch.tensor([1.0, 4.0]))
+    saved.save(tmp_path / "model")
+    for scores, numbers in ((same, (2.5, 1.5)), (other, (0, 1))):
+        copy_standardisation(scores, tmp_path / "model")
+        assert (float(scores.mean), float(scores.std)) == numbers
 
 
 # ---- rejections ---------------------------------------------------------------------------------------------------------

@@ -305,6 +305,25 @@ def test_with_people_as_judge_a_command_samples_waits_for_labels_and_goes_on_fro
         assert (code, err.count("\n"), what in err) == (2, 1, True), err
 
 
+def test_a_function_that_gets_both_answers_fills_the_log_of_people(start: Path, command: Command) -> None:
+    source = "def longer(first, second, prompts):\n    assert all(p.endswith('says ') for p in prompts)\n    return RETURN\n"
+    pick = "['equal' if len(a) == len(b) else 'first' if len(a) > len(b) else 'second' for a, b in zip(first, second)]"
+    words = ("rounds", "ppo.toml", "--rounds", "1", "--pairs", "12", "--judge", "both.py:longer", "--quiet", "--name")
+    for name, returned, what in (
+        ("r0", "['left'] * len(first)", 'must return a list of 12 entries, each "first", "second", "equal" or None'),
+        ("r1", "first.nothing", "raised AttributeError"),
+        ("r2", pick, ""),
+    ):
+        (start / "both.py").write_text(source.replace("RETURN", returned))
+        code, _, err = command(*words, name)
+        assert (code, what in err) == (2 if what else 0, True), err
+    at = Round(start / "runs" / "r2" / "round-1")
+    better = {label.key: label.preference for label in at.labels}
+    for number, pair in enumerate(at.queue.pairs, 1):
+        size = len(pair["a"]) - len(pair["b"])
+        assert better[str(number)] == ("equal" if size == 0 else "a" if size > 0 else "b")
+
+
 def test_recipes_that_rounds_cannot_refresh_are_rejected(start: Path) -> None:
     for changes, message in (
         ({"reward": {"terms": [{"function": "a:b"}]}}, "this recipe names 0"),

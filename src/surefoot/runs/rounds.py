@@ -8,6 +8,7 @@ ordinary run, and each round is a folder: ``round-1/queue.jsonl``, ``labels/``, 
 Of several ranks the first labels pairs and evaluates; all train. All must be able to read the folder.
 """
 
+import inspect
 import json
 import random
 import time
@@ -21,8 +22,9 @@ from typing import Any
 
 import torch
 
+from surefoot.calls import DeadlineExceeded, with_deadline
 from surefoot.core.seeding import as_found, derived_seed
-from surefoot.errors import Interrupted, SurefootError
+from surefoot.errors import Interrupted, SurefootError, cause_of
 from surefoot.files import read_toml, writing
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
@@ -40,12 +42,14 @@ from surefoot.people.log import LABELS, QUEUE, Preference, Round, labelled, writ
 from surefoot.ranks.collectives import on_first
 from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.base import Recipe
+from surefoot.recipes.callables import import_object
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
 from surefoot.store.folder import CHANGE_NOTHING, RunFolder, folder_lock, match_settings
 from surefoot.store.manifest import check_listed, read_listed_table, write_listed
 from surefoot.store.reading import FINISHED
+from surefoot.store.source import NAMED
 
 PEOPLE = "people"
 """the judge that waits for labels of people; a folder of this name is ./people"""
@@ -221,7 +225,7 @@ def reward_before(settings: RoundsSettings, folder: Path, number: int) -> Path:
 def _claim(settings: RoundsSettings, folder: Path, lock: ExitStack) -> None:
     """Lock the folder, and write the settings into it or compare them with those there."""
     file = folder / "rounds.json"
-    if not file.exists() and settings.judge != PEOPLE:
+    if not file.exists() and settings.judge != PEOPLE and _comparing(settings) is None:
         _load_judge(settings)  # before the folder is made
     lock.enter_context(folder_lock(folder, file.name, remedy="choose another --name"))
     with writing(folder, "choose another --run-dir"):
@@ -358,6 +362,47 @@ def _to_train(recipe: Callable[[], Recipe], run: Path) -> tuple[Recipe | None, b
     return make_recipe(table), True
 
 
+def _comparing(settings: RoundsSettings) -> Callable[..., Any] | None:
+    """The judge as a function that compares two answers; None for another judge."""
+    if settings.judge == PEOPLE or not NAMED.fullmatch(settings.judge):
+        return None
+    function: Callable[..., Any] = import_object("--judge", settings.judge)
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    return function if {"first", "second"} <= set(names) else None
+
+
+def _compared(
+    settings: RoundsSettings, compare: Callable[..., Any], columns: Mapping[str, Any], pairs: list[dict[str, Any]]
+) -> list[Preference | None]:
+    """What a function prefers: ``function(first=…, second=…, prompts=…, **columns)`` returns for each pair "first", "second",
+    "equal", or None to skip it.
+    """
+    parameters = inspect.signature(compare).parameters.values()
+    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    given = {**columns, "first": [pair["a"] for pair in pairs], "second": [pair["b"] for pair in pairs]}
+    used = given if every else {each.name: given[each.name] for each in parameters if each.name in given}
+    wrong, deadline = f"--judge={settings.judge!r}: ", settings.recipe.reward.deadline
+    try:
+        returned = with_deadline(deadline, lambda: compare(**used), settings.judge)
+    except DeadlineExceeded:
+        raise SurefootError(
+            f"{wrong}took longer than reward.deadline={deadline:g} s for {len(pairs)} pairs; make it faster, or raise "
+            "reward.deadline, then repeat the command"
+        ) from None
+    except Exception as error:
+        raise SurefootError(f"{wrong}raised {cause_of(error)}; fix the function, then repeat the command") from error
+    meanings: dict[Any, Preference | None] = {"first": "a", "second": "b", "equal": "equal", None: None}
+    if not isinstance(returned, list) or len(returned) != len(pairs) or any(each not in meanings for each in returned):
+        raise SurefootError(
+            f'{wrong}must return a list of {len(pairs)} entries, each "first", "second", "equal" or None; fix the function, '
+            "then repeat the command"
+        )
+    return [meanings[each] for each in returned]
+
+
 def _load_judge(settings: RoundsSettings) -> Reward:
     """The judge, with the deadline and tolerance of the recipe's rewards."""
     reward = settings.recipe.reward
@@ -408,9 +453,11 @@ def _sampled(settings: RoundsSettings, folder: Path, number: int) -> list[dict[s
 
 def _preferences(settings: RoundsSettings, pairs: list[dict[str, Any]], number: int) -> list[Preference | None]:
     """What a judge prefers in each pair: by comparing both answers, or by the scores of each."""
-    judge = _load_judge(settings)
     prompts = [pair["prompt"] for pair in pairs]
     columns = {name: [pair.get(name) for pair in pairs] for name in pairs[0] if name not in ("prompt", "a", "b")}
+    if (compare := _comparing(settings)) is not None:
+        return _compared(settings, compare, {**columns, "prompts": prompts}, pairs)
+    judge = _load_judge(settings)
     for function in function_rewards(judge):
         function.check_rows(columns)
     first, second = (judge(prompts, [pair[side] for pair in pairs], columns) for side in "ab")
