@@ -222,6 +222,7 @@ def test_kl_cov_by_hand() -> None:
     torch.testing.assert_close(terms / math.log(2), torch.tensor([[0.75, -0.25], [-0.75, 1.25]], dtype=DOUBLE))
     assert F.largest_share(terms, 0.5).tolist() == [[True, False], [False, True]]
     assert F.largest_share(terms, 0.25).tolist() == [[False, False], [False, True]]
+    assert F.largest_share(torch.arange(100.0), 0.29).sum() == 29, "0.29 · 100 is 28.999999999999996"
 
 
 @given(seeds, st.floats(0.1, 10), st.floats(-3, 3))
