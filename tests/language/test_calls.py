@@ -21,6 +21,14 @@ PATIENCE = 60.0
 """seconds after which a test fails that waits for threads"""
 
 
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """Calls that tests before these have left behind are over."""
+    until = time.monotonic() + PATIENCE
+    while calls.calls_left() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def release() -> Iterator[threading.Event]:
     """Ends the calls that a test left behind."""
