@@ -22,7 +22,7 @@ from typing import Any, Literal
 import filelock
 
 from surefoot.errors import SurefootError
-from surefoot.files import check_name, parsed, read_bytes, write_text
+from surefoot.files import parsed, read_bytes, write_text
 from surefoot.store.manifest import flush, read_listed, read_listed_table, write_listed
 
 QUEUE, LABELS, CLOSED = "queue.jsonl", "labels", "closed.json"
@@ -211,9 +211,8 @@ class LabelLog:
 
 def check_person(name: str) -> None:
     """Raise SurefootError for a name that can't be that of a file."""
-    check_name("who", name)
-    if name.startswith("."):
-        raise SurefootError(f"who={name!r}: begins with a dot; use letters, digits, - and _")
+    if not name.isprintable() or not name or name.startswith(".") or "/" in name or "\\" in name:
+        raise SurefootError(f"who={name!r}: can't be the name of a file of labels; use letters, digits, - and _")
 
 
 def rows_of(path: Path, content: bytes, queue: Queue, who: str) -> list[Row]:

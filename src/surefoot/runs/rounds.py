@@ -302,7 +302,7 @@ def _labelled(
 
 def _wait_for_people(at: Round, folder: Path, log: Callable[[str], None], wait: bool) -> str | None:
     """What people must do before the round goes on; None when every pair has a label, or the round was closed."""
-    total, told = len(at.queue.pairs), False
+    total, printed = len(at.queue.pairs), False
     while not at.closed and (done := len(labelled(at.labels))) < total:
         text = (
             f"{at.folder.name}: {done} of {total} pairs are labelled; label them with: surefoot label {folder}, then repeat "
@@ -310,9 +310,9 @@ def _wait_for_people(at: Round, folder: Path, log: Callable[[str], None], wait: 
         )
         if not wait:
             return text
-        if not told:
+        if not printed:
             log(text.rpartition(",")[0] + "; this command goes on when all are")
-            told = True
+            printed = True
         time.sleep(POLL)
     return None
 
