@@ -1,7 +1,7 @@
-"""Run docs/notebooks/ladder.py, a notebook as plain text, and save it with its outputs and plots as ladder.ipynb.
+"""Run the notebooks of docs/notebooks, which are plain text (.py), and save them with outputs and plots as .ipynb.
 
-    python docs/notebook.py            run it (a minute and a half) and write the notebook
-    python docs/notebook.py --check    run nothing; exit 1 if the notebook's cells differ from the text
+    python docs/notebook.py [NAME ...]    run them (the ladder takes a minute and a half) and write the notebooks
+    python docs/notebook.py --check       run nothing; exit 1 if a notebook's cells differ from its text
 
 Change the text, never the notebook: ``# %%`` begins a code cell, ``# %% [markdown]`` a text cell.
 """
@@ -16,8 +16,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-SOURCE = Path(__file__).resolve().parent / "notebooks" / "ladder.py"
-NOTEBOOK = SOURCE.with_suffix(".ipynb")
+FOLDER = Path(__file__).resolve().parent / "notebooks"
 
 
 def from_text(text: str) -> NotebookNode:
@@ -52,16 +51,18 @@ def cells_of(notebook: NotebookNode) -> list[tuple[str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="run nothing; exit 1 if the notebook differs from the text")
-    check = parser.parse_args().check
-    fresh = from_text(SOURCE.read_text("utf-8"))
-    if check:
-        same = NOTEBOOK.is_file() and cells_of(nbformat.read(NOTEBOOK, as_version=4)) == cells_of(fresh)
-        print("" if same else f"{NOTEBOOK.name}: stale; run: python docs/notebook.py", end="" if same else "\n")
-        return 0 if same else 1
-    NOTEBOOK.write_text(nbformat.writes(executed(fresh)) + "\n", "utf-8", newline="\n")
-    print(f"{NOTEBOOK.name}: written")
-    return 0
+    parser.add_argument("names", nargs="*", default=sorted(path.stem for path in FOLDER.glob("*.py")), help="all by default")
+    parser.add_argument("--check", action="store_true", help="run nothing; exit 1 if a notebook differs from its text")
+    options, stale = parser.parse_args(), 0
+    for name in options.names:
+        notebook, fresh = FOLDER / f"{name}.ipynb", from_text((FOLDER / f"{name}.py").read_text("utf-8"))
+        if not options.check:
+            notebook.write_text(nbformat.writes(executed(fresh)) + "\n", "utf-8", newline="\n")
+            print(f"{name}.ipynb: written")
+        elif not notebook.is_file() or cells_of(nbformat.read(notebook, as_version=4)) != cells_of(fresh):
+            print(f"{name}.ipynb: stale; run: python docs/notebook.py {name}")
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ladder's notebook: it equals its source and runs without an error."""
+"""The notebooks: they equal their sources and run without an error."""
 
 import re
 import runpy
@@ -36,13 +36,18 @@ def pictures(notebook: Any) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
-def test_the_saved_notebook_matches_its_source_and_ran_without_an_error(tool: dict[str, Any], saved: Any) -> None:
-    assert tool["cells_of"](saved) == tool["cells_of"](tool["from_text"](TEXT.read_text("utf-8"))), "python docs/notebook.py"
-    assert [cell.execution_count for cell in code(saved)] == list(range(1, len(code(saved)) + 1))
-    outputs = [output for cell in code(saved) for output in cell.outputs]
-    assert [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"] == []
+def test_saved_notebooks_match_their_sources_and_ran_without_an_error(tool: dict[str, Any], saved: Any) -> None:
+    import nbformat
+
     assert pictures(saved) == 4
-    assert len(SAVED.read_bytes()) < LARGEST
+    for path in SAVED.parent.glob("*.ipynb"):
+        saved = nbformat.read(path, as_version=4)
+        text = path.with_suffix(".py").read_text("utf-8")
+        assert tool["cells_of"](saved) == tool["cells_of"](tool["from_text"](text)), f"python docs/notebook.py {path.stem}"
+        assert [cell.execution_count for cell in code(saved)] == list(range(1, len(code(saved)) + 1))
+        outputs = [output for cell in code(saved) for output in cell.outputs]
+        assert [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"] == []
+        assert len(path.read_bytes()) < LARGEST
 
 
 def test_the_saved_notebook_was_run_on_its_whole_budget(saved: Any) -> None:
@@ -70,6 +75,11 @@ def test_the_notebook_runs(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     done = tool["executed"](tool["from_text"](TEXT.read_text("utf-8")))
     assert pictures(done) == 4
     assert [output for cell in code(done) for output in cell.outputs if output.get("name") == "stderr"] == []
+
+
+@pytest.mark.release
+def test_the_notebook_of_comparisons_runs(tool: dict[str, Any]) -> None:
+    assert pictures(tool["executed"](tool["from_text"]((SAVED.parent / "comparisons.py").read_text("utf-8")))) == 2
 
 
 @pytest.mark.release
