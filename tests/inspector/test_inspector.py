@@ -10,6 +10,7 @@ import pytest
 
 import surefoot
 from surefoot import read_trace
+from surefoot.functional import n_step_advantages
 from surefoot.store.manifest import write_listed
 from surefoot.store.metrics import read_metrics
 from surefoot.store.reading import traces_in
@@ -158,6 +159,37 @@ def test_the_chain_of_a_token_adds_up_and_is_what_the_trace_has(page: Any, text_
         until(page, f"location.hash.startsWith('#steps/0/{files[step].stem}/')")
         assert page.get_attribute("#audit", "data-wrong") == "0"
         assert int(page.get_attribute("#audit", "data-count")) > 20
+
+
+def test_the_mean_of_the_n_step_advantages_of_a_step_is_its_advantage(page: Any, cart: Path, inspector: Begin) -> None:
+    """The level between TD residuals and GAE, against ``n_step_advantages``."""
+    page.goto(inspector([cart]))
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    file = traces_in(cart / "traces")[-1]
+    trace = read_trace(file)
+    index = max(range(len(trace.rows)), key=lambda i: len(trace.rows[i].rewards))
+    row = trace.rows[index]
+    go_to(page, file, index)
+    page.click("#n-step summary")
+    for t in (0, len(row.rewards) - 2, len(row.rewards) - 1):
+        page.click(f"#steps [data-t='{t}']")
+        assert page.inner_text('#chain [data-term="mean"] .mark') == "✓"
+        assert bold(page, "mean") == pytest.approx(float(row.advantages[t]), rel=1e-3, abs=1e-3)
+        lines = [line.split("\t") for line in page.inner_text("#n-step tbody").splitlines()]
+        assert sum(number(line[3]) for line in lines if line[3]) == pytest.approx(1, abs=2e-3)
+        for n, value, same, weight, _ in lines:
+            if "to" in n:
+                continue
+            ends = {"terminated": row.terminated, "truncated": row.truncated, "mask": row.mask}
+            right = n_step_advantages(row.rewards, row.values, row.next_values, **ends, gamma=trace.gamma, n=int(n))
+            assert number(value) == pytest.approx(float(right[t]), rel=2e-3, abs=1e-3)
+            assert same == "✓"
+            if line_is_last := int(n) == len(row.rewards) - t:
+                assert number(weight) == pytest.approx(trace.gae_lambda ** (int(n) - 1), rel=2e-3)
+            else:
+                assert number(weight) == pytest.approx((1 - trace.gae_lambda) * trace.gae_lambda ** (int(n) - 1), rel=2e-3)
+        assert line_is_last
 
 
 def test_tokens_are_coloured_and_reached_by_search_and_keys(page: Any, text_run: Path, inspector: Begin) -> None:

@@ -63,6 +63,32 @@ export function credit(trace, row, t, valueLambda = "none") {
   return lines;
 }
 
+// GAE between the TD residual and the return: the n-step advantages A⁽ⁿ⁾ = δ + γ δ′ + … of a step, each with its weight. The last
+// one reaches the end of the episode or of the batch and has all weight that is left. Null without a critic. A line of `steps` is
+// {n, sum, telescoped, weight}: the sum of residuals, and r + γ r′ + … + γⁿ V − V, to which it collapses.
+export function nStep(trace, row, t) {
+  if (trace.baseline !== "critic") return null;
+  const [gamma, lambda] = [trace.gamma, trace.gae_lambda];
+  const steps = [];
+  let [sum, rewards, discount, power, at] = [0, 0, 1, 1, t];
+  for (;;) {
+    const ahead = row.terminated[at] ? 0 : row.next_values[at];
+    sum += discount * row.td_residuals[at];
+    rewards += discount * row.rewards[at];
+    discount *= gamma;
+    steps.push({ n: steps.length + 1, sum, telescoped: rewards + discount * ahead - row.values[t], weight: (1 - lambda) * power });
+    const next = later(row, at);
+    if (next === null || next < 0) {
+      steps.at(-1).weight = power;
+      const beyond = next === null ? 0 : discount * power * lambda * row.beyond;
+      const mean = steps.reduce((total, step) => total + step.weight * step.sum, beyond);
+      return { steps, beyond, value: row.values[t], mean: line("mean", "Σ weight · A⁽ⁿ⁾", mean, row.advantages[t], ...steps.map((step) => step.weight * step.sum)) };
+    }
+    power *= lambda;
+    at = next;
+  }
+}
+
 export function visit(trace, row, t, k) {
   const lines = surrogate(trace, row, t, k);
   if (lines.length && row.visits.penalty_kl) lines.push(penalty(trace, row, t, k));

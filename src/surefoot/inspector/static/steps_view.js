@@ -1,7 +1,7 @@
 // One row of a trace: its steps or tokens, coloured by a quantity, and every number of the selected one.
 
 import { getJson, fine, real, short, steps, visible } from "./api.js";
-import { audit, credit, visit } from "./chain.js";
+import { agrees, audit, credit, nStep, visit } from "./chain.js";
 import { h, set, show } from "./dom.js";
 import { makeFrame } from "./frame_view.js";
 import { evaluate, gradientText, reason } from "./surrogate.js";
@@ -27,6 +27,7 @@ export function makeSteps(state, at) {
   let trace = null;
   let row = null;
   let latest = 0;
+  let unfolded = false;
 
   const run = h("select", { id: "steps-run", onchange: () => go([Number(run.value)]) });
   const when = h("input", { type: "range", id: "iteration", min: 0, value: 0, oninput: () => go([chosen.run, current().traces[Number(when.value)]]) });
@@ -187,7 +188,7 @@ export function makeSteps(state, at) {
     const lines = [credit(trace, row, t, current().value_lambda), visit(trace, row, t, k)];
     const finite = [row.visits.ratio[k]?.[t], row.visits.advantages[k]?.[t]].every(Number.isFinite);
     const it = trace.rule && row.visits.updates[k]?.[t] >= 0 && row.old_log_probs && finite ? evaluate(row.visits.ratio[k][t], row.visits.advantages[k][t], trace.rule) : null;
-    show(chain, h("h3", {}, name, end), h("dl", {}, lines[0].map(written)),
+    show(chain, h("h3", {}, name, end), h("dl", {}, lines[0].map(written)), nSteps(nStep(trace, row, t)),
       h("h3", {}, lines[1].length ? `Pass ${k + 1}, after ${steps(row.visits.updates[k][t])} updates` : `Pass ${k + 1}: not visited`),
       h("dl", {}, lines[1].map(written), it ? h("div", { "data-term": "gradient" }, h("dt", {}, "gradient"), h("dd", {}, h("b", {}, gradientText(it))), h("dd")) : null),
       finite ? (it ? h("p", { class: "why" }, reason(it, trace.rule)) : null) : h("p", { class: "why" }, "The inputs of the loss are not finite: nothing can be learned from them."));
@@ -197,6 +198,25 @@ export function makeSteps(state, at) {
       h("tbody", {}, seen.updates.map((_, i) => (seen.updates[i][t] < 0 ? null : h("tr", { class: i === k ? "here" : "", onclick: () => choose({ k: i }) },
         [i + 1, ...["ratio", "advantages", "surrogate"].map((each) => (each === "ratio" ? fine : short)(seen[each][i][t])), row.branches[seen.branch[i][t]].replace("_", " "),
           ...(seen.values ? [short(seen.values[i][t])] : [])].map((x) => h("td", {}, String(x)))))))));
+  }
+
+  // The n-step level, folded: the first few advantages, those between, the last, and their mean.
+  function nSteps(found) {
+    if (!found) return null;
+    const [few, all] = [found.steps.slice(0, 6), found.steps];
+    const [between, last] = [all.slice(6, -1), all.length > 6 ? [all.at(-1)] : []];
+    const cells = (...texts) => h("tr", {}, texts.map((text) => h("td", {}, text)));
+    const each = (step) => cells(String(step.n), short(step.sum), agrees(step.telescoped, step.sum, found.value) ? "✓" : h("span", { class: "wrong" }, `✗ ${short(step.telescoped)}`),
+      short(step.weight), short(step.weight * step.sum));
+    const total = (steps, of) => steps.reduce((sum, step) => sum + of(step), 0);
+    return h("details", { id: "n-step", open: unfolded, ontoggle: (event) => { unfolded = event.currentTarget.open; } },
+      h("summary", {}, "A as a weighted mean of n-step advantages"),
+      h("p", { class: "hint" }, `A⁽ⁿ⁾ = δ + γ δ′ + … (n residuals) = r + γ r′ + … + γⁿ V − V: n rewards, then the critic. Weights (1 − λ) λⁿ⁻¹ with λ = ${short(trace.gae_lambda)}; the last has what is left.`),
+      h("div", { class: "scroll" }, h("table", { class: "visits" },
+        h("thead", {}, h("tr", {}, ["n", "A⁽ⁿ⁾", "= r + … − V", "weight", "weight · A⁽ⁿ⁾"].map((title) => h("th", { scope: "col" }, title)))),
+        h("tbody", {}, few.map(each), between.length ? cells(`7 to ${steps(all.length - 1)}`, "", "", short(total(between, (step) => step.weight)), short(total(between, (step) => step.weight * step.sum))) : null,
+          last.map(each), found.beyond ? cells("later", "", "", "", short(found.beyond)) : null))),
+      h("dl", {}, written(found.mean)));
   }
 
   function written(each) {
