@@ -5,7 +5,7 @@ import json
 import pytest
 
 from surefoot import Clip, Constraint, Penalty, Reuse, SurefootError
-from surefoot.compare.algorithms import recipes_for, report_text
+from surefoot.compare.algorithms import ablation_of, recipes_for, report_text
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.statistics import finite, mean_interval, number
 from surefoot.recipes.presets import find_recipe
@@ -48,6 +48,27 @@ def test_a_switch_that_is_off_in_an_algorithm_stays_off():
     assert [r.objective.gae_lambda for r in made.values()] == [1, 1, 0.5, 0.5]
     assert [r.objective.reuse for r in made.values()] == [None, None, None, Reuse(2, 1)]
     assert made["PPO_CLIP"].objective.trust_region.clip == 0.1
+
+
+def test_an_ablation_adds_the_terms_of_ppos_objective_one_by_one_and_changes_nothing_else():
+    made = ablation_of("CartPole-v1", {"steps": 500, "objective": {"entropy_coefficient": 0.02}})
+    objectives = [recipe.objective for recipe in made.values()]
+    assert list(made) == ["no-clip", "fixed-penalty", "adaptive-penalty", "clip", "clip+value", "clip+value+entropy"]
+    assert [region and type(region) for region in (o.trust_region for o in objectives)] == [
+        None,
+        Penalty,
+        Penalty,
+        Clip,
+        Clip,
+        Clip,
+    ]
+    assert [o.trust_region.target is None for o in objectives[1:3]] == [True, False]
+    assert [o.value_coefficient > 0 for o in objectives] == [False] * 4 + [True] * 2
+    assert [o.entropy_coefficient for o in objectives] == [0.0] * 5 + [0.02]
+    assert objectives[-1] == find_recipe("CartPole-v1", {"objective": {"entropy_coefficient": 0.02}}).objective
+    same = [{**to_table(recipe), "algorithm": 0, "objective": 0} for recipe in made.values()]
+    assert all(table == same[0] for table in same)
+    assert ablation_of("CartPole-v1", {})["clip+value+entropy"].objective.entropy_coefficient == 0.01
 
 
 @pytest.mark.parametrize(

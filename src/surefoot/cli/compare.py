@@ -198,11 +198,13 @@ def ladder(
 
 @click.command(name="compare-algorithms", cls=RecipeCommand)
 @click.argument("task", shell_complete=complete_task)
-@option("--algorithms", required=True, metavar="A,B,C", help="Names, separated by commas (surefoot list).")
+@option("--algorithms", metavar="A,B,C", help="Names, separated by commas (surefoot list).")
+@option("--ablation", is_flag=True, help="PPO without clip, with penalties, with its clip, value loss and entropy bonus.")
 @comparison_options
 def compare_algorithms(
     task: str,
-    algorithms: str,
+    algorithms: str | None,
+    ablation: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -212,7 +214,9 @@ def compare_algorithms(
     """
     from surefoot.compare import algorithms as comparison
 
-    names = [name.strip() for name in algorithms.split(",")]
+    if (algorithms is None) is not ablation:
+        raise SurefootError("--algorithms: name what to compare, as in --algorithms A2C,PPO_CLIP, or give --ablation, not both")
+    names = None if algorithms is None else [name.strip() for name in algorithms.split(",")]
     show_report(comparison.compare_algorithms(task, names, stderr=as_json, **settings_from(options)), as_json)
 
 

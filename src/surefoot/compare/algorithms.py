@@ -1,7 +1,7 @@
 """Train several algorithms on one task with the same budget and seeds: ``surefoot compare-algorithms``."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,22 @@ SCORES = {
 }
 
 
+ABLATION = {
+    "no-clip": ("PPO_UNCLIPPED", ("value_coefficient", "entropy_coefficient")),
+    "fixed-penalty": ("PPO_PENALTY", ("value_coefficient", "entropy_coefficient")),
+    "adaptive-penalty": ("PPO_PENALTY_ADAPTIVE", ("value_coefficient", "entropy_coefficient")),
+    "clip": ("PPO_CLIP", ("value_coefficient", "entropy_coefficient")),
+    "clip+value": ("PPO_CLIP", ("entropy_coefficient",)),
+    "clip+value+entropy": ("PPO_CLIP", ()),
+}
+"""PPO's objective, term by term (arXiv 1707.06347, equations 6 to 9): an algorithm, and the coefficients that are 0"""
+ENTROPY = 0.01
+"""weight of the entropy bonus in ``ABLATION`` if the recipe has none; the paper's for Atari"""
+
+
 def compare_algorithms(
     task: str,
-    algorithms: Sequence[str],
+    algorithms: Sequence[str] | None,
     changes: Mapping[str, Any],
     seeds: int,
     folder: Path | None = None,
@@ -46,7 +59,7 @@ def compare_algorithms(
     """Train every algorithm on every seed and report the scores. The same call again continues, or writes the report again.
 
     task        as for ``surefoot train``: an environment id, a preset or a .toml file
-    algorithms  names from ``ALGORITHMS``; each is trained with the recipe of ``surefoot train --algorithm``
+    algorithms  names from ``ALGORITHMS``; each is trained with the recipe of ``surefoot train --algorithm``; None: ``ABLATION``
     changes     recipe fields to change for all algorithms; a switch that is off in an algorithm stays off
     seeds       number of seeds; the first is the recipe's
     folder      folder for runs, results.json, report.md and the plot; default: in runs/, named after task and budget
@@ -58,7 +71,7 @@ def compare_algorithms(
     after a signal.
     """
     check_counts(seeds, episodes, jobs)
-    recipes = recipes_for(task, algorithms, changes)
+    recipes = ablation_of(task, changes) if algorithms is None else recipes_for(task, algorithms, changes)
     check_trainable(recipes, episodes)
     request = {"command": "compare-algorithms", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(recipes)}
     folder = folder or default_folder("compare", next(iter(recipes.values())))
@@ -93,6 +106,20 @@ def recipes_for(task: str, algorithms: Sequence[str], changes: Mapping[str, Any]
             recipes[name] = as_control(find_recipe(task, without_critic(ALGORITHMS[name], fields)))
         except SurefootError as error:
             raise SurefootError(f"{name}: {error}" if len(algorithms) > 1 else str(error)) from None
+    return recipes
+
+
+def ablation_of(task: str, changes: Mapping[str, Any]) -> dict[str, ControlRecipe]:
+    """The recipe of each row of ``ABLATION``: PPO's objective without some of its terms, all else as in the recipe.
+
+    Raises SurefootError as ``recipes_for``.
+    """
+    full = recipes_for(task, list(dict.fromkeys(name for name, _ in ABLATION.values())), changes)
+    recipes = {}
+    for label, (name, off) in ABLATION.items():
+        objective = full[name].objective
+        weights: dict[str, Any] = {"entropy_coefficient": objective.entropy_coefficient or ENTROPY, **dict.fromkeys(off, 0.0)}
+        recipes[label] = full[name].model_copy(update={"objective": replace(objective, **weights)})
     return recipes
 
 
@@ -156,4 +183,8 @@ def switches_text(objective: Objective) -> str:
         parts.append(f"{first[0]} {first[1]}" + (f" ({changed})" if changed else ""))
     if objective.normalise_advantages is not None:
         parts.append("advantages normalised")
+    if objective.baseline == "critic" and not objective.value_coefficient:
+        parts.append("no value loss")
+    if objective.entropy_coefficient:
+        parts.append(f"entropy × {objective.entropy_coefficient:g}")
     return ", ".join(parts)
