@@ -23,8 +23,10 @@ from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
 from surefoot.language.pairs import prefers_first
 from surefoot.people.log import LabelLog, Round
+from surefoot.ranks import collectives
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_toml
+from surefoot.runs import rounds
 from surefoot.runs.display import Display
 from surefoot.runs.rounds import RoundsSettings, policy_before, ppo_recipe, reward_before, rounds_table, run_rounds
 from surefoot.store.folder import RunFolder
@@ -287,9 +289,7 @@ def test_with_people_as_judge_a_command_samples_waits_for_labels_and_goes_on_fro
     assert command(*words)[0] == 0
     assert (here / "queue.jsonl").read_bytes() == queue, "sampled once"
     at = Round(here)
-    with closing(LabelLog(here / "labels" / "ann.jsonl", at.queue, "ann")) as log:
-        for key in at.queue.order("ann"):
-            log.choose(key, "equal" if key == "2" else "left", 800)
+    label_all(here, "ann", lambda key: "equal" if key == "2" else "left")
     code, out, err = command(*words)
     assert code == 0, err
     assert "warning: ann chose the left answer in" not in out, "12 labels prove nothing yet"
@@ -303,6 +303,33 @@ def test_with_people_as_judge_a_command_samples_waits_for_labels_and_goes_on_fro
     ):
         code, _, err = command(*words, *bad)
         assert (code, err.count("\n"), what in err) == (2, 1, True), err
+
+
+def label_all(here: Path, who: str, choice: Callable[[str], str] = lambda key: "left") -> None:
+    """What a person does on the page."""
+    at = Round(here)
+    with closing(LabelLog(here / "labels" / f"{who}.jsonl", at.queue, who)) as log:
+        for key in at.queue.order(who):
+            log.choose(key, choice(key), 800)
+
+
+def test_waiting_for_labels_is_no_exchange_in_which_other_ranks_would_give_up(
+    start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, printed, waited = RoundsSettings(recipe_of(start), "people", pairs=4), [], []
+
+    def sleep(seconds: float) -> None:
+        waited.append(collectives._alone)
+        if len(waited) == 3:
+            label_all(start / "r" / "round-1", "ann")
+
+    monkeypatch.setattr(rounds.time, "sleep", sleep)
+    (report,) = run_rounds(plan, start / "r", 1, lambda recipe, run: Display(), printed.append, wait=True)
+    assert waited == [False] * 3, "each look at the labels is an exchange of its own"
+    assert report["labels"] == len(Round(start / "r" / "round-1").queue.pairs)
+    assert [line.partition("; ")[2] for line in printed if "are labelled" in line] == [
+        f"label them with: surefoot label {start / 'r'}; this command goes on when all are"
+    ]
 
 
 def test_a_function_that_gets_both_answers_fills_the_log_of_people(start: Path, command: Command) -> None:

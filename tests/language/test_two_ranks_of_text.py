@@ -56,6 +56,12 @@ def supervised(folder: Path) -> Recipe:
     return make_recipe({"kind": "sft", "model": str(folder / "model"), "data": data})
 
 
+def compared(folder: Path) -> Recipe:
+    """Pairs whose scores are means over answers of unequal length."""
+    data = {"train": str(folder / "pairs.jsonl"), "max_length": 64, "batch": 5}
+    return make_recipe({"kind": "reward", "model": str(folder / "model"), "data": data, "head": "pooled"})
+
+
 def mixed(folder: Path) -> Recipe:
     """Seven demonstrations of unequal length in every update: four on one rank, three on the other."""
     table = online(folder).model_dump(exclude_unset=True)
@@ -79,6 +85,7 @@ RECIPES = {
     "online": online,
     "mixed": mixed,
     "supervised": supervised,
+    "compared": compared,
     "routed": routed,
     "in groups": in_groups,
     "served": served,
@@ -87,6 +94,9 @@ RECIPES = {
 
 def prompts_and_tokens(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
     """Prompt and response tokens of each trained row."""
+    if "chosen" in rollout.inputs:
+        both = zip(rollout.inputs["chosen"], rollout.inputs["chosen_mask"], strict=True)
+        return [(chosen[is_real].tolist(), []) for chosen, is_real in both]
     prompts, kept = rollout.inputs["prompt"], rollout.inputs["prompt_mask"]
     rows = zip(prompts, kept, rollout.actions, rollout.mask, strict=True)
     pairs = [(prompt[is_real].tolist(), tokens[is_kept].tolist()) for prompt, is_real, tokens, is_kept in rows]
@@ -101,7 +111,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     results: dict[str, Any] = {"rows": [], "rounds": 0, "metrics": []}
     for _ in range(3):
         rollout = world.collector.collect(state)
-        assert recipe.kind == "sft" or len(rollout.mask) >= 4, "every rank has rows"
+        assert recipe.kind in ("sft", "reward") or len(rollout.mask) >= 4, "every rank has rows"
         learner.update(rollout, assign_credit(rollout, recipe.objective), state)
         state.steps += sum_count(rollout.steps, rollout.rewards)
         results["rows"].append(prompts_and_tokens(rollout))
@@ -166,7 +176,7 @@ def test_two_ranks_match_the_rows_and_updates_of_one_process(kind: str, ranks: l
     assert ranks[0][kind]["metrics"] == ranks[1][kind]["metrics"]
     for ours, whole in zip(ranks[0][kind]["metrics"], alone["metrics"], strict=True):
         assert ours == pytest.approx(whole, rel=1e-5)
-    assert kind in ("supervised", "routed") or min(whole["score_std"] for whole in alone["metrics"]) > 0
+    assert kind in ("supervised", "compared", "routed") or min(whole["score_std"] for whole in alone["metrics"]) > 0
 
 
 def test_fewer_rows_than_ranks_are_rejected_on_every_rank(ranks: list[dict[str, Any]]) -> None:

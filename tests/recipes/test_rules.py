@@ -129,6 +129,7 @@ CASES: list[tuple[Any, ...]] = [
     ("reward", "preference.loss", "kto"),
     ("reward", "preference.separator", "; ", {"preference.loss": "binary"}),
     ("reward", "demonstrations", "x.jsonl", {"preference.loss": "steps"}),
+    ("reward", "head", "pooled", {"preference.loss": "steps"}),
     ("dpo", "engine", "compiled", {"gradient_checkpointing": True}),
     ("dpo", "objective", None, PPO),
     ("dpo", "objective.aggregation", "token-mean"),

@@ -16,12 +16,12 @@ from surefoot.language.data.chat import Messages
 from surefoot.language.data.rows import fault_in
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.adapter_files import (
-    is_of_steps,
     load_adapted,
     load_stored,
     load_trained,
     model_weights,
     save_adapter,
+    set_reading,
 )
 from surefoot.language.models.adapters import SharedBase, merge
 from surefoot.language.models.classifier import classifier_kind
@@ -289,7 +289,7 @@ def _build_model(
             model.generation_config = GenerationConfig.from_dict(parts["model"]["generation"])
         return LanguageModel(model.eval(), Tokens(tokenizer, model))
     scores = RewardModel(model, new_head(model), tokenizer)
-    scores.of_steps = is_of_steps(parts["recipe"])
+    set_reading(scores, parts["recipe"])
     load_stored(scores.state_dict(), weights, where)
     copy_standardisation(scores, folder / "model")
     return scores.eval()

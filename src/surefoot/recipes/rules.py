@@ -41,6 +41,7 @@ FIELDS_FOR: FieldsFor = (
     ("preference.separator", "preference.loss", ("steps",)),
     ("reference.model", "preference.loss", ("dpo", "ipo", "kto")),
     ("demonstrations", "preference.loss", ("bradley_terry", "binary")),
+    ("head", "preference.loss", ("bradley_terry", "binary")),
     ("server", "sampling.engine", ("auto", "vllm")),
     ("sampling.ahead", "sampling.engine", ("auto", "vllm")),
     ("sampling.ahead", "turns.environment", (None,)),

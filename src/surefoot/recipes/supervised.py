@@ -103,6 +103,9 @@ class RewardRecipe(SupervisedRecipe):
     """rows on which the scores are normalised to mean 0 and standard deviation 1; none: the chosen or good answers of
     data.train"""
     preference: RewardPreferenceSettings = RewardPreferenceSettings()
+    head: Literal["last", "pooled"] = "last"
+    """last: the score is the output of a linear layer at the last token; pooled: its mean over the tokens of the answer, which
+    learns more from a few hundred labels"""
 
     @property
     def title(self) -> str:

@@ -241,9 +241,15 @@ def _round(
     if done is not None:
         return done
     torch.set_num_threads(settings.recipe.threads)
-    pairs, needed = on_first(lambda: _labelled(settings, folder, number, log, wait))
-    if needed is not None:
-        raise LabelsNeededError(needed)
+    waiting = False
+    while isinstance(found := on_first(lambda: _labelled(settings, folder, number, log)), str):
+        if not wait:
+            raise LabelsNeededError(f"{found}, then repeat this command")
+        if not waiting:
+            on_first(partial(log, f"{found}; this command goes on when all are"))
+        waiting = True
+        time.sleep(POLL)  # on every rank: one that waited in an exchange would give up after --rank-timeout
+    pairs = found
     _train(lambda: reward_recipe(settings, here, pairs), here / "reward", display_for)
     _train(lambda: ppo_recipe(settings, folder, number), here / "ppo", display_for)
 
@@ -273,12 +279,10 @@ def _report(file: Path) -> dict[str, Any] | None:
     return report
 
 
-def _labelled(
-    settings: RoundsSettings, folder: Path, number: int, log: Callable[[str], None], wait: bool
-) -> tuple[int, str | None]:
+def _labelled(settings: RoundsSettings, folder: Path, number: int, log: Callable[[str], None]) -> int | str:
     """Sample, label and close the pairs of a round, as far as that is not done.
 
-    Returns the number of pairs that its reward model trains on, and what people must do first.
+    Returns the number of pairs that its reward model trains on, or what people must do first.
     """
     here, at = folder / f"round-{number}", Round(folder / f"round-{number}")
     here.mkdir(exist_ok=True)
@@ -286,8 +290,9 @@ def _labelled(
         log(f"round {number}: {settings.pairs} pairs by {policy_before(settings, folder, number)}, for {settings.judge}")
         write_listed(here / QUEUE, rows_text(_sampled(settings, folder, number)))
     if not at.closed and settings.judge == PEOPLE:
-        if (needed := _wait_for_people(at, folder, log, wait)) is not None:
-            return 0, needed
+        total, done = len(at.queue.pairs), len(labelled(at.labels))
+        if done < total:
+            return f"{here.name}: {done} of {total} pairs are labelled; label them with: surefoot label {folder}"
     elif not at.closed:
         write_log(here / LABELS / "judge.jsonl", at.queue, _preferences(settings, at.queue.pairs, number))
     if not at.closed:
@@ -297,24 +302,7 @@ def _labelled(
         _predict(settings, folder, number, at, log)
         write_listed(here / PAIRS, rows_text([*(row for row in old for _ in range(copies)), *fresh]))
     check_listed(here / PAIRS)
-    return len(read_rows(here / PAIRS)) // at.rows(settings.new_only)[1], None
-
-
-def _wait_for_people(at: Round, folder: Path, log: Callable[[str], None], wait: bool) -> str | None:
-    """What people must do before the round goes on; None when every pair has a label, or the round was closed."""
-    total, printed = len(at.queue.pairs), False
-    while not at.closed and (done := len(labelled(at.labels))) < total:
-        text = (
-            f"{at.folder.name}: {done} of {total} pairs are labelled; label them with: surefoot label {folder}, then repeat "
-            "this command"
-        )
-        if not wait:
-            return text
-        if not printed:
-            log(text.rpartition(",")[0] + "; this command goes on when all are")
-            printed = True
-        time.sleep(POLL)
-    return None
+    return len(read_rows(here / PAIRS)) // at.rows(settings.new_only)[1]
 
 
 def _predict(settings: RoundsSettings, folder: Path, number: int, at: Round, log: Callable[[str], None]) -> None:

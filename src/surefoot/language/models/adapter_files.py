@@ -133,7 +133,7 @@ def load_adapted(
     names = {name for name, p in holder.named_parameters() if p.requires_grad}
     weights = model_weights(parts)
     if isinstance(holder, RewardModel):
-        holder.of_steps = is_of_steps(recipe)
+        set_reading(holder, recipe)
     load_trained(holder, {name: x for name, x in weights.items() if name in names or f".{POLICY}." in name}, where)
     return model, base, holder if isinstance(holder, RewardModel) else None
 
@@ -144,9 +144,10 @@ def model_weights(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): x for name, x in parts["agent"].items() if name.startswith(prefix)}
 
 
-def is_of_steps(recipe: Mapping[str, Any]) -> bool:
-    """Whether the saved recipe of a reward model is that of a process reward model."""
-    return bool(recipe.get("preference", {}).get("loss") == "steps")
+def set_reading(model: RewardModel, recipe: Mapping[str, Any]) -> None:
+    """Which tokens a reward model scores, by its saved recipe."""
+    model.of_steps = recipe.get("preference", {}).get("loss") == "steps"
+    model.pooled = recipe.get("head") == "pooled"
 
 
 # ---- folders ------------------------------------------------------------------------------------------------------------

@@ -238,6 +238,7 @@ class Scale:
     offset        the mean score, which rewards subtract
     mean, std     of the head's output
     weight, bias  of the head: the written weight is divided by std, which rounds it   [1, width], [1]
+    pooled        whether the score is the mean of the head's outputs over the answer
     """
 
     offset: float
@@ -245,12 +246,14 @@ class Scale:
     std: float
     weight: Tensor
     bias: Tensor
+    pooled: bool = False
 
     def record(self) -> dict[str, Any]:
         """As JSON, with the head as base64 of its weight and bias in float32."""
         numbers = torch.cat([self.weight.detach().flatten(), self.bias.detach()]).to("cpu", torch.float32)
         head = base64.b64encode(numbers.numpy().astype("<f4").tobytes()).decode()
-        return {"offset": self.offset, "mean": self.mean, "std": self.std, "head": head}
+        pooled = {"pooled": True} if self.pooled else {}
+        return {"offset": self.offset, "mean": self.mean, "std": self.std, "head": head, **pooled}
 
 
 def read_scale(config: "PreTrainedConfig") -> Scale | None:
@@ -271,4 +274,4 @@ def read_scale(config: "PreTrainedConfig") -> Scale | None:
     except (KeyError, TypeError, ValueError) as error:
         raise SurefootError(f"config.json: {SCALE}.head: can't be read ({error}); copy the whole folder") from None
     offset, mean, std = (float(scale[name]) for name in names)
-    return Scale(offset, mean, std, head[:-1].unsqueeze(0), head[-1:])
+    return Scale(offset, mean, std, head[:-1].unsqueeze(0), head[-1:], scale.get("pooled") is True)

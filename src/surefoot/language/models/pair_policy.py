@@ -19,7 +19,7 @@ class PairPolicy(TextPolicy):
     """Chooses the better of two answers by a reward model's raw scores, or labels one answer as good (0) or bad (1).
 
     ``inputs`` are {"chosen" [B, L], "chosen_mask" [B, L], "rejected" [B, M], "rejected_mask" [B, M]}, padded on the right; or
-    {"answer" [B, L], "answer_mask" [B, L]}.
+    {"answer" [B, L], "answer_mask" [B, L]}. For a pooled head "chosen_trained" and so on are True at the answer's tokens.
     """
 
     def __init__(self, model: RewardModel, bf16: bool = False, checkpointing: bool = False, padding_free: bool = False) -> None:
@@ -41,7 +41,7 @@ class PairPolicy(TextPolicy):
     def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Raw scores of the chosen and the rejected answer; of a single answer, and 0.   -> [B, 2]"""
         with computing(self, self.checkpointing, self.bf16):
-            scores = [self.model.raw(*trimmed(inputs[side], inputs[f"{side}_mask"])) for side in _sides_in(inputs)]
+            scores = [self.model.raw(*trimmed(*_parts(inputs, side))) for side in _sides_in(inputs)]
         return torch.stack(scores if len(scores) > 1 else [*scores, torch.zeros_like(scores[0])], -1).float()
 
     def costs(self, inputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
@@ -53,7 +53,12 @@ def _sides_in(inputs: Mapping[str, Tensor]) -> list[str]:
     return [ANSWER] if ANSWER in inputs else [CHOSEN, REJECTED]
 
 
-def trimmed(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _parts(inputs: Mapping[str, Tensor], side: str) -> list[Tensor]:
+    """The arguments of ``RewardModel.raw``."""
+    return [inputs[name] for name in (side, f"{side}_mask", f"{side}_trained") if name in inputs]
+
+
+def trimmed(ids: Tensor, mask: Tensor, *others: Tensor) -> list[Tensor]:
     """Without the columns on the right that are padding in every row."""
     width = int(mask.sum(-1).max())
-    return ids[:, :width], mask[:, :width]
+    return [x[:, :width] for x in (ids, mask, *others)]

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class RewardModel(nn.Module):
-    """A language model's trunk with a scalar head, read at the last real token.
+    """A language model's trunk with a scalar head, read at the last real token, or at every token of the answer.
 
     backbone    returns the hidden states of every token
     head        Linear(width, 1)
@@ -73,6 +73,8 @@ class RewardModel(nn.Module):
     """the recipe that it was trained by; None for a model from elsewhere"""
     of_steps: bool = False
     """whether it was trained on labels of steps, and is written as a token classifier"""
+    pooled: bool = False
+    """whether the score is the mean of the head's outputs over the answer; it is written as a token classifier too"""
     padding_free: bool = False
     """whether it reads texts end to end; only for backbones without ``reason_for_padding``"""
 
@@ -89,16 +91,16 @@ class RewardModel(nn.Module):
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("std", torch.ones(()))
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """The rewards of runs for whole texts, padded left or right: (raw − mean) / std.   [B, L], [B, L] -> [B]"""
-        return (self.raw(ids, mask) - self.mean) / self.std
+    def forward(self, ids: Tensor, mask: Tensor, answer: Tensor | None = None) -> Tensor:
+        """The rewards of runs for whole texts, padded left or right: (raw − mean) / std.   [B, L], see ``raw`` -> [B]"""
+        return (self.raw(ids, mask, answer) - self.mean) / self.std
 
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The logits of the model as ``transformers`` loads it: the rewards of runs plus ``offset``; of steps, ``raw``.
 
         ids [B, L], mask [B, L] -> [B]
         """
-        if self.of_steps:
+        if self.of_steps or self.pooled:
             return self.raw(ids, mask)
         weight = self.scaled_weight
 
@@ -114,8 +116,17 @@ class RewardModel(nn.Module):
             return function(ids, mask)
         return torch.cat([function(ids[part], mask[part]) for part in parts])[torch.cat(parts).argsort()]
 
-    def raw(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """The head's output at the last real token.   [B, L], [B, L] -> [B]"""
+    def raw(self, ids: Tensor, mask: Tensor, answer: Tensor | None = None) -> Tensor:
+        """The head's output at the last real token; with a pooled head, its mean over the answer.   [B, L], [B, L] -> [B]
+
+        answer   True at the answer's tokens; only a pooled head reads it, and needs it   [B, L]
+
+        Raises SurefootError if it is missing.
+        """
+        if self.pooled:
+            if answer is None:
+                raise SurefootError("answer=None: a pooled head needs the mask of the answer's tokens; pass it after the mask")
+            return self.prefix_scores(ids, mask).masked_fill(~answer, 0).sum(-1) / answer.sum(-1)
         return self._by_length(lambda ids, mask: self._score(self._last_hidden(ids, mask)), ids, mask)
 
     def _score(self, hidden: Tensor) -> Tensor:
@@ -170,7 +181,8 @@ class RewardModel(nn.Module):
         """
         assert self.tokenizer is not None, "a reward model is saved with its tokenizer"
         tokenizer, pad_id, pads = padding_tokenizer(self.tokenizer)
-        written = (self.head.weight, pad_id, self.head.bias) if self.of_steps else (self.scaled_weight, pad_id)
+        of_tokens = self.of_steps or self.pooled
+        written = (self.head.weight, pad_id, self.head.bias) if of_tokens else (self.scaled_weight, pad_id)
         classifier = make_classifier(self.backbone, *written)
         lines = []
         if self.recipe is not None and self.mean == 0 and self.std == 1:
@@ -187,11 +199,11 @@ class RewardModel(nn.Module):
                     *lines,
                     f"{folder}: transformers has no classifier of this family, so only Surefoot reads its head ({HEAD})",
                 ]
-            scale = Scale(self.offset, float(self.mean), float(self.std), self.head.weight, self.head.bias)
+            scale = Scale(self.offset, float(self.mean), float(self.std), self.head.weight, self.head.bias, self.pooled)
             setattr(classifier.config, SCALE, scale.record())
             write_weights(classifier, temporary)
             tokenizer.save_pretrained(temporary)
-        if not (pads or self.of_steps):
+        if not (pads or of_tokens):
             lines.append(
                 f"{folder}: the tokenizer has no special token besides EOS to pad with; outside Surefoot, score one text at a "
                 "time, since padding with EOS moves the scored token"
@@ -250,8 +262,8 @@ def load_reward_model(
     name = str(Path(name).expanduser()) if is_folder(name) else name
     config = read_config(name, trust_remote_code)
     if not (Path(name) / HEAD).is_file():
-        of_steps = classifier_kind(config, trust_remote_code) == "tokens"
-        return _from_classifier(*read_classifier(name, config, label, trust_remote_code, as_stored), of_steps, name)
+        of_tokens = classifier_kind(config, trust_remote_code) == "tokens"
+        return _from_classifier(*read_classifier(name, config, label, trust_remote_code, as_stored), of_tokens, name)
     if label is not None:
         raise SurefootError(f"model={name!r}: has no label {label!r}, but one score; unset label")
     backbone = read_weights(AutoModel, name, config, trust_remote_code, as_stored)
@@ -263,29 +275,31 @@ def load_reward_model(
 
 
 def _from_classifier(
-    classifier: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", row: int, of_steps: bool, name: str
+    classifier: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", row: int, of_tokens: bool, name: str
 ) -> RewardModel | TextClassifier:
     """A RewardModel if trunk and head can be separated; if it was written here, with its head and scale from before scaling.
 
     A head that was changed since is kept, with the written offset.
     """
-    parts = parts_of(classifier, row, of_steps)
-    if parts is None and of_steps:
+    parts = parts_of(classifier, row, of_tokens)
+    if parts is None and of_tokens:
         raise SurefootError(
             f"model={name!r}: {type(classifier).__name__} does not score each token from those before it; use a process reward "
             "model with a linear layer on a causal decoder"
         )
     if parts is None:
         return TextClassifier(classifier, tokenizer, row).eval()
-    pad_id = None if of_steps else classifier.config.get_text_config().pad_token_id
+    pad_id = None if of_tokens else classifier.config.get_text_config().pad_token_id
     model = RewardModel(*parts, tokenizer, None if pad_id is None else int(pad_id))
-    model.of_steps = of_steps
-    if (scale := read_scale(classifier.config)) is not None:
-        same = is_head(model.head.weight, scale.weight if of_steps else scale.weight / torch.tensor(scale.std))
+    scale = read_scale(classifier.config)
+    model.pooled = scale is not None and scale.pooled
+    model.of_steps = of_tokens and not model.pooled
+    if scale is not None:
+        same = is_head(model.head.weight, scale.weight if of_tokens else scale.weight / torch.tensor(scale.std))
         if same:
             model.head.load_state_dict({"weight": scale.weight, "bias": scale.bias})
-        model.mean.fill_(scale.mean if same or of_steps else scale.offset)
-        model.std.fill_(scale.std if same or of_steps else 1)
+        model.mean.fill_(scale.mean if same or of_tokens else scale.offset)
+        model.std.fill_(scale.std if same or of_tokens else 1)
     return model.eval()
 
 
@@ -318,6 +332,7 @@ def copy_standardisation(model: RewardModel, saved: Path) -> None:
 def write_head(model: RewardModel, folder: Path) -> None:
     """Write head, mean and standard deviation of a reward model to a file in a folder."""
     tensors = {**model.head.state_dict(), "mean": model.mean, "std": model.std}
+    tensors |= {"pooled": torch.ones(())} if model.pooled else {}
     save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, folder / HEAD)
 
 
@@ -328,6 +343,7 @@ def read_head(model: RewardModel, folder: Path) -> None:
         model.head.load_state_dict({key: tensors.pop(key) for key in ("weight", "bias")})
         model.mean.copy_(tensors.pop("mean"))
         model.std.copy_(tensors.pop("std"))
+        model.pooled = bool(tensors.pop("pooled", False))
         for name, tensor in {**model.head.state_dict(), "mean": model.mean, "std": model.std}.items():
             if bad := non_finite_numbers(tensor):
                 raise ValueError(f"{name} has numbers that are {bad}")

@@ -86,6 +86,8 @@ class ModelReward:
             raise self._error(str(error)) from None
         self.model: RewardModel | TextClassifier = model.requires_grad_(False).to(device)
         self.context = longest_text(self.model)
+        if per == "step" and isinstance(self.model, RewardModel) and self.model.pooled:
+            raise self._error("has a pooled head, which scores whole answers; use a process reward model, or per = 'response'")
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Raise SurefootError for messages, if the model has no chat template to render them."""
@@ -108,7 +110,8 @@ class ModelReward:
         raw, dense = torch.zeros(len(rows)), None
         if self.per == "response":
             for chosen, ids, mask in self._batches(rows):
-                raw[chosen] = self._scores(ids, mask).float().cpu()
+                answer = _behind([len(rows[index][0]) for index in chosen], mask)
+                raw[chosen] = self._scores(ids, mask, answer).float().cpu()
         else:
             marks = self._marks(rows, responses)
             raw = torch.tensor([sum(score for _, score in of_row) for of_row in marks], dtype=torch.float32)
@@ -144,22 +147,30 @@ class ModelReward:
         return marks
 
     def _ids(self, prompt: Prompt, response: str) -> tuple[list[int], list[int]]:
-        """Ids of the prompt, and of the response with EOS; of messages scored as a whole, all ids in the second list."""
+        """Ids of the prompt, and of the response with EOS; of messages read at the last token, all ids in the second list."""
         if self.tokens is None:
             assert isinstance(self.model, TextClassifier)
             return [], self.model.encode(prompt, response)
         if isinstance(prompt, str) or self.per == "step":
             return self.tokens.encode_prompt(prompt), self.tokens.encode_completion(response)
         whole = Dialogue([*prompt, {"role": "assistant", "content": response}], options_of(prompt))
+        if isinstance(self.model, RewardModel) and self.model.pooled:  # as in training
+            ids, trained = self.tokens.conversation(whole, after=len(prompt))
+            return ids[: trained.index(True)], ids[trained.index(True) :]
         return [], self.tokens.render(whole)
 
-    def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def _scores(self, *inputs: Tensor) -> Tensor:
         with computing(self.model, False, self.bf16):
-            scores: Tensor = self.model(ids, mask)
+            scores: Tensor = self.model(*inputs[: None if isinstance(self.model, RewardModel) else 2])
         return scores
 
     def _error(self, what: str) -> SurefootError:
         return SurefootError(f"{self.field}={self.path!r}: {what}")
+
+
+def _behind(lengths: Sequence[int], mask: Tensor) -> Tensor:
+    """True at the real tokens after the first ``lengths`` of each row.   [B], [B, L] -> [B, L]"""
+    return mask & (torch.arange(mask.shape[1], device=mask.device) >= torch.tensor(lengths, device=mask.device).unsqueeze(-1))
 
 
 def longest_text(model: RewardModel | TextClassifier) -> int | None:

@@ -21,7 +21,6 @@ from surefoot.core.rollout import Evaluation, Metrics, Policy
 from surefoot.errors import SurefootError
 from surefoot.functional import kto_loss
 from surefoot.language.data import datasets as data
-from surefoot.language.data.batches import right_padded
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
 from surefoot.language.data.sources import open_rows
@@ -29,7 +28,7 @@ from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pair_policy import ANSWER, MISMATCHED
 from surefoot.language.models.policy.passes import TextPolicy, in_micro_batches
 from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
-from surefoot.language.supervised.preferences import REFERENCE, side_of, side_tensors
+from surefoot.language.supervised.preferences import REFERENCE, scored_side, side_of, side_tensors
 from surefoot.ranks.collectives import all_sum, in_float64
 from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
@@ -215,9 +214,8 @@ def scored_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", s
     _check_both_labels("a reward model", path, answers)
 
     def tensors(rows: Sequence[int]) -> Batch:
-        ids, mask = right_padded([answers.ids[row] for row in rows], tokens.pad_id)
-        kept = torch.ones(len(rows), 1, dtype=torch.bool)
-        return {ANSWER: ids, f"{ANSWER}_mask": mask}, labels_of(answers, rows), kept
+        sides = [answers.ids[row] for row in rows], [answers.trained[row] for row in rows]
+        return scored_side(ANSWER, *sides, tokens.pad_id), labels_of(answers, rows), torch.ones(len(rows), 1, dtype=torch.bool)
 
     content = answers.facts.once("hash-of-answers", lambda: rows_hash(zip(answers.ids, answers.good, strict=True)))
     lengths = lengths_of(answers.ids)
@@ -231,10 +229,11 @@ def _check_both_labels(learner: str, path: str, answers: data.Labelled) -> None:
         raise SurefootError(f"{path}: all {len(answers.good)} answers are {label}; {learner} needs good and bad ones")
 
 
-def good_answers(path: str, tokens: Tokens, limit: int, settings: RowSettings) -> list[list[int]]:
-    """The ids of the good answers in a file, with their prompts."""
+def good_answers(path: str, tokens: Tokens, limit: int, settings: RowSettings) -> tuple[list[list[int]], list[list[bool]]]:
+    """The ids of the good answers in a file, with their prompts, and which of them are the answer's."""
     answers = data.labelled(open_rows(path, settings.columns), tokens, limit, control=settings.control_tokens)
-    return [ids for ids, good in zip(answers.ids, answers.good, strict=True) if good]
+    good = [row for row, good in enumerate(answers.good) if good]
+    return [answers.ids[row] for row in good], [answers.trained[row] for row in good]
 
 
 def labels_of(answers: data.Labelled, rows: Sequence[int]) -> Tensor:

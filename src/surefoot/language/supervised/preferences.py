@@ -64,10 +64,17 @@ def _longest(pairs: data.Pairs) -> list[int]:
 
 def pair_tensors(pairs: data.Pairs, rows: Sequence[int], pad_id: int) -> Batch:
     """Both answers with their prompt, and the choice of the first in every row."""
-    inputs = {}
-    for side, ids in ((CHOSEN, pairs.chosen), (REJECTED, pairs.rejected)):
-        inputs[side], inputs[f"{side}_mask"] = right_padded([ids[row] for row in rows], pad_id)
+    inputs: dict[str, Tensor] = {}
+    sides = ((CHOSEN, pairs.chosen, pairs.chosen_trained), (REJECTED, pairs.rejected, pairs.rejected_trained))
+    for side, ids, trained in sides:
+        inputs |= scored_side(side, [ids[row] for row in rows], [trained[row] for row in rows], pad_id)
     return inputs, torch.zeros(len(rows), 1, dtype=torch.long), torch.ones(len(rows), 1, dtype=torch.bool)
+
+
+def scored_side(side: str, ids: Sequence[list[int]], trained: Sequence[list[bool]], pad_id: int) -> dict[str, Tensor]:
+    """Texts as one side of the inputs of a reward model."""
+    tokens, mask = right_padded(ids, pad_id)
+    return {side: tokens, f"{side}_mask": mask, f"{side}_trained": right_padded(trained, 0)[0].bool()}
 
 
 # ---- DPO, IPO, SimPO and ORPO -------------------------------------------------------------------------------------------

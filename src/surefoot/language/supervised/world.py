@@ -18,7 +18,7 @@ from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollo
 from surefoot.errors import SurefootError
 from surefoot.language.blocks import compile_blocks, eager_blocks
 from surefoot.language.data import datasets as data
-from surefoot.language.data.batches import EpochSampler, right_padded
+from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.rows import check_row_count, check_unchanged
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import decode_row
@@ -34,23 +34,26 @@ from surefoot.language.language_model import (
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length
 from surefoot.language.memory.passes import BatchShape
 from surefoot.language.metrics import loses_chosen, mean_log_likelihood
-from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, trained_weights
+from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, set_reading, trained_weights
 from surefoot.language.models.adapters import DropoutGenerator
 from surefoot.language.models.loading import context_length
 from surefoot.language.models.padding_free import padding_notes
-from surefoot.language.models.pair_policy import PairPolicy
+from surefoot.language.models.pair_policy import ANSWER, PairPolicy
 from surefoot.language.models.placement import place, shard_role, sharding_of
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.lengths import check_length
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.supervised.demonstrations import Batch, Rows, batches, demonstration_rows, row_log_probs
 from surefoot.language.supervised.labels import BASELINE, KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
-from surefoot.language.supervised.preferences import REFERENCE, DpoPolicy, dpo_rows, pair_rows, trained_tokens
+from surefoot.language.supervised.preferences import REFERENCE, DpoPolicy, dpo_rows, pair_rows, scored_side, trained_tokens
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
 from surefoot.language.supervised.steps import StepPolicy, step_rows, step_scores
 from surefoot.ranks.collectives import check_device, exchanging, sum_count
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from surefoot.sharding import block_by_block, gathered
+
+ScoredTexts = tuple[Sequence[list[int]], Sequence[list[bool]]]
+"""the ids of texts, and which of them are the answer's"""
 
 
 class RowCollector:
@@ -133,7 +136,7 @@ class SupervisedWorld:
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
             self.held_out = self._rows(recipe.data.held_out)
-        self.standardised_on: Sequence[list[int]] = self._standardised_on() if self.preference else []
+        self.standardised_on: ScoredTexts = self._standardised_on() if self.preference else ((), ())
         longest = guaranteed_length(train.lengths, recipe.steps, recipe.padding_free)
         check_length(recipe, model, max(train.lengths))
         trained = sum(train.trained) // train.count
@@ -149,9 +152,8 @@ class SupervisedWorld:
         if isinstance(recipe, RewardRecipe):
             self.result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
             self.result.recipe = recipe
-            of_steps = recipe.preference.loss == "steps"
-            self.result.of_steps = of_steps
-            kind = StepPolicy if of_steps else PairPolicy
+            set_reading(self.result, recipe.table)
+            kind = StepPolicy if self.result.of_steps else PairPolicy
             self.policy = kind(self.result, recipe.autocast, recipe.gradient_checkpointing, recipe.padding_free)
         else:
             self.result = LanguageModel(model, self.tokens, recipe)
@@ -216,29 +218,30 @@ class SupervisedWorld:
         with gathered(policy):
             return policy.with_baseline(inputs, recipe=recipe)
 
-    def _standardised_on(self) -> Sequence[list[int]]:
+    def _standardised_on(self) -> ScoredTexts:
         """The texts on which a reward model's scores get mean 0 and standard deviation 1."""
         assert isinstance(self.recipe, RewardRecipe)
         settings = self.recipe.data
         if self.recipe.preference.loss == "steps":
-            return ()  # the steps themselves, of data.train
+            return (), ()  # the steps themselves, of data.train
         if self.recipe.demonstrations is None and self.recipe.preference.loss == "binary":
             texts = good_answers(settings.train, self.tokens, self.token_limits[0], settings)
-            if len(texts) < 2:
+            if len(texts[0]) < 2:
                 raise SurefootError(
                     f"{settings.train}: one good answer has no standard deviation; add at least one more, or set demonstrations"
                 )
             return texts
         if self.recipe.demonstrations is None:
             rows_of = open_rows(settings.train, settings.columns)
-            return data.pairs(rows_of, self.tokens, *self.token_limits, control=settings.control_tokens).chosen
+            pairs = data.pairs(rows_of, self.tokens, *self.token_limits, control=settings.control_tokens)
+            return pairs.chosen, pairs.chosen_trained
         rows = data.demonstrations(open_rows(self.recipe.demonstrations), self.tokens, *self.token_limits)
         self.warnings += data.drop_notes(
             self.recipe.demonstrations, self.token_limits[0], rows.dropped, unused=rows.unused, notes=rows.notes
         )
         if len(rows.ids) < 2:
             raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; add at least one more")
-        return rows.ids
+        return rows.ids, rows.trained
 
     def _rows(self, path: str) -> Rows:
         recipe = self.recipe
@@ -377,10 +380,11 @@ class SupervisedWorld:
             rows, on = self.collector.rows, str(next(model.parameters()).device)
             answers = batches(rows.tensors, rows.count, self.recipe.data.batch, on)
             return torch.cat([step_scores(model, inputs, self.recipe.autocast)[mask] for inputs, _, mask in answers])
-        texts, batch = self.standardised_on, self.recipe.data.batch
-        parts = (right_padded(texts[start : start + batch], self.tokens.pad_id) for start in range(0, len(texts), batch))
-        device = next(model.parameters()).device
-        return torch.cat([model.raw(ids.to(device), mask.to(device)) for ids, mask in parts])
+        (texts, trained), device = self.standardised_on, next(model.parameters()).device
+        batch = self.recipe.data.batch
+        places = [slice(start, start + batch) for start in range(0, len(texts), batch)]
+        sides = (scored_side(ANSWER, texts[place], trained[place], self.tokens.pad_id) for place in places)
+        return torch.cat([model.raw(*(x.to(device) for x in side.values())) for side in sides])
 
     def close(self) -> None:
         """There is nothing to close."""
