@@ -39,7 +39,7 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState
 from surefoot.language.memory.check import readable, workload_of
 from surefoot.language.memory.layout import LOW_WEIGHT, WEIGHT, Layout
-from surefoot.language.memory.parameters import count_parameters, layer_count
+from surefoot.language.memory.parameters import count_parameters
 from surefoot.language.memory.planner import model_config
 from surefoot.language.memory.roles import permanent_bytes
 from surefoot.language.memory.workload import Workload
@@ -99,19 +99,19 @@ class Transformer:
 
 def transformer_of(config: "PreTrainedConfig", head: bool = True) -> Transformer:
     """The sizes of a model, with or without its head for logits."""
-    counts, layers, text = count_parameters(config), layer_count(config), config.get_text_config()
+    counts, text = count_parameters(config), config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", 1) or 1)
     of_keys = int(getattr(text, "num_key_value_heads", None) or heads)
     size = int(getattr(text, "head_dim", None) or counts.width // heads)
     return Transformer(
-        layers=layers,
+        layers=counts.depth,
         width=counts.width,
         feed_forward=int(getattr(text, "intermediate_size", None) or 4 * counts.width),
         vocabulary=counts.vocabulary,
         weights=counts.layers,
         head=counts.vocabulary * counts.width if head else 0,
         total=counts.total if head else counts.trunk,
-        cache=2 * layers * of_keys * size,
+        cache=2 * counts.depth * of_keys * size,
     )
 
 

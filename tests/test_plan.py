@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import surefoot
 from surefoot.language.memory.layout import Layout
 from surefoot.language.memory.planner import model_config
 from surefoot.language.memory.workload import Workload
@@ -39,7 +38,7 @@ SIZES = st.floats(1, 1e12)
 def workload() -> Workload:
     """PPO with four models of half a billion parameters."""
     config = model_config("0.5B")[0]
-    made = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), bf16=True)
+    made = Workload("language", config, "own", reference=config, rewards=(config,), bf16=True)
     return replace(made, prompt=512, response=64, max_tokens=64, rows=16, responses=64)
 
 

@@ -18,24 +18,30 @@ from rich.console import Console
 import surefoot
 import surefoot.runs.factory
 from surefoot.errors import SurefootError
-from surefoot.language.memory import check, estimate, passes, planner
-from surefoot.language.memory.check import MemoryCheck, guaranteed_length, least_needed, running_peak, workload_of
+from surefoot.language.memory import available, check, estimate, passes, planner, total
+from surefoot.language.memory.check import (
+    MemoryCheck,
+    fewer_prompts,
+    guaranteed_length,
+    least_needed,
+    running_peak,
+    workload_of,
+)
 from surefoot.language.memory.parameters import count_parameters
+from surefoot.language.memory.passes import family_note, unknown_families
 from surefoot.language.memory.planner import (
     MemoryPlan,
     fits,
     llama_of,
     model_config,
-    settings,
     tables,
     textbook,
     to_json,
-    with_value,
 )
 from surefoot.language.memory.probe import measured_work
 from surefoot.language.memory.roles import permanent_bytes
-from surefoot.language.memory.savings import alternatives
-from surefoot.language.memory.workload import Workload, family_note, unknown_families, with_prompts
+from surefoot.language.memory.savings import alternatives, settings
+from surefoot.language.memory.workload import BatchShape, Workload, with_prompts
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.recipes.reading import make_recipe
@@ -177,7 +183,7 @@ def test_estimates_with_long_demonstrations_are_within_15_percent(optimizer: dic
     world = surefoot.runs.factory.make_world(make_recipe(table))
     full = world.memory.full  # type: ignore[attr-defined]
     assert full is not None
-    assert (full.demonstrated, full.mixed) == (passes.BatchShape(20, 60, 40), passes.BatchShape(12, 60, 40))
+    assert (full.demonstrated, full.mixed) == (BatchShape(20, 60, 40), BatchShape(12, 60, 40))
     estimated = estimate(full)
     del world
     peaks = measured_peaks(table)
@@ -228,7 +234,7 @@ def test_estimates_with_many_chunks_of_logits_are_within_15_percent(
     table = {**supervised(here, "sft", "demonstrations"), "model": str(tmp_path / family)}
     setup = workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS)
     estimated = estimate(setup)
-    assert setup.pass_options().chunk == 8
+    assert setup.chunk == 8
     assert estimated.at("learning") == pytest.approx(measured_peaks(table)["learning"], rel=0.15)
     logits = 4 * 8 * TOKENS * 8192  # of all positions, which take three times as much at once
     assert estimated.at("learning") < permanent_bytes(setup) + 2 * logits
@@ -238,14 +244,14 @@ def test_estimates_with_many_chunks_of_logits_are_within_15_percent(
 def test_logits_are_counted_in_the_chunks_of_the_run(precision: str, here: Path) -> None:
     recipe = make_recipe(online(here, precision=precision))
     setup = workload_of(recipe, prompt=PROMPT, response=TOKENS)
-    assert setup.pass_options().chunk == surefoot.runs.factory.make_world(recipe).policy.chunk
+    assert setup.chunk == surefoot.runs.factory.make_world(recipe).policy.chunk
 
 
 def test_unknown_families_are_named_where_numbers_are_shown(here: Path, set_memory: Any, command: Any) -> None:
     """Mixtures of experts are known, and count more than 0 in every phase."""
     config = model_config(str(here / "mixtral"))[0]
-    setup = Workload("language", config, surefoot.PPO_CLIP, "head", reference=config, prompt=24, response=16)
-    assert all(phase.total > 10_000 for phase in estimate(setup).phases.values())
+    setup = Workload("language", config, "head", reference=config, prompt=24, response=16)
+    assert all(total(phase) > 10_000 for phase in estimate(setup).phases.values())
     assert unknown_families(setup) == []
     other = model("gemma").config
     assert unknown_families(replace(setup, reference=other, rewards=(other,))) == ["gemma"]
@@ -316,7 +322,7 @@ def test_the_measured_pass_is_near_the_estimate(here: Path) -> None:
     full = world.memory.full
     shape = full.micro(full.rows)
     work = measured_work(learner, *world._longest(shape), device="cpu")
-    assert work == pytest.approx(passes.learning(full.policy, full.pass_options(), shape).peak, rel=0.25)
+    assert work == pytest.approx(total(passes.learning(full, shape)), rel=0.25)
 
 
 # ---- rejections ---------------------------------------------------------------------------------------------------------
@@ -373,14 +379,12 @@ def test_suggested_settings_make_a_valid_recipe(here: Path) -> None:
     setup = workload_of(make_recipe(table), prompt=PROMPT, response=1)
     (suggested,) = [name for name, _ in alternatives(setup) if "critic" in name]
     make_recipe(with_settings(table, suggested))
-    memory = MemoryCheck(make_recipe({**table, "check_memory": True}))
-    for available in (permanent_bytes(setup), running_peak(estimate(with_prompts(setup, 20)))):
-        memory.available = available
-        tried = list(memory._fewer_prompts(setup, running_peak(estimate(setup)), lambda other: running_peak(estimate(other))))
-        assert tried
-        for prompts in tried:
-            assert 0 < prompts < 48
-            make_recipe(changed(table, ["sampling", "prompts"], prompts))
+    tried = [name for name, _ in fewer_prompts(replace(setup, evaluated=20))]
+    assert tried == ["sampling.prompts = 24", "sampling.prompts = 12 and evaluation.rows = 12"] + [
+        f"sampling.prompts = {prompts} and evaluation.rows = {prompts}" for prompts in (6, 3)
+    ]
+    for name in tried:
+        make_recipe(with_settings(table, name))
 
 
 def with_settings(table: dict[str, Any], suggested: str) -> dict[str, Any]:
@@ -450,8 +454,8 @@ def system(root: Path, groups: str = "0::/a/b\n") -> tuple[Path, Path]:
 
 
 def test_available_memory_includes_swap(tmp_path: Path) -> None:
-    assert check.available_memory("cpu", *system(tmp_path)) == 5000 * 1024
-    assert check.available_memory("cpu", tmp_path / "none", tmp_path / "none") is None
+    assert available.available_memory("cpu", *system(tmp_path)) == 5000 * 1024
+    assert available.available_memory("cpu", tmp_path / "none", tmp_path / "none") is None
 
 
 def test_the_limit_of_a_parent_control_group_applies(tmp_path: Path) -> None:
@@ -460,7 +464,7 @@ def test_the_limit_of_a_parent_control_group_applies(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text("1000000\n")
         (folder / "memory.stat").write_text("anon 1\ninactive_file 500000\n")
-    assert check.available_memory("cpu", proc, cgroups) == 2_500_000
+    assert available.available_memory("cpu", proc, cgroups) == 2_500_000
 
 
 def test_the_limit_of_a_version_1_control_group_applies(tmp_path: Path) -> None:
@@ -468,7 +472,7 @@ def test_the_limit_of_a_version_1_control_group_applies(tmp_path: Path) -> None:
     (cgroups / "memory").mkdir()
     (cgroups / "memory" / "memory.limit_in_bytes").write_text("2000000\n")
     (cgroups / "memory" / "memory.usage_in_bytes").write_text("1500000\n")
-    assert check.available_memory("cpu", proc, cgroups) == 500_000
+    assert available.available_memory("cpu", proc, cgroups) == 500_000
 
 
 # ---- the planner --------------------------------------------------------------------------------------------------------
@@ -503,9 +507,9 @@ def test_planning_needs_only_the_configuration_of_a_model(here: Path, tmp_path: 
 
 def test_listed_savings_reduce_memory() -> None:
     config = model("llama").config
-    setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
+    setup = Workload("language", config, "own", reference=config, rewards=(config,), prompt=24, response=16)
     made = MemoryPlan("llama", setup)
-    peaks = {name: running_peak(actual) for name, actual in made.others.items()}
+    peaks = {name: running_peak(actual) for name, actual in made.others().items()}
     before = running_peak(made.estimate)
     assert peaks["no critic (GRPO, REINFORCE)"] < peaks["value head on a shared trunk"] < before
     assert peaks["gradient checkpointing"] < before
@@ -524,7 +528,7 @@ def test_listed_savings_reduce_memory() -> None:
 
 def test_no_setting_needs_more_memory_than_the_one_tried_before(here: Path) -> None:
     config = model_config(str(here / "llama"))[0]
-    setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
+    setup = Workload("language", config, "own", reference=config, rewards=(config,), prompt=24, response=16)
     tried = list(settings(setup))
     assert tried[0] == ((), setup)
     names = [names for names, _ in tried]
@@ -539,11 +543,11 @@ def test_no_setting_needs_more_memory_than_the_one_tried_before(here: Path) -> N
 
 def test_each_gpu_size_gets_the_first_setting_that_fits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = model_config(str(here / "llama"))[0]
-    setup = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
+    setup = Workload("language", config, "own", reference=config, rewards=(config,), prompt=24, response=16)
     peaks = {names: running_peak(estimate(workload)) for names, workload in settings(setup)}
     limits = (min(peaks.values()) - 1, min(peaks.values()), sorted(peaks.values())[len(peaks) // 2], max(peaks.values()))
     monkeypatch.setattr(planner, "CARDS", tuple(limit / 1e9 for limit in limits))
-    cheapest = MemoryPlan("llama", setup).cheapest
+    cheapest = MemoryPlan("llama", setup).cheapest()
     for limit, fit in zip(limits, cheapest.values(), strict=True):
         first = next((names for names, peak in peaks.items() if peak <= limit), None)
         assert (None if fit is None else fit[0]) == first
@@ -551,7 +555,7 @@ def test_each_gpu_size_gets_the_first_setting_that_fits(here: Path, monkeypatch:
 
 def test_estimates_fit_only_gpus_that_are_large_enough(here: Path) -> None:
     config = model_config(str(here / "llama"))[0]
-    estimated = estimate(with_value(Workload("language", config, surefoot.PPO_CLIP, prompt=8, response=8), "none"))
+    estimated = estimate(Workload("language", config, prompt=8, response=8))
     assert fits(estimated) == [24, 48, 80, 141]
     assert fits(replace(estimated, always={"policy": {"weights": 50 * 10**9}})) == [80, 141]
 
@@ -573,6 +577,6 @@ def test_sampling_fewer_responses_at_once_needs_less_memory(here: Path) -> None:
         replace(workload, **changes)
         for changes in ({"memory": None}, {"sampled": 2}, {"sampled": 0}, {"memory": 1})  # 1 byte: one response at a time
     )
-    sampled = [estimate(each).phases["sampling"].total for each in (elsewhere, small, few, unbounded, workload)]
+    sampled = [total(estimate(each).phases["sampling"]) for each in (elsewhere, small, few, unbounded, workload)]
     assert sampled[0] < sampled[1] < sampled[2] < sampled[3]
     assert sampled[4] == sampled[3], "this machine has memory for all responses"

@@ -11,15 +11,14 @@ import pytest
 import torch
 from ranked import on_ranks
 
-import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language.memory import check, estimate
 from surefoot.language.memory.check import MemoryCheck, available_to_a_rank, readable_workload, running_peak, workload_of
 from surefoot.language.memory.layout import Layout, ModelSize, held_after_forward, held_at_the_end, held_in_layers, whole_bytes
-from surefoot.language.memory.planner import MemoryPlan, model_config, settings, to_json
+from surefoot.language.memory.planner import MemoryPlan, model_config, to_json
 from surefoot.language.memory.probe import HeapTracker
 from surefoot.language.memory.roles import host_bytes, permanent_bytes
-from surefoot.language.memory.savings import alternatives
+from surefoot.language.memory.savings import alternatives, settings
 from surefoot.language.memory.workload import Workload, with_ranks
 from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
@@ -35,7 +34,7 @@ GPU = "cuda"
 def workload(here: Path) -> Workload:  # noqa: F811
     """PPO with four models, in micro-batches of one row."""
     config = model_config(str(here / "llama"))[0]
-    made = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), prompt=24, response=16)
+    made = Workload("language", config, "own", reference=config, rewards=(config,), prompt=24, response=16)
     return replace(made, micro_batch_tokens=40)
 
 
@@ -81,7 +80,7 @@ def test_resharding_needs_less_memory_and_bfloat16_halves_gathered_weights(workl
     learning = [estimate(on(workload, 2, reshard=reshard)).at("learning") for reshard in (True, False)]
     assert learning[0] < learning[1]
     low, high = (estimate(replace(on(workload, 2), bf16=bf16)) for bf16 in (True, False))
-    gathered = [each.phases["sampling"].parts["gathered weights"] for each in (low, high)]
+    gathered = [each.phases["sampling"]["gathered weights"] for each in (low, high)]
     assert gathered[1] == 2 * gathered[0]
     assert low.always["reference"]["weights"] * 2 == high.always["reference"]["weights"]
     assert low.always["policy"] == high.always["policy"], "trained models stay in float32"
@@ -111,7 +110,7 @@ def test_alternatives_for_several_ranks_start_with_sharding_and_offload_needs_a_
 
 def test_7b_ppo_on_8_sharded_ranks_keeps_30_gb_on_each() -> None:
     config = model_config("7B")[0]
-    made = Workload("language", config, surefoot.PPO_CLIP, "own", reference=config, rewards=(config,), bf16=True)
+    made = Workload("language", config, "own", reference=config, rewards=(config,), bf16=True)
     made = replace(made, prompt=512, response=64, checkpointing=True, micro_batch_tokens=576)
     parts = permanent_bytes(on(made, 8))
     assert parts == pytest.approx(30.0e9, rel=0.01), "bytes per parameter: 16 for policy and critic, 2 for reference and reward"
@@ -254,13 +253,13 @@ def test_ranks_share_cpu_memory_and_plan_for_the_smallest_gpu(monkeypatch: pytes
 def test_only_plans_for_one_process_have_settings_for_several_gpus(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for several ranks has variants of its sharding instead."""
     monkeypatch.setattr("surefoot.language.memory.planner.GPUS", (2,))
-    several = MemoryPlan("llama", workload).several
+    several = MemoryPlan("llama", workload).several()
     assert set(several) == {2}
     assert set(several[2]) == {24, 48, 80, 141}
     sharded = MemoryPlan("llama", on(workload, 2))
-    assert sharded.several == {}
+    assert sharded.several() == {}
     assert to_json(sharded)["setup"]["ranks"] == 2
-    assert {"whole models on every rank", "offload = true", "reshard_after_forward = false"} <= set(sharded.others)
+    assert {"whole models on every rank", "offload = true", "reshard_after_forward = false"} <= set(sharded.others())
 
 
 def test_the_memory_command_plans_several_ranks(here: Path, command: Any) -> None:  # noqa: F811

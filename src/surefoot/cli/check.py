@@ -200,8 +200,6 @@ def memory_workload(
     optimizer: str = "adam",
 ) -> "Workload":
     """The models and batch sizes that the options describe, for a transformers config."""
-    from surefoot.core.algorithms import PPO_CLIP, REINFORCE
-    from surefoot.language.memory.planner import with_value
     from surefoot.language.memory.workload import Workload, with_adapters
     from surefoot.recipes.models import AdapterSettings
 
@@ -215,7 +213,6 @@ def memory_workload(
     workload = Workload(
         kind=kind,
         policy=config,
-        objective=PPO_CLIP if online else REINFORCE,
         bf16=precision == "bfloat16",
         low_weights=precision == "bfloat16-weights",
         low_moments=optimizer == "adam-8bit",
@@ -228,12 +225,11 @@ def memory_workload(
         max_tokens=max_tokens,
         micro_batch=micro_batch,
         micro_batch_tokens=micro_batch_tokens,
+        value="none" if not online else "head" if critic == "shared" else critic,
         reference=config if online and reference else None,
         rewards=(config,) * rewards if online else (),
         layout=layout,
     )
-    if online:
-        workload = with_value(workload, "head" if critic == "shared" else critic)
     return workload if adapter is None else with_adapters(workload, AdapterSettings(rank=adapter, quantize=quantize))
 
 

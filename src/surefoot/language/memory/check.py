@@ -9,9 +9,9 @@ Of several ranks each makes the same check, of one rank's memory against the lea
 
 import json
 import math
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,13 +22,14 @@ from surefoot.core.learner import Learner
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_table
 from surefoot.language.language_model import model_folder
-from surefoot.language.memory import Estimate, estimate
+from surefoot.language.memory import Estimate, estimate, total
+from surefoot.language.memory.available import available_memory, total_memory
 from surefoot.language.memory.layout import Layout
-from surefoot.language.memory.passes import BatchShape
+from surefoot.language.memory.passes import family_note, unknown_families
 from surefoot.language.memory.probe import measured_work
 from surefoot.language.memory.roles import host_bytes, on_device_and_host, permanent, permanent_bytes
-from surefoot.language.memory.savings import alternatives, is_whole
-from surefoot.language.memory.workload import Workload, family_note, unknown_families, unquantised, with_prompts, with_ranks
+from surefoot.language.memory.savings import alternatives
+from surefoot.language.memory.workload import BatchShape, Workload, with_prompts, with_ranks
 from surefoot.language.models.adapter_files import BASE, adapter_folder
 from surefoot.language.models.adapters import is_print_of
 from surefoot.language.models.loading import load_config
@@ -74,8 +75,8 @@ class MemoryCheck:
         response: int,
         most: int,
         evaluated: int,
-        demonstrated: tuple[int, int, int] | None = None,
-        mixed: tuple[int, int, int] | None = None,
+        demonstrated: BatchShape | None = None,
+        mixed: BatchShape | None = None,
         together: int = 1,
     ) -> list[str]:
         """Reject a run that can't fit, and warn of one that may not.
@@ -84,16 +85,15 @@ class MemoryCheck:
         response   tokens that are certainly trained in a row
         most       tokens that may be trained in a row
         evaluated  held-out rows
-        demonstrated  demonstrations whose likelihood is evaluated: their number, and tokens and trained tokens of the longest
-        mixed         demonstrations in every update, in the same format
+        demonstrated  demonstrations whose likelihood is evaluated, of the length of the longest
+        mixed         demonstrations in every update, likewise
         together      rows that may read one prompt together
 
         Returns a line if the run fits only while responses stay short. Raises SurefootError if it does not fit in any case.
         """
         if self.workload is None or self.available is None:
             return []
-        watched, trained = (None if rows is None else BatchShape(*rows) for rows in (demonstrated, mixed))
-        full = replace(self.workload, prompt=prompt, response=most, evaluated=evaluated, demonstrated=watched, mixed=trained)
+        full = replace(self.workload, prompt=prompt, response=most, evaluated=evaluated, demonstrated=demonstrated, mixed=mixed)
         self.full = full
         whole = estimate(full)
         if whole.peak <= self.available:
@@ -102,8 +102,7 @@ class MemoryCheck:
         lower = estimate(least)
         if least_needed(lower, UNKNOWN_TOLERANCE if unknown_families(least) else TOLERANCE) > self.available:
             self._reject(least, running_peak(lower), f"({peak_text(lower)})", lambda other: running_peak(estimate(other)))
-        setting, _ = self._best_setting(full, lambda other: estimate(other).peak)
-        helps = f"; {setting} would help" if setting else ""
+        helps = self._helps(full, lambda other: estimate(other).peak)
         return [
             f"memory: may need {readable(whole.peak)}{self._each} ({whole.worst}), and {readable(self.available)} are "
             f"available{helps}",
@@ -128,12 +127,11 @@ class MemoryCheck:
         work = measured_work(learner, *longest(one.micro(one.rows)), device=device)
         if work is None:
             return []
-        setting, _ = self._best_setting(full, lambda other: running_peak(estimate(other)))
-        helps = f"; {setting} would help" if setting else ""
+        helps = self._helps(full, lambda other: running_peak(estimate(other)))
         if work == math.inf:
             return [f"memory: {readable(self.available)} have no room for a pass of the longest micro-batch{helps}"]
         absent = sum(parts.get("gradients", 0) for parts in planned.always.values()) if full.layout.sharded else 0
-        needed = planned.permanent - absent + work + planned.phases["learning"].parts["batch"]
+        needed = planned.permanent - absent + work + planned.phases["learning"]["batch"]
         shown = f"{readable(needed)}{self._each} while learning, by a pass of the longest micro-batch"
         if needed <= self.available:
             return [f"memory: {shown}; {readable(self.available)} were available"]
@@ -180,58 +178,39 @@ class MemoryCheck:
             f"try anyway{f' ({note})' if (note := family_note(workload)) else ''}"
         )
 
+    def _helps(self, workload: Workload, measure: Measure) -> str:
+        """The end of a warning: a setting that saves memory, if there is one."""
+        setting, _ = self._best_setting(workload, measure)
+        return f"; {setting} would help" if setting else ""
+
     def _best_setting(self, workload: Workload, measure: Measure) -> tuple[str, int]:
         """The first setting that is enough (they are sorted by cost), else the one that saves most; and the bytes with it."""
         assert self.available is not None
-        before = least = measure(workload)
-        best = ""
-        for name, other in (*alternatives(workload), *self._more_ranks(workload)):
+        best, least = "", measure(workload)
+        for name, other in chain(alternatives(workload), self._more_ranks(workload), fewer_prompts(workload)):
             after = measure(other)
             if after <= self.available:
                 return name, after
             if after < least:
                 best, least = name, after
-        for prompts in self._fewer_prompts(workload, before, measure):
-            after = measure(with_prompts(workload, prompts))
-            if after < least:
-                rows = f" and evaluation.rows = {prompts}" if workload.evaluated > prompts else ""
-                best, least = f"sampling.prompts = {prompts}{rows}", after
-            if after <= self.available:
-                break
         return best, least
 
     def _more_ranks(self, workload: Workload) -> Iterator[tuple[str, Workload]]:
         """Models shared by more of the GPUs of this machine, if a single process was to use one of them."""
-        if not self.recipe.device.startswith("cuda") or workload.layout.ranks > 1 or is_whole(workload):
-            return
-        for ranks in range(2, torch.cuda.device_count() + 1):
-            yield f'sharding = "full" and add --ranks {ranks}', with_ranks(workload, ranks)
-
-    def _fewer_prompts(self, workload: Workload, before: int, measure: Measure) -> Iterator[int]:
-        """Smaller numbers of prompts, the largest first: powers of two times the fewest that the minibatches divide.
-
-        Bytes are nearly linear in the number of prompts.
-        """
-        assert self.available is not None
-        prompts = workload.responses // workload.samples
-        minibatches = workload.responses // workload.rows
-        fewest = minibatches // math.gcd(minibatches, workload.samples) * workload.layout.ranks
-        if workload.kind != "language" or prompts <= fewest:
-            return
-        each = (before - measure(with_prompts(workload, prompts // 2))) / (prompts - prompts // 2)
-        if each <= 0:
-            return
-        fewer = min(prompts // 2, prompts - int((before - self.available) / each))
-        power = 2 ** (max(1, fewer // fewest).bit_length() - 1)
-        yield from (fewest * power // 2**step for step in range(4) if power >= 2**step)
+        if self.recipe.device.startswith("cuda") and workload.layout.ranks == 1 and not workload.is_whole:
+            for ranks in range(2, torch.cuda.device_count() + 1):
+                yield f'sharding = "full" and add --ranks {ranks}', with_ranks(workload, ranks)
 
 
-def workload_of(recipe: ModelRecipe, *, prompt: int, response: int, evaluated: int = 0) -> Workload:
-    """The workload of a recipe with rows of these lengths.
-
-    Raises SurefootError if a model's configuration can't be read.
-    """
-    return replace(_workload_of(recipe), prompt=prompt, response=response, evaluated=evaluated)
+def fewer_prompts(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """At most half of the prompts, the most first: powers of two times the fewest that the minibatches divide."""
+    prompts, minibatches = workload.responses // workload.samples, workload.responses // workload.rows
+    fewest = minibatches // math.gcd(minibatches, workload.samples) * workload.layout.ranks
+    powers = (prompts // 2 // fewest).bit_length() if workload.kind == "language" else 0
+    for power in reversed(range(powers)):
+        fewer = fewest * 2**power
+        rows = f" and evaluation.rows = {fewer}" if workload.evaluated > fewer else ""
+        yield f"sampling.prompts = {fewer}{rows}", with_prompts(workload, fewer)
 
 
 def readable_workload(recipe: ModelRecipe) -> Workload | None:
@@ -239,34 +218,40 @@ def readable_workload(recipe: ModelRecipe) -> Workload | None:
     that needs its own code.
     """
     try:
-        workload = _workload_of(recipe)
+        workload = workload_of(recipe)
         permanent(workload)
     except Exception:
         return None
     return workload
 
 
-def _workload_of(recipe: ModelRecipe) -> Workload:
+def workload_of(recipe: ModelRecipe, *, prompt: int = 1, response: int = 1, evaluated: int = 0) -> Workload:
+    """The workload of a recipe with rows of these lengths.
+
+    Raises SurefootError if a model's configuration can't be read.
+    """
+
     def config(name: str) -> Any:
         return load_config(model_folder(name), trust_remote_code=recipe.trust_remote_code)
 
     policy, settings = config(recipe.model), recipe.optimizer
     common: dict[str, Any] = {
         "policy": policy,
-        "objective": recipe.objective,
         "bf16": recipe.autocast,
         "low_weights": recipe.low_weights,
         "low_moments": settings.kind == "adam-8bit",
         "checkpointing": recipe.gradient_checkpointing,
         "micro_batch": settings.micro_batch,
         "micro_batch_tokens": settings.micro_batch_tokens,
-        "adapter": None if recipe.adapter is None else unquantised(recipe.adapter),
-        "quantize": None if recipe.adapter is None else recipe.adapter.quantize,
+        "adapter": recipe.adapter,
         "layout": layout_of(recipe),
+        "prompt": prompt,
+        "response": response,
+        "evaluated": evaluated,
     }
     if not isinstance(recipe, LanguageRecipe):
         assert isinstance(recipe, SupervisedRecipe)
-        common |= {"rows": recipe.data.batch, "responses": recipe.data.batch, "prompt": 1, "response": 1}
+        common |= {"rows": recipe.data.batch, "responses": recipe.data.batch}
         if isinstance(recipe, DpoRecipe):
             name = recipe.reference.model
             common |= {"labelled": recipe.preference.loss == "kto", "compared": recipe.has_reference}
@@ -295,8 +280,6 @@ def _workload_of(recipe: ModelRecipe) -> Workload:
         rounds=recipe.sampling.rounds,
         sampled=0 if recipe.samples_on_server else recipe.sampling.rows,
         memory=total_memory(recipe.device),
-        prompt=1,
-        response=1,
         max_tokens=recipe.max_response_tokens,
     )
 
@@ -361,15 +344,12 @@ def least_needed(estimated: Estimate, tolerance: float = TOLERANCE) -> int:
 def peak_text(estimated: Estimate) -> str:
     """The permanent memory and the largest phase, as text."""
     worst = max((phase for phase in estimated.phases if phase != "saving"), key=estimated.at)
-    return f"{readable(estimated.permanent)} throughout and {readable(estimated.phases[worst].total)} while {worst}"
+    return f"{readable(estimated.permanent)} throughout and {readable(total(estimated.phases[worst]))} while {worst}"
 
 
 def readable(count: float) -> str:
     """Bytes as text, with 10⁹ bytes to the GB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
-
-
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_to_a_rank(device: str) -> int | None:
@@ -381,103 +361,3 @@ def available_to_a_rank(device: str) -> int | None:
     if available is not None and device.startswith("cpu"):
         available //= local_ranks()
     return min((one for one in exchange(available) if one is not None), default=None)
-
-
-def available_memory(device: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Bytes that the device can still allocate; None if unknown.
-
-    On a CPU: the least of the machine's free memory (with swap: slow, but the run fits), the limits of the process's control
-    groups, and its address space (``ulimit -v``). On a GPU: the driver's figure.
-    """
-    kind, _, _ = device.partition(":")
-    if kind == "cuda":
-        return int(torch.cuda.mem_get_info(torch.device(device))[0])
-    if kind == "mps":
-        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    limits = [machine_memory(proc), address_space(proc), *(group_memory(folder) for folder in control_groups(proc, cgroups))]
-    return min((size for size in limits if size is not None), default=None)
-
-
-def total_memory(device: str) -> int | None:
-    """Bytes of the device, free or not; None if unknown. On a CPU the least of the machine's and the control groups' limits."""
-    kind, _, _ = device.partition(":")
-    if kind == "cuda":
-        return int(torch.cuda.mem_get_info(torch.device(device))[1])
-    if kind == "mps":
-        return int(torch.mps.recommended_max_memory())
-    limits = [_fields(PROC / "meminfo").get("MemTotal"), *map(group_limit, control_groups())]
-    return min((size for size in limits if size is not None), default=None)
-
-
-def group_limit(group: Path) -> int | None:
-    """The most that a control group allows; None without a limit."""
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        try:
-            return int((group / name).read_text())
-        except (OSError, ValueError):  # missing, or "max"
-            continue
-    return None
-
-
-def machine_memory(proc: Path = PROC) -> int | None:
-    """The machine's available memory by the kernel's estimate, plus free swap."""
-    fields = _fields(proc / "meminfo")
-    if "MemAvailable" not in fields:
-        return None
-    return fields["MemAvailable"] + fields.get("SwapFree", 0)
-
-
-def address_space(proc: Path = PROC) -> int | None:
-    """What remains of the process's address space limit; None without one."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    return max(0, limit - _fields(proc / "self" / "status").get("VmSize", 0))
-
-
-def control_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Path]:
-    """The folders of this process's control groups, version 1 and 2, from its own up to the root.
-
-    In a container the path may be the host's; then the visible root is the container's own group.
-    """
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = cgroups / "memory" if controllers else cgroups
-        here = root / path.strip("/")
-        folders += [folder for folder in (here, *here.parents) if folder == root or root in folder.parents]
-    return folders
-
-
-def group_memory(group: Path) -> int | None:
-    """What a control group still allows, counting droppable file pages as free; None without a limit."""
-    for limit, used, dropped in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            most, now = int((group / limit).read_text()), int((group / used).read_text())
-        except (OSError, ValueError):  # missing, or "max"
-            continue
-        return max(0, most - now + _fields(group / "memory.stat", 1).get(dropped, 0))
-    return None
-
-
-def _fields(path: Path, unit: int = 1024) -> dict[str, int]:
-    """Lines such as ``MemAvailable:   1234 kB`` as bytes."""
-    fields: dict[str, int] = {}
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return fields
-    for line in lines:
-        words = line.replace(":", " ").split()
-        if len(words) > 1 and words[1].isdigit():
-            fields[words[0]] = int(words[1]) * unit
-    return fields

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -18,22 +18,24 @@ if TYPE_CHECKING:
 
     from surefoot.recipes.models import AdapterSettings
 
-Count = TypeVar("Count", bound=Callable[..., Any])
+P, Count = ParamSpec("P"), TypeVar("Count")
 _known: dict[tuple[str, ...], Any] = {}
 
 
-def counted_once(count: Count) -> Count:
-    """Count the same configuration once in a process."""
+def counted_once(count: Callable[P, Count]) -> Callable[P, Count]:
+    """Count the same configuration, the first argument, once in a process, on the meta device."""
 
     @wraps(count)
-    def counted(config: "PreTrainedConfig", *args: Any) -> Any:
-        key = (count.__name__, type(config).__name__, config.to_json_string(), repr(args))
+    def counted(*args: P.args, **kwargs: P.kwargs) -> Count:
+        config: Any = args[0]
+        key = (count.__name__, type(config).__name__, config.to_json_string(), repr(args[1:]))
         if key not in _known:
             with quiet_transformers(), torch.device("meta"):
-                _known[key] = count(config, *args)
-        return _known[key]
+                _known[key] = count(*args, **kwargs)
+        known: Count = _known[key]
+        return known
 
-    return cast(Count, counted)
+    return counted
 
 
 @dataclass(frozen=True)
@@ -45,24 +47,19 @@ class ParameterCounts:
     """without the head for logits; a critic or reward model of this family has as many, plus its own head"""
     layers: int
     """in all layers together"""
+    depth: int
+    """the number of layers"""
     width: int
     vocabulary: int
+    linear: dict[int, int]
+    """the number of the trunk's linear layers of each size, which a base in 4 or 8 bits quantises"""
+    linear_rows: int
+    """outputs of these together"""
 
-
-@dataclass(frozen=True)
-class LinearSizes:
-    """The weights of a trunk's linear layers, which a base in 4 or 8 bits quantises."""
-
-    weights: int
-    rows: int
-    """outputs of all layers together"""
-    layers: dict[int, int]
-    """the number of layers of each size"""
-
-
-def layer_count(config: "PreTrainedConfig") -> int:
-    """The number of layers of a model."""
-    return int(config.get_text_config().num_hidden_layers)
+    @property
+    def linear_weights(self) -> int:
+        """Weights of these together."""
+        return sum(size * count for size, count in self.linear.items())
 
 
 @counted_once
@@ -72,24 +69,16 @@ def count_parameters(config: "PreTrainedConfig") -> ParameterCounts:
 
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)  # which writes into it
     stack = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size, default=None)
+    linear = [part for part in model.base_model.modules() if isinstance(part, nn.Linear)]
     return ParameterCounts(
         total=_size(model),
         trunk=_size(model.base_model),
         layers=0 if stack is None else _size(stack),
+        depth=int(config.get_text_config().num_hidden_layers),
         width=int(config.get_text_config().hidden_size),
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
-    )
-
-
-@counted_once
-def linear_sizes(config: "PreTrainedConfig") -> LinearSizes:
-    """Sizes of the linear layers of a model's trunk."""
-    layers = [part for part in _trunk(config).modules() if isinstance(part, nn.Linear)]
-    sizes = Counter(layer.weight.numel() for layer in layers)
-    return LinearSizes(
-        weights=sum(size * count for size, count in sizes.items()),
-        rows=sum(layer.out_features for layer in layers),
-        layers=dict(sorted(sizes.items())),
+        linear=dict(sorted(Counter(layer.weight.numel() for layer in linear).items())),
+        linear_rows=sum(layer.out_features for layer in linear),
     )
 
 
@@ -99,15 +88,11 @@ def adapter_size(config: "PreTrainedConfig", settings: "AdapterSettings") -> int
 
     Raises SurefootError if the trunk lacks the target layers.
     """
-    base = SharedBase(_trunk(config), base_hash="")
-    base.inject(POLICY, settings)
-    return sum(parameter.numel() for _, parameter in base.parameters(POLICY))
-
-
-def _trunk(config: "PreTrainedConfig") -> Any:
     from transformers import AutoModel
 
-    return AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False)
+    base = SharedBase(AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False), base_hash="")
+    base.inject(POLICY, settings)
+    return sum(parameter.numel() for _, parameter in base.parameters(POLICY))
 
 
 def _size(module: nn.Module) -> int:

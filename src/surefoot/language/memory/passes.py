@@ -5,16 +5,14 @@ queries, keys and values, the two factors of a gated feed-forward. The counts be
 ``transformers`` in PyTorch on a CPU, per token, for the families in ``KNOWN``. Others are read as a Llama.
 """
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from surefoot.language.memory.parameters import count_parameters
+from surefoot.language.memory.workload import BatchShape, Workload
 from surefoot.language.sampling.fast_decode import PACKED_LIMIT, READERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from surefoot.recipes.models import AdapterSettings
 
 KNOWN = ("gemma2", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """families whose counts were compared with measurements or with what autograd keeps"""
@@ -22,118 +20,45 @@ FLOAT = 4
 """bytes of a float32"""
 LOGITS, LOGITS_IN_CHUNKS, DRAWN = 5, 3, 20
 """float32 numbers per logit at once in a pass, and in one whose logits come in chunks; bytes per logit when tokens are drawn"""
+WORK = "logits and work"
+"""the most that is needed besides what a pass keeps for the backward pass or the next token"""
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """The shape of a micro-batch."""
-
-    rows: int
-    width: int
-    """tokens of each row, prompt and response"""
-    decisions: int
-    """tokens of each row whose log-probability is computed"""
-
-    @property
-    def tokens(self) -> int:
-        """Of all rows."""
-        return self.rows * self.width
-
-
-@dataclass(frozen=True)
-class PassOptions:
-    """Options that change the memory of a pass through the policy."""
-
-    critic: "PreTrainedConfig | None" = None
-    """of a separate value model"""
-    bf16: bool = False
-    checkpointing: bool = False
-    chunk: int = 2**62
-    """tokens whose logits are held at once"""
-    adapter: "AdapterSettings | None" = None
-    """the trained adapter, if the weights are frozen"""
-    value_role: bool = False
-    """whether the critic is an adapter of the same base"""
-    low: bool = False
-    """whether the weights themselves are in bfloat16"""
-    rounded: bool = False
-    """whether their gradients are added to float32 ones, and dropped, as soon as they are complete"""
-    quantised: bool = False
-    """whether the base of the adapters is in 4 or 8 bits"""
-
-
-@dataclass(frozen=True)
-class PassMemory:
-    """Bytes of one pass."""
-
-    kept: dict[str, int] = field(default_factory=dict)
-    """for the backward pass or the next token, by role"""
-    work: int = 0
-    """the most that is needed besides"""
-
-    @property
-    def peak(self) -> int:
-        """Their sum."""
-        return sum(self.kept.values()) + self.work
-
-
-@dataclass(frozen=True)
 class Model:
     """The sizes of a model that its passes depend on, and how they compute.
 
-    kind             the family
-    width, feed      numbers of a token between layers, and in the feed-forward of one expert
-    queries, keys    numbers of its queries, and of its keys
-    layer            parameters of a layer, and of these in experts
-    bf16, low        matrix products in autocast; weights in bfloat16
-    adapter          rank of the trained adapters of frozen weights; 0 without
+    config   names of sizes differ between families
+    s        the run: precision, and the adapters that are trained on frozen weights
     """
 
-    kind: str
-    width: int
-    feed: int
-    queries: int
-    keys: int
-    heads: int
-    layers: int
-    vocabulary: int
-    experts: int
-    chosen: int
-    layer: int
-    in_experts: int
-    bf16: bool
-    low: bool
-    adapter: int
-
-    @classmethod
-    def of(cls, config: "PreTrainedConfig", options: PassOptions) -> "Model":
-        """From a configuration, whose names differ between families."""
+    def __init__(self, config: "PreTrainedConfig", s: Workload) -> None:
         text = config.get_text_config()
 
         def first(*names: str, default: int = 0) -> int:
             return int(next((value for name in names if (value := getattr(text, name, None))), default))
 
-        counts, width, heads = count_parameters(config), first("hidden_size"), first("num_attention_heads", default=1)
-        layers, experts = first("num_hidden_layers", default=1), first("num_local_experts", "num_experts", "n_routed_experts")
-        feed = first(*["moe_intermediate_size"] * bool(experts), "intermediate_size", "n_inner", default=4 * width)
-        size = first("head_dim", default=width // heads)
-        return cls(
-            kind=text.model_type,
-            width=width,
-            feed=feed,
-            queries=heads * size,
-            keys=first("num_key_value_heads", default=heads) * size,
-            heads=heads,
-            layers=layers,
-            vocabulary=counts.vocabulary,
-            experts=experts,
-            chosen=first("num_experts_per_tok", default=1) if experts else 1,
-            layer=counts.layers // layers,
-            in_experts=3 * experts * width * feed,
-            bf16=options.bf16,
-            low=options.low,
-            adapter=0 if options.adapter is None else options.adapter.rank,
-        )
+        counts = count_parameters(config)
+        self.kind: str = text.model_type
+        self.vocabulary = counts.vocabulary
+        self.width = first("hidden_size")
+        """numbers of a token between layers"""
+        self.heads, self.layers = first("num_attention_heads", default=1), first("num_hidden_layers", default=1)
+        self.experts = first("num_local_experts", "num_experts", "n_routed_experts")
+        self.chosen = first("num_experts_per_tok", default=1) if self.experts else 1
+        feeds = [*["moe_intermediate_size"] * bool(self.experts), "intermediate_size", "n_inner"]
+        self.feed = first(*feeds, default=4 * self.width)
+        """numbers in the feed-forward of one expert"""
+        size = first("head_dim", default=self.width // self.heads)
+        self.queries, self.keys = self.heads * size, first("num_key_value_heads", default=self.heads) * size
+        """numbers of a token's queries, and of its keys"""
+        self.layer = counts.layers // self.layers
+        """parameters of a layer"""
+        self.in_experts = 3 * self.experts * self.width * self.feed
+        """of these in experts"""
+        self.bf16, self.low = s.bf16 and not s.low, s.low
+        """matrix products in autocast; weights in bfloat16"""
+        self.adapter = 0 if s.adapter is None else s.adapter.rank
+        """rank of the trained adapters of frozen weights; 0 without"""
 
     @property
     def number(self) -> int:
@@ -217,70 +142,84 @@ class Model:
         return max(some * each, some * 2 * FLOAT * self.vocabulary + of_head) + copies + count * 48
 
 
-def learning(config: "PreTrainedConfig", options: PassOptions, shape: BatchShape, sides: int = 1) -> PassMemory:
-    """Forward and backward pass of one micro-batch; ``sides`` passes that are all kept until the backward pass, as in DPO."""
-    model, count, check = Model.of(config, options), shape.rows * shape.decisions, options.checkpointing
-    kept = {"policy": sides * (model.trunk(shape, check) + count * model.width * FLOAT)}
-    if count <= options.chunk:  # an earlier side keeps its log-probabilities, and its entropy is dropped
-        kept["policy"] += (sides - 1) * FLOAT * count * model.vocabulary
-    widest = model
-    if options.critic is not None or options.value_role:
-        critic = Model.of(options.critic or config, options)
-        kept["value"] = critic.trunk(shape, check)
-        widest = max(model, critic, key=lambda each: each.width * each.feed)
+def learning(s: Workload, shape: BatchShape, sides: int = 1, critic: bool = True) -> dict[str, int]:
+    """Forward and backward pass of one micro-batch, in parts.
+
+    sides    passes that are all kept until the backward pass, as in DPO
+    critic   with that of the run, if it has its own passes
+    """
+    model, count, check = Model(s.policy, s), shape.rows * shape.decisions, s.checkpointing
+    kept = sides * (model.trunk(shape, check) + count * model.width * FLOAT)
+    if count <= s.chunk:  # an earlier side keeps its log-probabilities, and its entropy is dropped
+        kept += (sides - 1) * FLOAT * count * model.vocabulary
+    parts, widest = {"policy activations": kept}, model
+    if critic and s.value == "own":
+        other = Model(s.policy if s.critic is None or s.adapter is not None else s.critic, s)
+        parts["value activations"] = other.trunk(shape, check)
+        widest = max(model, other, key=lambda each: each.width * each.feed)
     again = widest.kept(shape) if check else 0
-    backward = again + widest.work(shape, True) + (2 * widest.layer if options.rounded and not widest.adapter else 0)
-    return PassMemory(kept, max(model.logits(count, options.chunk, True), backward))
+    backward = again + widest.work(shape, True) + (2 * widest.layer if s.rounded and not widest.adapter else 0)
+    return {**parts, WORK: max(model.logits(count, s.chunk, True), backward)}
 
 
-def scoring(config: "PreTrainedConfig", options: PassOptions, shape: BatchShape) -> PassMemory:
+def scoring(config: "PreTrainedConfig", s: Workload, shape: BatchShape) -> int:
     """The same rows without gradient: log-probabilities of policy or reference, and values with a critic."""
-    model, count = Model.of(config, options), shape.rows * shape.decisions
+    model, count = Model(config, s), shape.rows * shape.decisions
     states = shape.tokens * model.width * FLOAT + count * model.width * FLOAT
-    work = max(model.work(shape, False), model.logits(count, options.chunk, False))
-    return PassMemory({}, model.layers * model.cast + states + work)
+    return model.layers * model.cast + states + max(model.work(shape, False), model.logits(count, s.chunk, False))
 
 
-def pair_learning(config: "PreTrainedConfig", options: PassOptions, shape: BatchShape, sides: int) -> PassMemory:
-    """Forward and backward pass of a reward model on the one or two answers of each row of a micro-batch."""
-    model = Model.of(config, options)
-    kept = sides * model.trunk(shape, options.checkpointing, padded=True) - (sides - 1) * model.cast * model.layers
-    again = model.kept(shape, padded=True) if options.checkpointing else 0
-    return PassMemory({"policy": kept}, again + model.work(shape, True))
+def pair_learning(s: Workload, shape: BatchShape) -> dict[str, int]:
+    """Forward and backward pass of a reward model on the one or two answers of each row of a micro-batch, in parts."""
+    model = Model(s.policy, s)
+    kept = s.sides * model.trunk(shape, s.checkpointing, padded=True) - (s.sides - 1) * model.cast * model.layers
+    again = model.kept(shape, padded=True) if s.checkpointing else 0
+    return {"policy activations": kept, WORK: again + model.work(shape, True)}
 
 
-def reward_scoring(config: "PreTrainedConfig", options: PassOptions, shape: BatchShape) -> PassMemory:
+def reward_scoring(config: "PreTrainedConfig", s: Workload, shape: BatchShape) -> int:
     """A reward model's scores of texts, without gradient."""
-    model = Model.of(config, options)
+    model = Model(config, s)
     mask = shape.tokens * shape.width * (1 + model.number)
-    return PassMemory({}, model.work(shape, False) + shape.tokens * model.width * FLOAT + mask)
+    return model.work(shape, False) + shape.tokens * model.width * FLOAT + mask
 
 
-def prompt_reading(config: "PreTrainedConfig", options: PassOptions, prompts: int, length: int) -> PassMemory:
-    """Read all prompts of a batch at once, and keep their keys and values."""
-    model, shape = Model.of(config, options), BatchShape(prompts, length, 0)
+def prompt_reading(s: Workload, prompts: int) -> int:
+    """Read prompts at once, and keep their keys and values."""
+    model, shape = Model(s.policy, s), BatchShape(prompts, s.prompt, 0)
     cache = shape.tokens * 2 * model.keys * model.layers * model.number
-    mask = shape.tokens * length * (1 + model.number)
+    mask = shape.tokens * s.prompt * (1 + model.number)
     states = shape.tokens * model.width * FLOAT
-    return PassMemory({"cache": cache}, model.layers * model.cast + model.work(shape, False) + states + mask)
+    return cache + model.layers * model.cast + model.work(shape, False) + states + mask
 
 
-def decoding(
-    config: "PreTrainedConfig", options: PassOptions, prompts: int, samples: int, length: int, more: int
-) -> PassMemory:
+def decoding(s: Workload, prompts: int, samples: int) -> dict[str, int]:
     """The last token of all responses, if none has ended: caches, packed weights, and sampling from logits.
 
     prompts, samples  number of prompts, and responses to each
-    length, more      tokens of the longest prompt and of a response
     """
-    model = Model.of(config, options)
+    model = Model(s.policy, s)
     weights = model.layers * model.layer
-    fits = model.number == FLOAT and weights <= PACKED_LIMIT and not options.quantised
+    fits = model.number == FLOAT and weights <= PACKED_LIMIT and s.quantize is None
     packed = weights if fits and model.kind in READERS else 0
-    of_prompts = prompts * length * 2 * model.keys * model.layers * model.number
-    # Of a GPT-2, which stores matrices as they are needed, only those after norms are copied, unless adapters are merged in.
-    kept = {"packed weights": FLOAT * packed * (12 if model.gated or model.adapter else 7) // 12}
-    kept["cache"] = prompts * samples * (length + more) * 2 * model.keys * model.layers * model.number
+    token = 2 * model.keys * model.layers * model.number
     drawn = prompts * samples * model.vocabulary * (DRAWN + (2 if model.number == 2 else 0))
     casts = model.layers * model.cast + (2 * model.vocabulary * model.width if model.bf16 else 0)
-    return PassMemory(kept, casts + drawn + (of_prompts if packed else 0))
+    return {
+        # A GPT-2 stores matrices as they are needed: only those after norms are copied, unless adapters are merged in.
+        "packed weights": FLOAT * packed * (12 if model.gated or model.adapter else 7) // 12,
+        "cache": prompts * samples * (s.prompt + s.max_tokens) * token,
+        WORK: casts + drawn + (prompts * s.prompt * token if packed else 0),
+    }
+
+
+def family_note(workload: Workload) -> str:
+    """A line about families whose layers are read as those of a Llama; empty if all are known."""
+    kinds = ", ".join(unknown_families(workload))
+    return kinds and f"memory: layers of {kinds} are read as those of a Llama, so their activations may be other ones"
+
+
+def unknown_families(workload: Workload) -> list[str]:
+    """These families."""
+    configs = [workload.policy, workload.critic, workload.reference, *workload.rewards]
+    return sorted({kind for each in configs if each is not None and (kind := each.get_text_config().model_type) not in KNOWN})

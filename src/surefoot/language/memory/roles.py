@@ -1,19 +1,16 @@
 """The memory that a role keeps all the time: weights, gradients, and the optimizer's moments."""
 
-from typing import TYPE_CHECKING
-
 from surefoot.core.optimizer import BLOCK
 from surefoot.language.memory.layout import LOW_WEIGHT, WEIGHT
-from surefoot.language.memory.parameters import adapter_size, count_parameters, linear_sizes
-from surefoot.language.memory.workload import Workload, reward_size
-
-if TYPE_CHECKING:
-    from surefoot.recipes.models import AdapterSettings
+from surefoot.language.memory.parameters import adapter_size, count_parameters
+from surefoot.language.memory.workload import Workload
 
 GRADIENT, MOMENTS = 4, 8
 """bytes per parameter"""
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 """weights that share a scale in 4 bits, and scales that share one themselves"""
+ByRole = dict[str, dict[str, int]]
+"""bytes by role and part"""
 
 
 def trained_bytes(parameters: int, rounded: int = 0, low_moments: bool = False) -> dict[str, int]:
@@ -34,76 +31,69 @@ def moment_bytes(parameters: int, low: bool) -> int:
     return MOMENTS * parameters if not low else 2 * (parameters + WEIGHT * -(-parameters // BLOCK))
 
 
-def frozen_bytes(parameters: int, each: int = WEIGHT) -> dict[str, int]:
-    """Bytes of frozen parameters, by part."""
-    return {"weights": each * parameters}
-
-
-def permanent(workload: Workload) -> dict[str, dict[str, int]]:
+def permanent(workload: Workload) -> ByRole:
     """Permanent bytes of a rank by role and part, from parameter counts alone."""
-    layout, whole = workload.layout, _permanent_of_whole_models(workload)
+    layout, own = workload.layout, count_parameters(workload.policy)
+    if workload.adapter is not None:
+        whole = _of_adapters(workload)
+    elif workload.kind == "reward":
+        whole = {"reward": _trained(workload, own.trunk, own.width + 1)}
+    else:
+        whole = {"policy": _trained(workload, own.total)}
+        if workload.value == "head":
+            whole["value"] = trained_bytes(own.width + 1, low_moments=workload.low_moments)
+        elif workload.value == "own":
+            critic = count_parameters(workload.critic or workload.policy)
+            whole["value"] = _trained(workload, critic.trunk, critic.width + 1)
+        whole |= frozen_roles(workload)
     return {role: {name: layout.part(size) for name, size in parts.items()} for role, parts in whole.items()}
 
 
-def _permanent_of_whole_models(workload: Workload) -> dict[str, dict[str, int]]:
-    own = count_parameters(workload.policy)
-    if workload.adapter is not None:
-        return _permanent_with_adapters(workload, workload.adapter)
-
-    low = workload.low_moments
-
-    def trained(model: int, head: int = 0) -> dict[str, int]:
-        return trained_bytes(head, model, low) if workload.rounded else trained_bytes(model + head, low_moments=low)
-
-    if workload.kind == "reward":
-        return {"reward": trained(own.trunk, own.width + 1)}
-    sizes = {"policy": trained(own.total)}
-    if workload.value == "head":
-        sizes["value"] = trained_bytes(own.width + 1, low_moments=low)
-    elif workload.value == "own":
-        critic = count_parameters(workload.critic or workload.policy)
-        sizes["value"] = trained(critic.trunk, critic.width + 1)
-    return sizes | frozen_roles(workload)
+def _trained(workload: Workload, model: int, head: int = 0) -> dict[str, int]:
+    """Bytes of a trained model and of its head, which stays in float32."""
+    if workload.rounded:
+        return trained_bytes(head, model, workload.low_moments)
+    return trained_bytes(model + head, low_moments=workload.low_moments)
 
 
-def frozen_roles(workload: Workload) -> dict[str, dict[str, int]]:
+def frozen_roles(workload: Workload) -> ByRole:
     """Bytes of the reference and of reward models, as far as they are models of their own; in the passes' dtype."""
     each, sizes = LOW_WEIGHT if workload.low else WEIGHT, {}
     if workload.reference is not None and workload.kind != "dpo":
-        sizes["reference"] = frozen_bytes(count_parameters(workload.reference).total, each)
+        sizes["reference"] = {"weights": each * count_parameters(workload.reference).total}
     if workload.rewards:
-        sizes["reward"] = frozen_bytes(sum(reward_size(count_parameters(config)) for config in workload.rewards), each)
+        counts = [count_parameters(config) for config in workload.rewards]
+        sizes["reward"] = {"weights": each * sum(count.trunk + count.width + 1 for count in counts)}
     return sizes
 
 
-def _permanent_with_adapters(workload: Workload, adapter: "AdapterSettings") -> dict[str, dict[str, int]]:
-    """The same if all roles are adapters of one frozen base."""
-    own, size = count_parameters(workload.policy), adapter_size(workload.policy, adapter)
-    low = workload.low_moments
-    head, each = own.width + 1, LOW_WEIGHT if workload.rounded else WEIGHT
+def _of_adapters(workload: Workload) -> ByRole:
+    """The bytes of whole models if all roles are adapters of one frozen base."""
+    assert workload.adapter is not None
+    own, size, low = count_parameters(workload.policy), adapter_size(workload.policy, workload.adapter), workload.low_moments
+    head = own.width + 1
     if workload.kind == "reward":
-        return {"base": _base_bytes(workload, own.trunk, each), "reward": trained_bytes(size + head, low_moments=low)}
-    sizes = {"base": _base_bytes(workload, own.total, each), "policy": trained_bytes(size, low_moments=low)}
+        return {"base": _base_bytes(workload, own.trunk), "reward": trained_bytes(size + head, low_moments=low)}
+    sizes = {"base": _base_bytes(workload, own.total), "policy": trained_bytes(size, low_moments=low)}
     if workload.value != "none":
         sizes["value"] = trained_bytes(head + (size if workload.value == "own" else 0), low_moments=low)
     sizes |= frozen_roles(workload)
-    adapters = sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
-    if adapters:
-        others = sizes.get("reward", frozen_bytes(0))["weights"]
-        sizes["reward"] = {"weights": frozen_bytes(adapters)["weights"] + others}
+    if workload.reward_adapters:
+        adapters = sum(adapter_size(workload.policy, other) + head for other in workload.reward_adapters)
+        sizes["reward"] = {"weights": WEIGHT * adapters + sizes.get("reward", {}).get("weights", 0)}
     return sizes
 
 
-def _base_bytes(workload: Workload, parameters: int, each: int) -> dict[str, int]:
+def _base_bytes(workload: Workload, parameters: int) -> dict[str, int]:
     """Bytes of the base of adapters, whose linear layers may be in 4 or 8 bits."""
+    each, counts = LOW_WEIGHT if workload.rounded else WEIGHT, count_parameters(workload.policy)
     if workload.quantize is None:
-        return frozen_bytes(parameters, each)
-    linear = linear_sizes(workload.policy)
+        return {"weights": each * parameters}
     if workload.quantize == "int8":
-        low = linear.weights + WEIGHT * linear.rows
+        low = counts.linear_weights + WEIGHT * counts.linear_rows
     else:
-        low = sum(count * _nf4_bytes(size) for size, count in linear.layers.items())
-    return {"weights": each * (parameters - linear.weights) + low}
+        low = sum(count * _nf4_bytes(size) for size, count in counts.linear.items())
+    return {"weights": each * (parameters - counts.linear_weights) + low}
 
 
 def _nf4_bytes(weights: int) -> int:
@@ -114,7 +104,7 @@ def _nf4_bytes(weights: int) -> int:
     return -(-weights // 2) + scales + WEIGHT * (-(-scales // SCALE_BLOCK) + 16 + 256 + 1)
 
 
-def on_device_and_host(workload: Workload) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+def on_device_and_host(workload: Workload) -> tuple[ByRole, ByRole]:
     """The permanent bytes of a rank on the device, and those in the memory of the CPU instead."""
     always = permanent(workload)
     if workload.layout.offloaded:
@@ -148,6 +138,6 @@ def permanent_bytes(workload: Workload) -> int:
     return host_bytes(on_device_and_host(workload)[0])
 
 
-def host_bytes(parts_of: dict[str, dict[str, int]]) -> int:
+def host_bytes(parts_of: ByRole) -> int:
     """The sum of bytes by role and part."""
     return sum(sum(parts.values()) for parts in parts_of.values())

@@ -1,17 +1,28 @@
-"""Workloads that need less memory, with the settings that make them."""
+"""The same run with other settings, by the words of a recipe."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from surefoot.language.memory.roles import can_leave, frozen_roles, permanent_bytes
-from surefoot.language.memory.workload import Workload, can_quantise
+from surefoot.language.memory.workload import Value, Workload, can_quantise, with_adapters, with_prompts, with_quantised_base
+from surefoot.recipes.models import AdapterSettings
+
+CRITICS: dict[Value, str] = {
+    "own": "a value model of its own",
+    "head": "value head on a shared trunk",
+    "none": "no critic (GRPO, REINFORCE)",
+}
+QUANTISED: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
+Setting = tuple[tuple[str, ...], Workload]
+"""settings of a recipe, and the workload with them"""
 
 
 def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """Other settings for the same run, the ones that cost only time first."""
     layout = workload.layout
-    if layout.ranks > 1 and not layout.sharded and not is_whole(workload):
+    if layout.ranks > 1 and not layout.sharded and not workload.is_whole:
         yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
     if not workload.checkpointing:
         yield "gradient_checkpointing = true", replace(workload, checkpointing=True)
@@ -25,7 +36,7 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
     elif not workload.low_weights and not workload.bf16:
         yield 'precision = "bfloat16"', replace(workload, bf16=True)
     if can_quantise(workload) and workload.quantize is None:
-        yield 'adapter.quantize = "nf4"', replace(workload, quantize="nf4")
+        yield 'adapter.quantize = "nf4"', with_quantised_base(workload, "nf4")
     if not workload.low_moments and not layout.sharded:
         yield 'optimizer.kind = "adam-8bit"', replace(workload, low_moments=True)
     resting = (
@@ -45,6 +56,56 @@ def alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
 
 
-def is_whole(workload: Workload) -> bool:
-    """Whether the workload has something that can't be sharded: a base in 4 or 8 bits, or moments in 8 bits."""
-    return workload.quantize is not None or workload.low_moments
+def settings(workload: Workload) -> Iterator[Setting]:
+    """Settings that need less and less memory: first those that cost only time, then adapters, then fewer prompts."""
+    branches: list[Setting] = [((), workload)]
+    if workload.adapter is None:
+        branches.append(((f"adapter.rank = {AdapterSettings().rank}",), with_adapters(workload, AdapterSettings())))
+    for branch in branches:
+        reduced = [branch, *_reductions(*branch)]
+        yield from reduced
+    names, smallest = reduced[-1]
+    prompts = workload.responses // workload.samples
+    while workload.kind == "language" and (prompts := prompts // 4) >= workload.layout.ranks:
+        yield (*names, f"sampling.prompts = {prompts}"), with_prompts(smallest, prompts)
+
+
+def _reductions(names: tuple[str, ...], workload: Workload) -> Iterator[Setting]:
+    """The alternatives to a workload one after another, each together with those before it."""
+    while step := next(alternatives(workload), None):
+        name, workload = step
+        names = (*names, name)
+        yield names, workload
+
+
+def variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """Other settings, one at a time."""
+    layout = workload.layout
+    if layout.ranks > 1:
+        yield "whole models on every rank", replace(workload, layout=replace(layout, sharding=None))
+        if not workload.is_whole:
+            yield 'sharding = "full"', replace(workload, layout=replace(layout, sharding="full"))
+    if layout.sharded:
+        yield "reshard_after_forward = false", replace(workload, layout=replace(layout, reshard=False))
+        yield "offload = true", replace(workload, layout=replace(layout, offload=True))
+    if workload.kind == "language":
+        for value, name in CRITICS.items():
+            if workload.value != value:
+                yield name, replace(workload, value=value)
+    if workload.adapter is None:
+        yield "adapters of one base, rank 16", with_adapters(workload, AdapterSettings())
+    elif can_quantise(workload):
+        for kind in QUANTISED:
+            if workload.quantize != kind:
+                yield f"a base in {kind}", with_quantised_base(workload, kind)
+    if not workload.bf16:
+        yield "bfloat16 passes", replace(workload, bf16=True, low_weights=False)
+    if not workload.low_weights:
+        yield "bfloat16 weights", replace(workload, bf16=False, low_weights=True)
+    if not workload.low_moments and not layout.sharded:
+        yield "Adam's moments in 8 bits", replace(workload, low_moments=True)
+    if not workload.checkpointing:
+        yield "gradient checkpointing", replace(workload, checkpointing=True)
+    tokens = workload.width * workload.sides
+    if workload.micro(workload.rows).rows > 1:
+        yield f"micro-batches of one row ({tokens} tokens)", replace(workload, micro_batch_tokens=tokens)

@@ -3,10 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from surefoot.core.algorithms import Objective
 from surefoot.language.memory.layout import SINGLE, Layout, ModelSize
-from surefoot.language.memory.parameters import ParameterCounts, count_parameters, layer_count, linear_sizes
-from surefoot.language.memory.passes import KNOWN, BatchShape, PassOptions
+from surefoot.language.memory.parameters import count_parameters
 from surefoot.language.models.policy import positions_at_once
 
 if TYPE_CHECKING:
@@ -23,12 +21,27 @@ HELD_BYTES = 13
 
 
 @dataclass(frozen=True)
+class BatchShape:
+    """The shape of a micro-batch."""
+
+    rows: int
+    width: int
+    """tokens of each row, prompt and response"""
+    decisions: int
+    """tokens of each row whose log-probability is computed"""
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows."""
+        return self.rows * self.width
+
+
+@dataclass(frozen=True)
 class Workload:
     """Everything that determines how much memory a run needs."""
 
     kind: Kind
     policy: "PreTrainedConfig"
-    objective: Objective
     value: Value = "none"
     """no critic, a head on the policy's trunk, or a separate model"""
     critic: "PreTrainedConfig | None" = None
@@ -74,8 +87,6 @@ class Workload:
     micro_batch_tokens: int | None = None
     adapter: "AdapterSettings | None" = None
     """the adapter trained on frozen weights that all roles share, except a separate ``reference``"""
-    quantize: Literal["int8", "nf4"] | None = None
-    """of the base of adapters; ``adapter`` is without it"""
     reward_adapters: "tuple[AdapterSettings, ...]" = ()
     """reward models that are adapters of the same base"""
     idle: tuple[str, ...] = ()
@@ -103,6 +114,26 @@ class Workload:
         """Whether weights in bfloat16 are held besides float32 ones; of sharded models the shards are float32."""
         return self.low_weights and not self.layout.sharded
 
+    @property
+    def quantize(self) -> Literal["int8", "nf4"] | None:
+        """How the base of adapters is quantised."""
+        return None if self.adapter is None else self.adapter.quantize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether something can't be sharded: a base in 4 or 8 bits, or moments in 8 bits."""
+        return self.quantize is not None or self.low_moments
+
+    @property
+    def chunk(self) -> int:
+        """Tokens whose logits are held at once."""
+        return positions_at_once(max(1, count_parameters(self.policy).vocabulary))
+
+    @property
+    def held(self) -> int:
+        """Bytes of earlier sampling rounds, kept until enough groups have a signal."""
+        return (self.rounds - 1) * self.responses * (PROMPT_BYTES * self.prompt + HELD_BYTES * self.max_tokens)
+
     def of_one_rank(self) -> "Workload":
         """The workload with the rows of the rank that has most of them."""
         share = self.layout.share
@@ -115,81 +146,35 @@ class Workload:
             mixed=None if self.mixed is None else replace(self.mixed, rows=share(self.mixed.rows)),
         )
 
-    def at_once(self, rows_of: BatchShape | None, batch: int | None = None) -> BatchShape:
-        """The micro-batch of demonstrations, of which ``batch`` are padded together."""
-        whole = rows_of or BatchShape(0, 1, 0)
-        rows = min(whole.rows, self.micro_batch or batch or whole.rows)
-        if self.micro_batch_tokens is not None:
-            rows = min(rows, max(1, self.micro_batch_tokens // max(1, whole.width)))
-        return replace(whole, rows=rows)
-
-    @property
-    def held(self) -> int:
-        """Bytes of earlier sampling rounds, kept until enough groups have a signal."""
-        return (self.rounds - 1) * self.responses * (PROMPT_BYTES * self.prompt + HELD_BYTES * self.max_tokens)
-
     def micro(self, rows: int) -> BatchShape:
         """The micro-batch for this many rows of full length; in DPO of each side."""
-        read = self.width * self.sides
+        shape = BatchShape(rows, self.width, 0 if self.kind == "reward" else self.response)
+        return self.at_once(shape, self.sides)
+
+    def at_once(self, shape: BatchShape, sides: int = 1) -> BatchShape:
+        """As many of these rows as are in a micro-batch."""
+        rows = min(shape.rows, self.micro_batch or shape.rows)
         if self.micro_batch_tokens is not None:
-            rows = min(rows, max(1, self.micro_batch_tokens // max(1, read)))
-        rows = min(rows, self.micro_batch or rows)
-        return BatchShape(rows, self.width, 0 if self.kind == "reward" else self.response)
-
-    def pass_options(self, value: bool = True) -> PassOptions:
-        """Options of the policy's passes; without ``value``, those of the reference."""
-        apart = self.value == "own" and value and self.adapter is None
-        own = (self.critic or self.policy) if apart else None
-        role = self.value == "own" and value and self.adapter is not None
-        return PassOptions(
-            critic=own,
-            bf16=self.bf16 and not self.low,
-            checkpointing=self.checkpointing and value,
-            chunk=positions_at_once(max(1, count_parameters(self.policy).vocabulary)),
-            adapter=self.adapter if value else None,
-            value_role=role,
-            low=self.low,
-            rounded=self.rounded,
-            quantised=self.quantize is not None,
-        )
-
-
-def unknown_families(workload: Workload) -> list[str]:
-    """The families of the workload's models whose layers are read as those of a Llama."""
-    configs = [workload.policy, workload.critic, workload.reference, *workload.rewards]
-    return sorted({kind for each in configs if each is not None and (kind := each.get_text_config().model_type) not in KNOWN})
-
-
-def family_note(workload: Workload) -> str:
-    """A line about those families; empty if all are known."""
-    kinds = ", ".join(unknown_families(workload))
-    return kinds and f"memory: layers of {kinds} are read as those of a Llama, so their activations may be other ones"
+            rows = min(rows, max(1, self.micro_batch_tokens // max(1, shape.width * sides)))
+        return replace(shape, rows=rows)
 
 
 def can_quantise(workload: Workload) -> bool:
     """Whether the workload has a base that is whole, with linear layers."""
-    return workload.adapter is not None and not workload.layout.sharded and linear_sizes(workload.policy).weights > 0
+    return workload.adapter is not None and not workload.layout.sharded and bool(count_parameters(workload.policy).linear)
 
 
 def with_adapters(workload: Workload, adapter: "AdapterSettings") -> Workload:
     """The same workload with every role an adapter of the policy's model; the reference is the model without adapters."""
     alone = None if workload.kind == "language" else workload.reference
-    plain = unquantised(adapter)
-    rewards = (plain,) * len(workload.rewards)
-    return replace(
-        workload,
-        adapter=plain,
-        quantize=adapter.quantize,
-        critic=None,
-        reference=alone,
-        rewards=(),
-        reward_adapters=rewards,
-    )
+    of_rewards = (adapter,) * len(workload.rewards)
+    return replace(workload, adapter=adapter, critic=None, reference=alone, rewards=(), reward_adapters=of_rewards)
 
 
-def unquantised(adapter: "AdapterSettings") -> "AdapterSettings":
-    """The same adapter on weights in the precision of the run."""
-    return adapter.model_copy(update={"quantize": None})
+def with_quantised_base(workload: Workload, kind: Literal["int8", "nf4"]) -> Workload:
+    """The same workload of adapters on a base in 4 or 8 bits."""
+    assert workload.adapter is not None
+    return replace(workload, adapter=workload.adapter.model_copy(update={"quantize": kind}))
 
 
 def with_prompts(workload: Workload, prompts: int) -> Workload:
@@ -203,13 +188,7 @@ def with_ranks(workload: Workload, ranks: int) -> Workload:
     return replace(workload, layout=replace(workload.layout, ranks=ranks, sharding=workload.layout.sharding or "full"))
 
 
-def reward_size(model: ParameterCounts) -> int:
-    """The parameters of a reward model: a trunk, and a linear head with a bias."""
-    return model.trunk + model.width + 1
-
-
 def model_size(config: "PreTrainedConfig", head: bool = True, trained: float = 1.0) -> ModelSize:
     """The size of a model with or without its head for logits."""
     counts = count_parameters(config)
-    whole = counts.total if head else counts.trunk
-    return ModelSize(counts.layers, layer_count(config), whole - counts.layers, trained)
+    return ModelSize(counts.layers, counts.depth, (counts.total if head else counts.trunk) - counts.layers, trained)

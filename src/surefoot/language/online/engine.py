@@ -9,7 +9,7 @@ import torch
 from surefoot.errors import SurefootError
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.language_model import model_folder
-from surefoot.language.memory.check import total_memory
+from surefoot.language.memory.available import total_memory
 from surefoot.language.sampling.continuous import Continuous
 from surefoot.language.sampling.engines import Engine, EngineName, Request
 from surefoot.language.sampling.fast_decode import why_not_packed

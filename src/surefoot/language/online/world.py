@@ -35,7 +35,7 @@ from surefoot.language.language_model import (
     save_result,
 )
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length
-from surefoot.language.memory.passes import BatchShape
+from surefoot.language.memory.workload import BatchShape
 from surefoot.language.metrics import distinct_n, eos_rate, mean_log_likelihood
 from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, reward_role, trained_weights
 from surefoot.language.models.adapters import VALUE, RoleTrunk, SharedBase, weights_hash
@@ -230,8 +230,10 @@ class LanguageWorld:
             response=1,
             most=recipe.max_response_tokens,
             evaluated=evaluated,
-            demonstrated=None if self.demonstrations is None else self.demonstrations.sizes(recipe.evaluation.rows),
-            mixed=None if self.mixed is None else (recipe.mixed_batch, *self._mixed_tokens(self.mixed)),
+            demonstrated=None
+            if self.demonstrations is None
+            else BatchShape(*self.demonstrations.sizes(recipe.evaluation.rows)),
+            mixed=None if self.mixed is None else BatchShape(recipe.mixed_batch, *self._mixed_tokens(self.mixed)),
             together=recipe.sampling.samples if recipe.padding_free else 1,
         )
 

@@ -32,7 +32,7 @@ from surefoot.language.language_model import (
     save_result,
 )
 from surefoot.language.memory.check import MemoryCheck, guaranteed_length
-from surefoot.language.memory.passes import BatchShape
+from surefoot.language.memory.workload import BatchShape
 from surefoot.language.metrics import loses_chosen, mean_log_likelihood
 from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, set_reading, trained_weights
 from surefoot.language.models.adapters import DropoutGenerator
