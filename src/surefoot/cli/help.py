@@ -27,6 +27,13 @@ COMMON = (
     "evaluation.every",
 )
 """fields on the first page of help"""
+EXAMPLES = """{command} WHAT: WHAT is missing, an environment id, a file with an environment, a preset or a .toml file. Two examples:
+
+  {command} CartPole-v1 --steps 100_000
+  {command} language --model MODEL --data.train prompts.jsonl --reward.terms reward.py:score --steps 10_000
+
+"surefoot list" shows presets and ids, "surefoot new NAME" writes an environment to start from, and "{command} --help" the options."""
+"""what a command shows without WHAT"""
 TOP = "top level"
 HELP = ("-h", "--help")
 
@@ -37,6 +44,9 @@ class RecipeCommand(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            echo(EXAMPLES.format(command=ctx.command_path), err=True)
+            ctx.exit(2)
         words = args[: args.index("--")] if "--" in args else args
         if not ctx.resilient_parsing and (at := [i for i, word in enumerate(words) if word in HELP]):
             topics = [word for word in words[at[0] + 1 :] if not word.startswith("-")]

@@ -43,6 +43,14 @@ COMMANDS = {
     "watch": "surefoot.cli.agents:watch",
 }
 """module and name of each command; a command is imported when it is called, so that ``--help`` is fast"""
+GROUPS = {
+    "Start": ("demo", "new", "list", "check", "train", "resume"),
+    "Look": ("inspect", "evaluate", "watch", "report"),
+    "Compare": ("compare", "compare-algorithms", "ladder", "tune"),
+    "Language": ("data", "memory", "rounds", "label", "generate", "chat", "best-of-n", "merge"),
+    "Share": ("export", "push", "pull"),
+}
+"""the commands as ``surefoot`` alone shows them"""
 RESUMABLE = ("train", "resume", "demo", "ladder", "compare-algorithms", "rounds", "tune")
 """commands that train, so that a run may be left"""
 
@@ -122,6 +130,11 @@ class Commands(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands by what they are for."""
+        for title, names in GROUPS.items():
+            self.format_section(ctx, formatter, title, names)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
@@ -138,4 +151,7 @@ class Commands(Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="surefoot")
 def cli() -> None:
-    """Train policies with REINFORCE, PPO and the algorithms between them, in control and language."""
+    """Train policies with REINFORCE, PPO and the algorithms between them, in control and language.
+
+    Begin with "surefoot demo". "surefoot COMMAND --help" explains a command.
+    """

@@ -64,8 +64,12 @@ class Group(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The commands with their whole summaries; click would end them at the width of the terminal."""
-        commands = [(name, command) for name in self.list_commands(ctx) if (command := self.get_command(ctx, name))]
-        with formatter.section("Commands"):
+        self.format_section(ctx, formatter, "Commands", self.list_commands(ctx))
+
+    def format_section(self, ctx: click.Context, formatter: click.HelpFormatter, title: str, names: Iterable[str]) -> None:
+        """Some of the commands under a title."""
+        commands = [(name, command) for name in names if (command := self.get_command(ctx, name))]
+        with formatter.section(title):
             formatter.write_dl([(name, command.get_short_help_str(limit=1_000)) for name, command in commands])
 
 
@@ -198,10 +202,14 @@ def complete_preset(ctx: click.Context, option: click.Parameter, incomplete: str
 
 
 def run_named(text: str) -> str:
-    """The folder of a run that is named without one, ``runs/NAME``, unless there is a file or folder of that name here."""
-    named = RUNS / text
-    alone = Path(text).name == text and not text.startswith(".")
-    return str(named) if alone and not Path(text).exists() and named.is_dir() else text
+    """The folder of a run that is named without one, unless there is a file or folder of that name here.
+
+    It is ``runs/NAME`` in this folder, or in the nearest folder above it that has one.
+    """
+    if Path(text).name != text or text.startswith(".") or Path(text).exists():
+        return text
+    above = ["", *("../" * steps for steps in range(1, len(Path.cwd().parts)))]
+    return next((str(named) for up in above if (named := up / RUNS / text).is_dir()), text)
 
 
 class RunPath(click.Path):

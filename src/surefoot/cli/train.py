@@ -67,14 +67,14 @@ def train(
     quiet: bool,
     **flags: Any,
 ) -> None:
-    """Train WHAT: a preset, .toml file or environment id.
+    """Train WHAT: a preset, .toml file, environment id or file with an environment.
 
     "surefoot list" shows the presets. Every field of the recipe is a flag; values are parsed as TOML, and a list
     of names may be words with commas.
 
     \b
     surefoot train CartPole-v1 --steps 50_000
-    surefoot train HalfCheetah-v5 --steps 100_000 --lr 1e-3
+    surefoot train corridor.py --steps 100_000 --lr 1e-3
     surefoot train language --model MODEL --data.train prompts.jsonl --reward.terms file.py:function
     """
     if name is not None:

@@ -1,19 +1,21 @@
 """Recipes of agents in environments, the checks of their fields, and of environment ids."""
 
+import ast
 import contextlib
 import importlib.util
 import re
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import distribution, entry_points, packages_distributions, requires
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from surefoot.core.algorithms import MAX_COUNT
-from surefoot.errors import SurefootError, did_you_mean, missing_extra
-from surefoot.files import BOOLEAN_WORDS
+from surefoot.errors import SurefootError, cause_of, did_you_mean, missing_extra
+from surefoot.files import BOOLEAN_WORDS, read_bytes
 from surefoot.recipes.base import (
     Cores,
     Count,
@@ -51,6 +53,29 @@ PartNames = Annotated[
     BeforeValidator(names_in),
 ]
 """names of the parts of an observation"""
+
+
+def with_class(task: str) -> str:
+    """``file.py:Class`` for a file with one environment class, which is parsed and not run; any other task as it is.
+
+    An environment class has the methods ``reset`` and ``step``. Raises SurefootError unless there is exactly one.
+    """
+    if not task.endswith(".py"):
+        return task
+    path = Path(task).expanduser()
+    if not path.is_file():
+        raise SurefootError(f"task={task!r}: there is no file {path.resolve()}; check the path")
+    try:
+        module = ast.parse(read_bytes(path))
+    except (SyntaxError, ValueError) as error:
+        raise SurefootError(f"task={task!r}: can't be read ({cause_of(error)}); fix the file") from None
+    classes = [thing for thing in module.body if isinstance(thing, ast.ClassDef)]
+    methods = {each.name: {part.name for part in each.body if isinstance(part, ast.FunctionDef)} for each in classes}
+    names = [name for name, own in methods.items() if {"reset", "step"} <= own]
+    if len(names) != 1:
+        found = f"has the environment classes {', '.join(names)}" if names else "has no class with the methods reset and step"
+        raise SurefootError(f"task={task!r}: {found}; name a class or function, as in '{task}:{names[0] if names else 'make'}'")
+    return f"{task}:{names[0]}"
 
 
 class Network(Section):
@@ -151,8 +176,8 @@ class ControlRecipe(Recipe):
     scores: ClassVar[tuple[str, ...]] = ("evaluation_return", "episode_return")
 
     kind: Literal["control"] = "control"
-    task: str
-    """Gymnasium id, or module:function that makes an environment"""
+    task: Annotated[str, AfterValidator(with_class)]
+    """Gymnasium id; module:function, or file.py:function, that makes an environment; or a file with one environment class"""
     environment: dict[str, Any] = Field({})
     """keyword arguments of the environment"""
     engine: Literal["eager", "compiled", "auto"] = "auto"
@@ -270,8 +295,6 @@ def check_id(task: str, extra: Iterable[str] = ()) -> None:
         gymnasium.register_envs(importlib.import_module("ale_py"))
     if task in gymnasium.registry or task in TENSOR_IDS:
         return
-    if task.endswith(".py"):
-        raise SurefootError(f"task={task!r}: is a file; name the function that makes the environment, as in '{task}:make'")
     if package := _package_with(task):
         raise SurefootError(f"task={task!r}: is registered when {package} is imported; name it {f'{package}:{task}'!r}")
     suggestion = did_you_mean(task, {*gymnasium.registry, *TENSOR_IDS, *extra})

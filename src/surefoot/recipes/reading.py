@@ -70,6 +70,10 @@ OTHER_LIBRARIES = {
     "num_generations": ("sampling.samples",),
     "max_completion_length": ("sampling.max_tokens",),
     "max_new_tokens": ("sampling.max_tokens",),
+    "reward.model": ("reward.terms",),
+    "reward_model": ("reward.terms",),
+    "reward_model_path": ("reward.terms",),
+    "reward_funcs": ("reward.terms",),
 }
 """names in Stable-Baselines3, CleanRL and TRL -> the fields here, of which the first that the kind has is suggested"""
 
@@ -208,10 +212,11 @@ def _key_suggestion(path: list[str], kind: str | None) -> str:
     siblings = {field[depth] for field in fields if len(field) > depth and field[:depth] == path[:-1]}
     if any(part.isdigit() for part in path):  # tables in lists have no listed fields, and other tables are not meant
         return ""
+    known = OTHER_LIBRARIES.get(".".join(path), OTHER_LIBRARIES.get(path[-1], ()))
     candidates = [".".join(field) for field in fields if field[-1] == path[-1]]  # the same name in another table
-    if not candidates:
+    if not candidates or ".".join(path) in OTHER_LIBRARIES:
         names = {".".join(field[:end]) for field in fields for end in range(1, len(field) + 1)}
-        candidates = [name for name in OTHER_LIBRARIES.get(path[-1], ()) if name in names][:1]
+        candidates = [name for name in known if name in names][:1]
     if len(candidates) == 1:
         return f"; did you mean {candidates[0]!r}?"
     listed = f"; known here: {', '.join(sorted(siblings))}" if siblings else ""

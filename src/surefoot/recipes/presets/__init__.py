@@ -185,7 +185,7 @@ def _layers(what: str, preset: str | None = None) -> tuple[str | None, dict[str,
             raise SurefootError(f"{what!r}: this preset is a starting point for any task; name an environment id instead")
         default = what
     else:
-        if ":" not in what:
+        if ":" not in what and not what.endswith(".py"):
             check_id(what, extra=tables)
         own, default = {"task": what}, _preset_for(what, tables)
     if isinstance(own.get("algorithm"), str):

@@ -10,7 +10,7 @@ from surefoot.recipes.reading import make_recipe
 from surefoot.runs.api.objects import functions_again, reject
 from surefoot.store import hub
 from surefoot.store.checkpoint import load_checkpoint, require
-from surefoot.store.folder import checkpoint_to_load, is_model
+from surefoot.store.folder import checkpoint_to_load, is_model, working_folder
 
 
 def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = False, network: Any = None) -> Any:
@@ -22,11 +22,21 @@ def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = Fa
     if parts["recipe"].get("kind", "control") == "control":
         from surefoot.control.agent import Agent
 
+        parts = {**parts, "recipe": {**parts["recipe"], "task": task_from_here(parts["recipe"]["task"], where)}}
         return Agent.from_parts(parts, where, functions_again(make_recipe(parts["recipe"]), network=network))
     reject(network=network)
     from surefoot.language.language_model import from_parts
 
     return from_parts(parts, where, trust_remote_code)
+
+
+def task_from_here(task: str, checkpoint: Path) -> str:
+    """A run's task; with its full path, if its file is not here but where the run began."""
+    file, _, name = task.rpartition(":")
+    if not file.endswith(".py") or Path(file).is_file() or (began_in := working_folder(checkpoint.parent.parent)) is None:
+        return task
+    there = Path(began_in) / file
+    return f"{there}:{name}" if there.is_file() else task
 
 
 @in_python_words
