@@ -16,6 +16,8 @@ from surefoot.errors import Interrupted
 
 GRACE_SECONDS = 25
 """how long an iteration may take to finish after a first signal"""
+SOON = 0.3
+"""seconds after which Ctrl-C is acknowledged, unless the run has ended"""
 INSISTING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGQUIT})
 """a second one of these means: at once. The others come in series: SIGHUP twice from a closed terminal, SIGXCPU every second"""
 STOPPING = INSISTING | {signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU}
@@ -31,7 +33,9 @@ class SignalHandler:
     program is called when the run has ended. Outside the main thread, where Python allows no handlers, this does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, acknowledge: Callable[[], None] = lambda: None) -> None:
+        self.acknowledge = acknowledge
+        """called from another thread when Ctrl-C has not ended the run soon"""
         self.stop_requested = False
         self._first = 0
         """the signal that came first"""
@@ -73,7 +77,9 @@ class SignalHandler:
             _thread.start_new_thread(self._end_late, (number,))  # threading.Thread needs a lock that may be held here
 
     def _end_late(self, number: int) -> None:
-        """Send the signal again after ``GRACE_SECONDS``; an alarm would need the one timer, which is the program's."""
+        """Acknowledge the signal, and send it again after ``GRACE_SECONDS``; an alarm would need the program's one timer."""
+        if not self._over.wait(SOON) and number == signal.SIGINT:
+            self.acknowledge()
         self._over.wait(GRACE_SECONDS)
         with self._ending:
             if not self._over.is_set():

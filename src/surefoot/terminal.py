@@ -6,6 +6,9 @@ import contextlib
 import json
 import sys
 import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from textwrap import wrap
 from typing import Any
 
@@ -81,3 +84,37 @@ def _mark(c: str) -> str:
     if unicodedata.category(c) == "Zs":
         return " "
     return MARKS.get(c) or c.encode("unicode_escape").decode()
+
+
+# ---- what a program does while nothing else is shown ----
+
+Show = Callable[[str], AbstractContextManager[object]]
+_show: ContextVar[Show] = ContextVar("show", default=lambda text: nullcontext())
+
+
+def phase(text: str) -> AbstractContextManager[object]:
+    """Show ``text`` while a block runs, in the way that ``phases_shown`` has set; without it nothing is shown."""
+    return _show.get()(text)
+
+
+@contextmanager
+def phases_shown(show: Show) -> Iterator[None]:
+    """Show phases this way in a block."""
+    token = _show.set(show)
+    try:
+        yield
+    finally:
+        _show.reset(token)
+
+
+def on_terminal(text: str) -> AbstractContextManager[object]:
+    """A line on stderr with the seconds, which disappears at the end; nothing if stderr is not a terminal."""
+    if not is_terminal(sys.stderr):
+        return nullcontext()
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    shown = Progress(*columns, console=Console(stderr=True), transient=True)
+    shown.add_task(text)
+    return shown

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from surefoot.cli import lasting_imports
-from surefoot.cli.main import COMMANDS, cli, fail
+from surefoot.cli.main import COMMANDS, GROUPS, cli, fail
 from surefoot.cli.options import changes_from
 from surefoot.demos import command_here
 from surefoot.recipes.presets import find_recipe
@@ -240,3 +240,58 @@ def test_errors_make_control_characters_visible(capsys):
     with pytest.raises(SystemExit):
         fail("it said \x1b[2J\n\u202e", 2)
     assert capsys.readouterr().err == "surefoot: it said \\x1b[2J \\u202e\n"
+
+
+ENVIRONMENT = """
+import gymnasium as gym
+
+
+class Coin(gym.Env):
+    observation_space, action_space = gym.spaces.Discrete(1), gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        return 0, float(action), True, False, {}
+"""
+
+
+def test_a_file_with_one_environment_class_needs_no_name_and_its_run_is_found_from_folders_below(surefoot, command, tmp_path):
+    (tmp_path / "coin.py").write_text(ENVIRONMENT + "\n\nclass Helper:\n    pass\n")
+    short = ("--steps", "64", "--rollout.environments", "2", "--rollout.steps", "32", "--evaluation.episodes", "1")
+    surefoot("train", "coin.py", *short, "--name", "coin", "--quiet")
+    assert tomllib.loads((tmp_path / "runs/coin/config.toml").read_text())["task"] == "coin.py:Coin"
+    (tmp_path / "notes" / "deep").mkdir(parents=True)
+    os.chdir(tmp_path / "notes" / "deep")
+    assert "over 2 greedy episodes" in surefoot("evaluate", "coin", "--episodes", "2")
+    assert f"ls {tmp_path}/notes/deep" in command("evaluate", "coins")[2], "the error names the folder"
+
+
+def test_a_file_with_no_or_several_environment_classes_is_rejected_and_not_run(command, tmp_path):
+    for text, why in {
+        "raise SystemExit(7)": "no class with the methods reset and step; name a class or function, as in 'x.py:make'",
+        ENVIRONMENT + ENVIRONMENT.replace("Coin", "Die"): "classes Coin, Die; name a class or function, as in 'x.py:Coin'",
+        "class": "SyntaxError",
+    }.items():
+        (tmp_path / "x.py").write_text(text)
+        code, _, error = command("train", "x.py", "--steps", "64")
+        assert (code, why in error, error.count("\n")) == (2, True, 1), error
+
+
+def test_train_without_what_shows_two_examples_that_can_be_tried(command):
+    code, out, error = command("train")
+    examples = [line.split() for line in error.splitlines() if line.startswith("  surefoot ")]
+    assert (code, out, len(examples)) == (2, "", 2)
+    for words in examples:
+        assert command(*words[1:], "--dry-run")[2].count("No such option") == 0
+    assert find_recipe(examples[0][2]).task == "CartPole-v1"
+
+
+def test_surefoot_alone_has_every_command_in_one_group():
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+
+
+def test_the_option_of_a_reward_model_leads_to_the_terms(command):
+    for word in ("--reward.model", "--reward-model"):
+        assert "Did you mean '--reward.terms'?" in command("train", "language", word, "runs/rm", "--steps", "64")[2]

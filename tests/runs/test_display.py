@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -14,6 +15,7 @@ from surefoot.diagnostics.metrics import METRICS, SHOWN
 from surefoot.recipes.presets import find_recipe, resolve_recipe
 from surefoot.runs import api
 from surefoot.runs.display import Dashboard, Lines
+from surefoot.store.events import Phase, RunStart
 from surefoot.store.metrics import read_metrics
 
 HEALTHY = {"episode_return": 20.0, "episode_length": 20.0, "steps_per_second": 1000.0, "policy_loss": -0.01, "value_loss": 1.0}
@@ -194,3 +196,43 @@ def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(t
         "sampler_lag",
     }
     assert set(METRICS) - written <= elsewhere
+
+
+def test_the_time_left_counts_the_evaluations_ahead(monkeypatch, capsys):
+    """1 s for 100 steps, 7 s for an evaluation: 500 steps with evaluations at 800 and at the end take 19 s."""
+    now = [0.0]
+    monkeypatch.setattr("surefoot.runs.display.time.monotonic", lambda: now[0])
+    lines, state = Lines("title", every=0), LearnerState(total_steps=1000)
+    lines(RunStart(state, None, evaluate_every=400, becomes=1024))
+    for state.steps in range(100, 600, 100):
+        now[0] += 1
+        if state.steps == 400:
+            lines(Phase("evaluating at step 400"))
+            now[0] += 7
+            lines(Phase("learning"))
+        lines.show(state, {"reward": 0.5})
+    out = capsys.readouterr().out.splitlines()
+    assert out[2].endswith("left 0:00:08 and 3 evaluations")
+    assert out[-1].endswith("left 0:00:19")
+    assert out[-1].startswith("step 500/1,024"), "what the budget becomes"
+
+
+def test_a_long_phase_is_named_in_lines_and_on_the_dashboard(monkeypatch, capsys):
+    monkeypatch.setattr("surefoot.runs.display.PATIENCE", 0.01)
+    lines = Lines("title")
+    for text, seconds in (("evaluating at step 64", 0.1), ("saving", 0.0), ("", 0.1)):
+        lines(Phase(text))
+        time.sleep(seconds)
+    assert capsys.readouterr().out == "evaluating at step 64 …\n", "short ones are not"
+    console = Console(width=150, force_terminal=True, file=io.StringIO())
+    board = Dashboard("title", console)
+    board(Phase("evaluating at step 64"))
+    board.doing.since -= 9
+    board.live.refresh()
+    board.close()
+    assert "evaluating at step 64 … 9 s" in console.file.getvalue()
+
+
+def test_the_loss_of_supervised_runs_is_no_policy_loss():
+    assert "policy loss" in drawn(HEALTHY)
+    assert "policy loss" not in drawn({"policy_loss": 0.5, "held_out_loss": 0.4})

@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from gymnasium.envs.classic_control import CartPoleEnv
 from runs.forked import Forked
 
 import surefoot
@@ -34,6 +35,7 @@ from surefoot import signals
 from surefoot.cli import main as cli
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.signals import STOPPING, SignalHandler
+from surefoot.store.events import Phase
 from surefoot.terminal import Output, is_terminal
 
 SMALL: dict[str, Any] = {"rollout": {"environments": 2, "steps": 32}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}}
@@ -415,3 +417,24 @@ def test_windows_is_rejected_in_one_sentence_at_import() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: surefoot runs on Linux and macOS, not on Windows; ")
+
+
+def test_a_first_signal_during_an_evaluation_is_acknowledged_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """With what the run waits for; a second one ends it."""
+    seen: list[str] = []
+
+    class Slow(CartPoleEnv):
+        def step(self, action: Any) -> Any:
+            if "evaluating" in seen and len(seen) < 9:
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(0.6)
+                seen.append(capfd.readouterr().err)
+            return super().step(action)
+
+    def phase(event: Any) -> None:
+        if isinstance(event, Phase) and event.text.startswith("evaluating"):
+            seen.append("evaluating")
+
+    with pytest.raises(Interrupted, match="stopped at once"):
+        surefoot.train(Slow, steps=64, rollout={"environments": 2, "steps": 32}, display=phase, evaluation={"episodes": 1})
+    assert seen[1].startswith("stopping after this evaluation, within 25 s; Ctrl-C again to quit at once"), seen

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from surefoot.terminal import phase
+
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
@@ -18,7 +20,8 @@ def lasting_imports() -> Iterator[None]:
         return
     gc.disable()
     try:
-        yield
+        with phase("importing PyTorch"):
+            yield
     finally:
         gc.freeze()
         gc.enable()

@@ -27,12 +27,13 @@ COMMON = (
     "evaluation.every",
 )
 """fields on the first page of help"""
-EXAMPLES = """{command} WHAT: WHAT is missing, an environment id, a file with an environment, a preset or a .toml file. Two examples:
+EXAMPLES = """{command} WHAT: WHAT is missing (an environment id, a file with an environment, a preset or a .toml file).
+Two examples:
 
   {command} CartPole-v1 --steps 100_000
   {command} language --model MODEL --data.train prompts.jsonl --reward.terms reward.py:score --steps 10_000
 
-"surefoot list" shows presets and ids, "surefoot new NAME" writes an environment to start from, and "{command} --help" the options."""
+See also: surefoot list (presets and ids), surefoot new NAME (an environment to start from), {command} --help."""
 """what a command shows without WHAT"""
 TOP = "top level"
 HELP = ("-h", "--help")

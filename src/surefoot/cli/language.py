@@ -33,7 +33,7 @@ from surefoot.cli.options import (
 from surefoot.cli.output import echo, echo_json, echo_result
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
-from surefoot.terminal import is_terminal
+from surefoot.terminal import is_terminal, phase
 
 if TYPE_CHECKING:
     from surefoot.language.chat import Chat
@@ -48,8 +48,9 @@ def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel"
     from surefoot.ranks.collectives import check_device
 
     check_device(device)
-    language_model = load_language_model(run_named(model), trust_remote_code)
-    language_model.model.to(device)  # type: ignore[arg-type]
+    with phase("loading the model"):
+        language_model = load_language_model(run_named(model), trust_remote_code)
+        language_model.model.to(device)  # type: ignore[arg-type]
     return language_model
 
 

@@ -13,7 +13,7 @@ from surefoot.cli.options import Group
 from surefoot.cli.ranks import AGENT, RANK_OPTIONS, RANKED, leave_line
 from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean, in_command, limit_reached
 from surefoot.ranks.launching import join_ranks, launch_of, leave_ranks
-from surefoot.terminal import Output, visible
+from surefoot.terminal import Output, on_terminal, phases_shown, visible
 
 COMMANDS = {
     "best-of-n": "surefoot.cli.language:best_of_n",
@@ -59,7 +59,7 @@ def main() -> NoReturn:
     """Run the command line and exit: 0, 1 if ``check`` fails, 2 for a user error, 130 after Ctrl-C or SIGTERM."""
     try:
         join_if_ranked(sys.argv[1:])
-        with in_command():
+        with in_command(), phases_shown(on_terminal):
             sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
     except Interrupted as stop:
         fail(str(stop), 130)
@@ -120,7 +120,7 @@ def fail(message: str, code: int, shown: bool = True) -> NoReturn:
     printed = shown and not (joined and launch is not None and launch.rank)
     leave_line(line, printed)
     if printed:
-        print(f"surefoot: {line}", file=Output(sys.stderr))
+        print(f"surefoot: {line}", file=Output(sys.stderr), flush=True)
     sys.exit(code)
 
 

@@ -59,6 +59,8 @@ def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
     score = last.get(name)
     text = "not known yet" if score is None else number(score)
     label = SHOWN[name][0] if name in SHOWN else name
+    if name != "held_out_accuracy" and (accuracy := last.get("held_out_accuracy")) is not None:
+        text += f", accuracy {accuracy:.1%}"
     before = first_and_best(name, rows)
     truncated = "" if (ended := last.get("eos_rate")) is None else f", {1 - ended:.0%} of the last answers truncated"
     line = f"{recipe.trained}, seed {recipe.seed}: {label} {text} after {last['steps']:,} steps{before}{truncated}"

@@ -67,7 +67,7 @@ def train(
     quiet: bool,
     **flags: Any,
 ) -> None:
-    """Train WHAT: a preset, .toml file, environment id or file with an environment.
+    """Train WHAT: a preset, .toml file, or environment (id or file).
 
     "surefoot list" shows the presets. Every field of the recipe is a flag; values are parsed as TOML, and a list
     of names may be words with commas.

@@ -3,6 +3,7 @@
 This module imports no torch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -325,3 +326,10 @@ SHOWN = {
     "entropy": ("entropy, nats", "{:.3f}"),
 }
 """what a newcomer should look at while a run goes on: its label and its format"""
+
+
+def shown(metrics: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """``SHOWN`` for a run with these metrics: the loss of SFT, reward models and DPO is no policy loss."""
+    label, form = SHOWN["policy_loss"]
+    online = {"episode_return", "reward"} & set(metrics)
+    return SHOWN | {"policy_loss": (label if online else "loss", form)}

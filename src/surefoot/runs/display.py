@@ -4,6 +4,7 @@ show a few samples of a language model.
 
 import io
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -16,13 +17,17 @@ from rich.text import Text
 
 from surefoot.core.rollout import LearnerState, Metrics
 from surefoot.diagnostics.findings import out_of_range
-from surefoot.diagnostics.metrics import SHOWN
-from surefoot.store.events import EvaluationEnd, Event, InitialSamples, IterationEnd, Message, RunEnd, Sample
+from surefoot.diagnostics.metrics import SHOWN, shown
+from surefoot.store.events import EvaluationEnd, Event, InitialSamples, IterationEnd, Message, Phase, RunEnd, RunStart, Sample
 from surefoot.terminal import LOG_COLUMNS, Output, is_terminal, print_line, visible, visible_lines, wrapped
 
 EVALUATION = ("evaluation_", "held_out_")
 """prefixes of an evaluation's metrics, which stay on display until the next one"""
-
+EVALUATING = "evaluating"
+ROUTINE = ("collecting", "learning")
+"""phases of every iteration"""
+PATIENCE = 2.0
+"""seconds after which plain lines name what the run does"""
 FEW = 3
 """samples that are shown of each evaluation"""
 SCORES = ("reward", "gold")
@@ -36,8 +41,16 @@ METRIC_COLUMNS, SAMPLE_COLUMNS, SAMPLE_LINES = 72, 48, 4
 class Display:
     """A listener that shows a run to a person. This one shows nothing; the others override what they show."""
 
+    def __init__(self) -> None:
+        self.clock, self.becomes = _Clock(), 0
+
     def __call__(self, event: Event) -> None:
         match event:
+            case RunStart():
+                self.clock.every, self.becomes = event.evaluate_every, event.becomes
+            case Phase():
+                self.clock.phase(event.text)
+                self.phase(event.text)
             case Message():
                 self.message(event.text)
             case InitialSamples():
@@ -49,11 +62,18 @@ class Display:
             case RunEnd():
                 self.close()
 
+    def total(self, state: LearnerState) -> int:
+        """The budget in whole iterations."""
+        return self.becomes or state.total_steps
+
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         """Show one more iteration."""
 
     def samples(self, steps: int, samples: Sequence[Sample]) -> None:
         """Take the samples of an evaluation; the iteration is shown after them."""
+
+    def phase(self, text: str) -> None:
+        """Show what the run does now; empty: nothing more."""
 
     def message(self, line: str) -> None:
         """Show a line that stays."""
@@ -73,14 +93,24 @@ class Lines(Quiet):
     """Prints plain lines every few seconds, and at the end; none is longer than ``LOG_COLUMNS``, except single words."""
 
     def __init__(self, title: str, every: float = 5.0) -> None:
+        super().__init__()
         self.title, self.every, self.last = title, every, -float("inf")
-        self.clock = _Clock()
+        self.waiting: threading.Timer | None = None
         self.latest: tuple[int, list[str]] = (0, [])
         """the steps of the samples that are not shown yet, and their lines"""
 
     def message(self, line: str) -> None:
         for part in line.splitlines():
             super().message(wrapped(part))
+
+    def phase(self, text: str) -> None:
+        if self.waiting is not None:
+            self.waiting.cancel()
+            self.waiting = None
+        if text and (text not in ROUTINE or self.last == -float("inf")):
+            self.waiting = threading.Timer(PATIENCE, self.message, [f"{text} …"])
+            self.waiting.daemon = True
+            self.waiting.start()
 
     def samples(self, steps: int, samples: Sequence[Sample]) -> None:
         self.latest = steps, [line_of(steps, sample) for sample in some(samples)]
@@ -95,8 +125,9 @@ class Lines(Quiet):
         self.last = now
         if self.latest[0] < state.steps:
             self._show_samples()
-        parts = [f"step {state.steps:,}/{state.total_steps:,}"]
-        parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in SHOWN.items() if _has(metrics, name)]
+        parts = [f"step {state.steps:,}/{self.total(state):,}"]
+        labels = shown(metrics).items()
+        parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in labels if _has(metrics, name)]
         for line in joined([*parts, f"left {self.clock.left(state)}"]):
             self.message(line)
         for finding in out_of_range(metrics, state.steps):
@@ -114,15 +145,16 @@ class Dashboard(Display):
     """A table redrawn in place. Metrics outside their healthy range are yellow, with the reason."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
-        self.title = visible_lines(title)
-        self.clock = _Clock()
+        super().__init__()
+        self.title, self.doing = visible_lines(title), _Doing("")
         self.evaluated: Metrics = {}
         self.latest: tuple[int, Sequence[Sample]] | None = None
         """the steps and samples of the last evaluation"""
         self.new = False
         """whether these samples have not been shown yet"""
-        shown: Any = Output(sys.stdout)
-        self.live = Live(Text(self.title), console=console or Console(file=shown), refresh_per_second=8, transient=False)
+        stdout: Any = Output(sys.stdout)
+        first = Group(Text(self.title, style="bold"), self.doing)
+        self.live = Live(first, console=console or Console(file=stdout), refresh_per_second=8, transient=False)
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.live.start()  # not earlier: until now the recipe could be rejected
@@ -147,7 +179,7 @@ class Dashboard(Display):
         table.add_column(justify="right", style="dim")
         table.add_column(justify="right", min_width=10)
         table.add_column(style="yellow", max_width=70)
-        for name, (label, form) in SHOWN.items():
+        for name, (label, form) in shown(metrics).items():
             if name not in metrics:  # this algorithm has no such metric
                 continue
             value = metrics[name]
@@ -157,11 +189,16 @@ class Dashboard(Display):
             table.add_row(name, Text(f"{metrics[name]:.4g}", style="bold yellow"), unhealthy[name])
         progress = Table.grid(padding=(0, 2))
         progress.add_row(
-            f"step {state.steps:,} of {state.total_steps:,}",
-            ProgressBar(total=state.total_steps, completed=min(state.steps, state.total_steps), width=32),
+            f"step {state.steps:,} of {self.total(state):,}",
+            ProgressBar(total=self.total(state), completed=min(state.steps, self.total(state)), width=32),
             f"{self.clock.left(state)} left",
         )
-        return Group(Text(self.title, style="bold"), progress, table)
+        return Group(Text(self.title, style="bold"), progress, table, self.doing)
+
+    def phase(self, text: str) -> None:
+        self.doing.text, self.doing.since = text, time.monotonic()
+        if text:
+            self.live.start()
 
     def message(self, line: str) -> None:
         self.live.console.print(visible_lines(line), highlight=False, markup=False, soft_wrap=True)
@@ -201,6 +238,9 @@ class NotebookDashboard(Dashboard):
         else:
             self.handle.update(bundle, raw=True)
 
+    def phase(self, text: str) -> None:
+        """Nothing: only the table is redrawn."""
+
     def message(self, line: str) -> None:
         print_line(line)
 
@@ -218,6 +258,17 @@ def _in_notebook() -> bool:
     """Whether the code runs in a notebook's kernel, without importing IPython for that."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+class _Doing:
+    """A line with what the run does, once it takes over a second."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.since = text, 0.0
+
+    def __rich__(self) -> Text:
+        seconds = int(time.monotonic() - self.since)
+        return Text(f"{self.text} … {seconds} s" if self.text and seconds else "", style="dim")
 
 
 class _Page:
@@ -258,24 +309,46 @@ class _Page:
 
 
 class _Clock:
-    """Time left, from the speed since this process began."""
+    """Time left, from the speed since this process began, and the mean time of the evaluations."""
 
     def __init__(self) -> None:
+        self.every = 0
+        """steps between evaluations"""
         self.started: tuple[float, int] | None = None
         self.per_step = 0.0
+        self.evaluations: list[float] = []
+        """their seconds"""
+        self.evaluating: float | None = None
+        self.paused = 0.0
+        """seconds of evaluations since ``started``"""
+
+    def phase(self, text: str) -> None:
+        if self.evaluating is not None:
+            self.evaluations.append(time.monotonic() - self.evaluating)
+            self.paused += self.evaluations[-1]
+        self.evaluating = time.monotonic() if text.startswith(EVALUATING) else None
 
     def tick(self, state: LearnerState) -> None:
         now = time.monotonic()
         if self.started is None:
-            self.started = (now, state.steps)
+            self.started, self.paused = (now, state.steps), 0.0
         elif state.steps > self.started[1]:
-            self.per_step = (now - self.started[0]) / (state.steps - self.started[1])
+            self.per_step = (now - self.started[0] - self.paused) / (state.steps - self.started[1])
 
     def left(self, state: LearnerState) -> str:
         if not self.per_step:
             return "–"
-        seconds = round(self.per_step * max(0, state.total_steps - state.steps))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        ahead = self._evaluations_ahead(state)
+        each = sum(self.evaluations) / max(1, len(self.evaluations))
+        seconds = round(self.per_step * max(0, state.total_steps - state.steps) + ahead * each)
+        unknown = f" and {ahead} evaluation{'s' * (ahead > 1)}" if ahead and not self.evaluations else ""
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}{unknown}"
+
+    def _evaluations_ahead(self, state: LearnerState) -> int:
+        """Those at multiples of ``every``, and the one at the end."""
+        if not self.every or state.steps >= state.total_steps:
+            return 0
+        return max(0, (state.total_steps - 1) // self.every - state.steps // self.every) + 1
 
 
 def _has(metrics: Metrics, name: str) -> bool:

@@ -3,8 +3,8 @@
 A run publishes, in this order: ``RunStart``; ``InitialSamples`` (if it has a folder and samples responses); for each iteration
 ``RolloutEnd``, ``UpdateEnd``, ``EvaluationEnd`` (if the iteration has an evaluation), ``IterationEnd``; last ``RunEnd``. A
 ``CheckpointSaved`` comes when its files are on the disk, which may be in a later iteration. A ``Message`` or
-``FindingReported`` may come at any time. Trackers (``runs/trackers``)
-and users' callbacks (``runs/callbacks.py``) are listeners too.
+``FindingReported`` may come at any time, and a ``Phase`` when the run begins with something else. Trackers
+(``runs/trackers``) and users' callbacks (``runs/callbacks.py``) are listeners too.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,17 @@ class RunStart:
 
     state: LearnerState
     folder: Path | None
+    evaluate_every: int = 0
+    """steps between evaluations; 0: there are none"""
+    becomes: int = 0
+    """the budget in whole iterations, as far as it is known"""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What the run does from now on: collecting, learning, ``evaluating at step 1,024``, saving; empty at its end."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,7 @@ class Message:
 
 Event = (
     RunStart
+    | Phase
     | InitialSamples
     | RolloutEnd
     | UpdateEnd

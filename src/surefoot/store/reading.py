@@ -75,9 +75,9 @@ def others_in(folder: Path) -> list[str]:
 def check_is_run(path: Path) -> None:
     """Raise SurefootError unless ``path`` is a run folder."""
     if not path.exists():
-        named, where = RUNS / path, RUNS if len(path.parts) == 1 and RUNS.is_dir() else path.parent
+        named, where = RUNS / path, Path.cwd() / (RUNS if len(path.parts) == 1 and RUNS.is_dir() else path.parent)
         remedy = f"did you mean {named}?" if (named / "config.toml").is_file() else f"see what there is with: ls {where}"
-        raise SurefootError(f"{path}: no such run folder in {Path.cwd()}; {remedy}")
+        raise SurefootError(f"{path}: no such run folder; {remedy}")
     if not path.is_dir():
         raise SurefootError(f"{path}: is a file; a run is a folder, such as runs/cartpole-v1-ppo_clip-1")
     if (path / "config.toml").is_file():

@@ -34,6 +34,7 @@ from surefoot.store.checkpoint import latest_checkpoint
 from surefoot.store.events import Listener
 from surefoot.store.folder import RunFolder, check_free, check_unchanged, environment, table_differences, working_folder
 from surefoot.store.reading import FINISHED, START
+from surefoot.terminal import phase
 
 
 @as_found
@@ -215,7 +216,8 @@ def _is_finished(run_dir: Path, recipe: Recipe) -> bool:
 
 def _make_world(recipe: Recipe, task: MakeEnvironment | None, functions: Functions | None) -> World:
     torch.set_num_threads(recipe.threads)  # first: even the last bits of the initial weights depend on it
-    return make_world(recipe, task, functions=functions)
+    with phase("making the environments" if recipe.kind == "control" else "loading models and data"):
+        return make_world(recipe, task, functions=functions)
 
 
 def _listeners(display: Listener | None, callback: MetricsCallback | None) -> list[Listener]:

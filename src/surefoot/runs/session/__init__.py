@@ -1,9 +1,10 @@
 """A run from its recipe to its end: the loop with evaluation, checkpoints and signals, published as events."""
 
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from surefoot.runs.session.arithmetic import arithmetic
 from surefoot.runs.session.saving import Saver
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.sharding import is_sharded
-from surefoot.signals import SignalHandler
+from surefoot.signals import GRACE_SECONDS, SignalHandler
 from surefoot.store.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require
 from surefoot.store.events import (
     CheckpointSaved,
@@ -46,6 +47,7 @@ from surefoot.store.events import (
     IterationEnd,
     Listener,
     Message,
+    Phase,
     RolloutEnd,
     RunEnd,
     RunStart,
@@ -57,6 +59,10 @@ from surefoot.store.manifest import MANIFEST
 from surefoot.store.metrics import MetricsFile
 from surefoot.store.source import sources_of
 from surefoot.store.traces import SampleFolder, TraceFolder
+from surefoot.terminal import Output, phases_shown
+
+WAITED_FOR = {"evaluating": "evaluation", "saving": "checkpoint"}
+"""what a first signal waits for, by the beginning of the phase; otherwise the iteration"""
 
 
 class Session:
@@ -111,7 +117,9 @@ class Session:
         self.metrics_file: MetricsFile | None = None
         self.pending: dict[str, Any] | None = None
         """an iteration whose evaluation failed: its metrics, and the steps before it"""
-        self.signals = SignalHandler()
+        self.signals = SignalHandler(self._acknowledge)
+        self.phase = ""
+        """what the run does now"""
         self.machine_use = MachineUse(recipe.device)
         self.sampled = False
         """whether the samples before the first update are published"""
@@ -213,11 +221,12 @@ class Session:
             self.listeners = [*self._own_listeners(), *self.listeners]
         self.previous_steps = self.state.steps
         failed = True
+        becomes = whole_budget(self.recipe, self.state.steps)
         try:
             with together():
-                self.publish(RunStart(self.state, run_folder))
+                self.publish(RunStart(self.state, run_folder, self._evaluate_every(), becomes))
             self._publish_opening()
-            with self.signals, announced(self.message), arithmetic(self.recipe):
+            with self.signals, announced(self.message), phases_shown(self.in_phase), arithmetic(self.recipe):
                 self._publish_initial_samples()
                 if self.lacks_best:
                     self._copy_best()
@@ -230,14 +239,16 @@ class Session:
                     self.profile.begin()
                 if not self._finish_pending():
                     self._train()
-                self.saver.wait()
+                with self.in_phase("saving"):
+                    self.saver.wait()
             if self.recipe.iteration_steps is None and self.state.steps > self.recipe.steps:
                 self.message(f"steps={self.recipe.steps}: became {self.state.steps:,}, since only whole iterations train")
             for line in [] if self.profile is None else self.profile.finish():
                 self.message(line)
             if self.signals.stop_requested and self.state.steps < self.state.total_steps:
                 raise Interrupted(f"stopped at step {self.state.steps}")
-            self._export()
+            with self.in_phase("saving the result"):
+                self._export()
             failed = False
         except (Interrupted, SurefootError) as stop:
             failed = not isinstance(stop, Interrupted)
@@ -247,6 +258,7 @@ class Session:
             with ExitStack() as closing:  # in reverse order; each, also after an error or a second signal in another
                 shown = None if self.folder is None else self.folder.shown
                 closing.callback(self.publish, RunEnd(self.state, shown, failed))
+                closing.callback(self._begin, "")
                 closing.callback(self._close_saver)
                 if self.profile is not None:
                     closing.callback(self.profile.close)
@@ -261,6 +273,7 @@ class Session:
 
         The iteration in which that happens does not count. Several ranks stop instead: one may fail where others don't.
         """
+        self._begin("collecting")
         loop = partial(run_loop, on_iteration=self._end_update, on_fault=self.message, on_rollout=self._publish_rollout)
         try:
             loop(self.world.collector, self.learner, self.state)
@@ -304,6 +317,31 @@ class Session:
         else:
             self.lines.append(line)
 
+    def _evaluate_every(self) -> int:
+        """Steps between evaluations; 0 if the recipe has nothing to evaluate on."""
+        recipe: Any = self.recipe
+        rows = recipe.evaluation.episodes if recipe.kind == "control" else recipe.data.held_out
+        return recipe.evaluate_every if rows else 0
+
+    def _begin(self, phase: str) -> None:
+        self.phase = phase
+        self.publish(Phase(phase))
+
+    @contextmanager
+    def in_phase(self, text: str) -> Iterator[None]:
+        """Publish what the run does in this block, and afterwards what it did before."""
+        before = self.phase
+        self._begin(text)
+        yield
+        self._begin(before)
+
+    def _acknowledge(self) -> None:
+        """Show that a first signal was seen, from another thread."""
+        if rank() == 0:
+            what = next((name for begin, name in WAITED_FOR.items() if self.phase.startswith(begin)), "iteration")
+            line = f"stopping after this {what}, within {GRACE_SECONDS} s; Ctrl-C again to quit at once"
+            print(line, file=Output(sys.stderr), flush=True)
+
     def _publish_opening(self) -> None:
         """Publish the lines about the model and the warnings, and those of other ranks that are not the same."""
         mine = (*self.opening, *self._budget(), *self.world.model_summary, *self.world.warnings)
@@ -317,12 +355,12 @@ class Session:
 
     def _budget(self) -> list[str]:
         """What the budget becomes, if it is not a multiple of an iteration."""
-        steps, each = self.recipe.steps, self.recipe.iteration_steps
-        iterations = -(-(steps - self.state.steps) // (each or 1))
-        if each is None or iterations <= 0 or self.state.steps + iterations * each == steps:
+        steps, each, becomes = self.recipe.steps, self.recipe.iteration_steps, whole_budget(self.recipe, self.state.steps)
+        if each is None or becomes == steps:
             return []
+        iterations = (becomes - self.state.steps) // each
         many = f"{iterations:,} iterations of {each:,} steps" if iterations > 1 else f"one iteration of {each:,} steps"
-        return [f"steps={steps}: becomes {self.state.steps + iterations * each:,}, since only whole iterations train ({many})"]
+        return [f"steps={steps}: becomes {becomes:,}, since only whole iterations train ({many})"]
 
     def _own_listeners(self) -> list[Listener]:
         """Callbacks, and what every run has: files and trackers if there is a folder, and findings on the first rank."""
@@ -354,6 +392,7 @@ class Session:
         with together():
             self.saver.report()
             self.publish(RolloutEnd(rollout))
+            self._begin("learning")
 
     def _publish_initial_samples(self) -> None:
         """Publish samples of the policy before its first update, once; without held-out prompts those of the first rollout."""
@@ -398,9 +437,13 @@ class Session:
         first = not self.saved and (waited or evaluating)
         with state.timer.detail("checkpoint"):
             if finished or stop or first or self._crossed(self.recipe.checkpoint_every):
-                self._save()
-            self.saver.write()
+                with self.in_phase(f"saving at step {state.steps:,}"):
+                    self._save()
+                    self.saver.write()
+            else:
+                self.saver.write()  # the best weights
         self.previous_steps = state.steps
+        self._begin("collecting")
         return stop
 
     def _agree(self, stop: bool) -> tuple[bool, bool]:
@@ -442,7 +485,7 @@ class Session:
         return self.state.steps // every > self.previous_steps // every
 
     def _evaluate(self) -> Metrics:
-        with self.learner.resting():
+        with self.learner.resting(), self.in_phase(f"evaluating at step {self.state.steps:,}"):
             report = self.world.evaluate()
         with together():
             if self.best is None and self.folder is not None:
@@ -526,3 +569,9 @@ class Session:
                     self.folder.finish(self.state.steps)
         if self.kept and not self.sharded:
             broadcast_weights(self.world.policy)  # the first rank has loaded the best ones
+
+
+def whole_budget(recipe: Recipe, done: int) -> int:
+    """The budget in whole iterations after ``done`` steps, if the steps of an iteration are known."""
+    each = recipe.iteration_steps or 1
+    return done + max(0, -(-(recipe.steps - done) // each)) * each
