@@ -55,7 +55,7 @@ def until(page: Any, condition: str) -> None:
 
 def test_curves_are_the_runs_own_and_share_a_cursor(page: Any, cart: Path, text_run: Path, inspector: Begin) -> None:
     page.goto(inspector([cart]))
-    page.wait_for_selector("#curves[data-iterations='8'] .chart canvas")
+    page.wait_for_selector("#charts[data-iterations='8'] .chart canvas")
     assert "token" not in page.url, "the address in the bar is one that can be kept"
     shown = {chart.get_attribute("data-metric"): chart for chart in page.query_selector_all(".chart")}
     assert {"episode_return", "kl", "entropy", "clip_active", "ratio_outside", "explained_variance", "steps_per_second"} <= set(
@@ -80,7 +80,7 @@ def test_damaged_lines_are_shown_under_the_name_of_the_run(page: Any, cart: Path
     lines = (copy / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_bytes(b"".join([*lines[:2], b'{"iteration": 3, "st\n', *lines[3:]]))
     page.goto(inspector([copy, cart]))
-    page.wait_for_selector("#curves[data-iterations='7,8'] .chart canvas")
+    page.wait_for_selector("#charts[data-iterations='7,8'] .chart canvas")
     (shown,) = page.locator("#runs .damage").all_inner_texts()
     assert shown == "metrics.jsonl has 8 lines, of which line 3 can't be read"
 
@@ -113,16 +113,32 @@ def test_zooming_and_panning_take_a_small_part_of_a_frame(page: Any, cart: Path,
     page.wait_for_selector("#whole", state="hidden")
 
 
+def test_a_chart_says_in_words_what_it_shows_and_the_page_does_not_jump(page: Any, cart: Path, inspector: Begin) -> None:
+    page.goto(inspector([cart]))
+    page.wait_for_selector("#charts[data-iterations='8'] .chart canvas")
+    rows = read_metrics(cart / "metrics.jsonl")
+    words = page.get_attribute(".chart[data-metric=kl] .plot", "aria-label")
+    assert words.startswith("KL to π_old")
+    assert "over environment steps" in words
+    assert f"from {rows[0]['kl']:.3g}"[:10] in words
+    assert "Healthy below 0.1" in words
+    page.click("nav a[data-view=clip]")
+    page.click("nav a[data-view=curves]")
+    page.wait_for_selector("#charts .chart canvas")
+    assert page.evaluate("scrollY") == 0
+    assert page.locator("h1").count() == 1
+
+
 def test_a_running_run_is_updated_live(page: Any, cart: Path, tmp_path: Path, inspector: Begin) -> None:
     copy = tmp_path / "going"
     shutil.copytree(cart, copy)
     lines = (cart / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[:5]))
     page.goto(inspector([copy]))
-    page.wait_for_selector("#curves[data-iterations='5']")
+    page.wait_for_selector("#charts[data-iterations='5']")
     with (copy / "metrics.jsonl").open("a") as file:
         file.write("".join(lines[5:7]))
-    page.wait_for_selector("#curves[data-iterations='7']")
+    page.wait_for_selector("#charts[data-iterations='7']")
     last = json.loads(lines[6])
     assert number(page.inner_text(".chart[data-metric=kl] .readout span")) == pytest.approx(last["kl"], rel=5e-3)
     assert f"{last['steps']:,} of 2,048 steps" in page.inner_text("#runs")

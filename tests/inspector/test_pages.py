@@ -406,7 +406,7 @@ def test_runs_of_the_table_open_alone_or_together(table: Any) -> None:
     assert table.inner_text("#compare") == "Open"
     table.check("input[aria-label='select group/gamma']")
     table.click("#compare")
-    table.wait_for_selector("#curves[data-iterations='5,3'] .chart canvas")
+    table.wait_for_selector("#charts[data-iterations='5,3'] .chart canvas")
     assert table.locator("#runs b").all_inner_texts() == ["alpha", "group/gamma"]
     table.click("nav a[data-view=recipe]")
     table.wait_for_selector("#recipe tbody tr")
@@ -414,7 +414,7 @@ def test_runs_of_the_table_open_alone_or_together(table: Any) -> None:
     table.click("a.back")
     table.wait_for_selector("#table tbody tr")
     table.click("td.c-name a:has-text('beta')")
-    table.wait_for_selector("#curves[data-iterations='7'] .chart canvas")
+    table.wait_for_selector("#charts[data-iterations='7'] .chart canvas")
     assert table.locator("#runs b").all_inner_texts() == ["beta"]
 
 

@@ -39,7 +39,7 @@ def test_curves(page: Any, inspector: Begin) -> None:
     check_is_run(LANGUAGE)
     page.set_viewport_size({"width": 1280, "height": 900})
     page.goto(inspector([LANGUAGE]))
-    page.wait_for_selector("#curves[data-iterations] .chart canvas")
+    page.wait_for_selector("#charts[data-iterations] .chart canvas")
     page.mouse.move(300, 500)
     page.screenshot(path=IMAGES / "inspector-curves.png")
 

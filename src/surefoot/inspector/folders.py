@@ -193,11 +193,11 @@ def recipe_summary(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metric_descriptions(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Title, meaning and group of each metric."""
+    """Title, meaning, group and healthy range of each metric."""
+    known = {name: METRICS[name] for name in names if name in METRICS}
     return {
-        name: {"title": title_of(name), "meaning": METRICS[name].meaning, "machine": name in TIMING}
-        for name in names
-        if name in METRICS
+        name: {"title": title_of(name), "meaning": of.meaning, "machine": name in TIMING, "low": of.low, "high": of.high}
+        for name, of in known.items()
     }
 
 

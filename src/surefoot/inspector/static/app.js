@@ -105,7 +105,7 @@ function inviteButton() {
 }
 
 function headed(title, ...rest) {
-  show(page, h("header", {}, h("div", {}, h("p", { class: "brand" }, state.catalog ? h("a", { href: "/", id: "all" }, "Surefoot") : "Surefoot",
+  show(page, h("header", {}, h("div", {}, h("h1", { class: "brand" }, state.catalog ? h("a", { href: "/", id: "all" }, "Surefoot") : "Surefoot",
     state.catalog && chosen.length ? h("a", { href: "/", class: "back" }, "all runs") : null), title), h("div", { class: "tools" }, inviteButton(), themeButton())), ...rest);
 }
 

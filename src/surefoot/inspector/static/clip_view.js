@@ -7,7 +7,7 @@ import { makeTable } from "./table.js";
 
 export function makeClip(state) {
   const table = makeTable();
-  const element = h("div", {}, h("h1", {}, "The clip table"), h("p", { class: "formula" }, "J = min( ρÂ, clip(ρ, 1−ε, 1+ε) Â )"), table.element);
+  const element = h("div", {}, h("h2", {}, "The clip table"), h("p", { class: "formula" }, "J = min( ρÂ, clip(ρ, 1−ε, 1+ε) Â )"), table.element);
   gather(state.runs).then((source) => source.runs.length && element.append(makeDensity(source, table).element));
   return { element };
 }

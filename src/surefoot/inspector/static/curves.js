@@ -45,7 +45,7 @@ export function makeCurves(state) {
   const controls = h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
     h("label", {}, h("span", {}, "smoothing"), smooth), h("label", { class: "check" }, log, h("span", {}, "log scale")),
     h("label", {}, h("span", {}, "add a metric"), more), back,
-    h("span", { class: "hint" }, "Drag across a curve to zoom in; then press ← → or Shift-drag to pan."));
+    h("span", { class: "hint" }, "Drag across a curve to zoom in; then press ← → or Shift-drag to pan. Shaded: healthy."));
 
   const names = () => {
     const known = new Set(state.runs.flatMap((run) => run.metrics));
@@ -57,7 +57,7 @@ export function makeCurves(state) {
   function build(name) {
     const about = state.metrics[name] ?? { title: name, meaning: "" };
     const readout = h("span", { class: "readout" });
-    const holder = h("div", { class: "plot" });
+    const holder = h("div", { class: "plot", role: "img" });
     const note = h("p", { class: "hint unshown" });
     const element = h("section", { class: "chart", "data-metric": name }, h("h3", { title: about.meaning }, about.title), readout, holder, note);
     const one = { name, element, readout, holder, note, plot: null, data: null, seen: true };
@@ -89,8 +89,9 @@ export function makeCurves(state) {
       width: Math.max(280, one.holder.clientWidth), height: 190, legend: { show: false }, series, bands,
       cursor: { sync: { key: "surefoot", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 6 } },
       scales: { x: { time: false, range: (_, low, high) => chosen.range ?? [low, high] }, y: { distr: chosen.log ? 3 : 1 } },
-      axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((x) => steps(x)) }, { ...axis, size: 62, values: (_, ticks) => ticks.map((x) => (x === null ? "" : short(x))) }],
+      axes: [{ ...axis, size: 26, label: unit(), labelSize: 16, labelFont: axis.font, values: (_, ticks) => ticks.map((x) => steps(x)) }, { ...axis, size: 62, values: (_, ticks) => ticks.map((x) => (x === null ? "" : short(x))) }],
       hooks: {
+        drawClear: [(plot) => shade(plot, one.name)],
         setCursor: [(plot) => read(one, plot.cursor.idx)],
         setSelect: [(plot) => {
           if (plot.select.width < 4) return;
@@ -100,6 +101,38 @@ export function makeCurves(state) {
         }],
       },
     };
+  }
+
+  const unit = () => [...new Set(state.runs.map((run) => run.unit).filter(Boolean))].join(" or ");
+
+  const healthy = (name) => {
+    const { low, high } = state.metrics[name] ?? {};
+    return [low ?? -Infinity, high ?? Infinity];
+  };
+
+  // The healthy range of a metric, where its limits are in sight.
+  function shade(plot, name) {
+    const [low, high] = healthy(name);
+    if (low === -Infinity && high === Infinity) return;
+    const { left, top, width, height } = plot.bbox;
+    const at = (value) => Math.min(top + height, Math.max(top, plot.valToPos(value, "y", true)));
+    const [above, below] = [high === Infinity ? top : at(high), low === -Infinity ? top + height : at(low)];
+    plot.ctx.save();
+    plot.ctx.fillStyle = style("--up-wash");
+    plot.ctx.globalAlpha = 0.6;
+    plot.ctx.fillRect(left, above, width, Math.max(0, below - above));
+    plot.ctx.restore();
+  }
+
+  // What a chart shows, for readers who can't see it.
+  function spoken(one) {
+    const [low, high] = healthy(one.name);
+    const range = [low === -Infinity ? "" : `above ${short(low)}`, high === Infinity ? "" : `below ${short(high)}`].filter(Boolean).join(" and ");
+    const lines = state.runs.map((run, i) => {
+      const known = one.data.points[i].high.filter((x) => x !== null);
+      return known.length ? `${run.name}: from ${short(known[0])} to ${short(known.at(-1))}, between ${short(Math.min(...known))} and ${short(Math.max(...known))}` : `${run.name}: no values`;
+    });
+    return `${state.metrics[one.name]?.title ?? one.name} over ${unit()}. ${lines.join(". ")}.${range ? ` Healthy ${range}.` : ""}`;
   }
 
   function read(one, at) {
@@ -130,6 +163,7 @@ export function makeCurves(state) {
       one.plot.over.addEventListener("dblclick", () => look(null));
     }
     read(one, null);
+    one.holder.setAttribute("aria-label", spoken(one));
     const unshown = one.data.points.reduce((sum, line) => sum + line.not_positive, 0);
     show(one.note, chosen.log && unshown ? `${steps(unshown)} value${unshown === 1 ? " is" : "s are"} 0 or less, which a log scale can’t show` : []);
   }
@@ -257,7 +291,7 @@ export function makeCurves(state) {
   });
   sizes.observe(grid);
 
-  const element = h("div", { id: "curves" }, controls, grid);
+  const element = h("div", { id: "charts" }, controls, grid);
   const focus = state.focus; // evidence of a finding: its metric, over its steps
   delete state.focus;
   if (focus && !FIRST.includes(focus.metric)) chosen.extra.push(focus.metric);

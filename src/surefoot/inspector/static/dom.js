@@ -41,5 +41,9 @@ export function themeButton() {
     document.dispatchEvent(new Event("themechange"));
   });
   name();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    name();
+    document.dispatchEvent(new Event("themechange"));
+  });
   return button;
 }
