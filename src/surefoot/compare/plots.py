@@ -20,6 +20,13 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """the palette of Okabe and Ito without its yellow, which is hard to see on white"""
 RUNGS = ("#999999", "#000000", "#56B4E9", "#0072B2", "#E69F00", "#D55E00")
 """colours of the ladder's rungs: grey and black without a critic, blues with one, warm colours if batches are reused"""
+OF_ALGORITHM = dict(
+    zip(("REINFORCE", "REINFORCE_BASELINE", "ACTOR_CRITIC", "A2C", "PPO_UNCLIPPED", "PPO_CLIP"), RUNGS, strict=True),
+    PPO_PENALTY="#CC79A7",
+    PPO_PENALTY_ADAPTIVE="#882255",
+    TRPO="#009E73",
+)
+"""an algorithm has one colour in all plots, and on the page about how PPO works"""
 STYLES = ("-", "--", ":", "-.")
 GREY = "#808080"
 """of the text in plots of runs: readable on white and on dark pages"""
@@ -37,7 +44,10 @@ def draw_comparison(results: Mapping[str, Any], path: Path) -> None:
     by_name: Mapping[str, Results] = results["results"]
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     curves, scores = figure.subplots(1, 2, width_ratios=[3, 2])
-    styles = {name: (COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]) for i, name in enumerate(by_name)}
+    free = [colour for colour in COLOURS if colour not in {OF_ALGORITHM.get(name) for name in by_name}]
+    others = [name for name in by_name if name not in OF_ALGORITHM]
+    styles = {name: (free[i % len(free)], STYLES[i // len(free) % len(STYLES)]) for i, name in enumerate(others)}
+    styles |= {name: (colour, "-") for name, colour in OF_ALGORITHM.items()}
     ends = [_curve(curves, cells, "steps", "return", *styles[name], name) for name, cells in by_name.items()]
     _finish(curves, "Return over steps", "environment steps", "mean return of the last 100 episodes", ends)
     kinds = [("last_100_mean", "o", "in training, last 100 episodes"), ("greedy_mean", "D", "final agent, greedy")]
