@@ -1,7 +1,9 @@
-"""Commands of language models: generate, chat, best-of-n, merge, and data."""
+"""Commands of language models: generate, chat, best-of-n, score, serve, merge, and data."""
 
 import contextlib
 import io
+import os
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -238,6 +240,75 @@ def best_of_n(
         echo_json(best.to_json())
     else:
         echo("\n".join([*best.lines(), f"the rows are in {out}{replaced}"]))
+
+
+@click.command()
+@click.argument("model", shell_complete=complete_run)
+@option("--file", type=PATH, required=True, help="Rows with prompt and completion: a file, a folder or hf://org/name:split.")
+@device_option
+@option("--json", "as_json", is_flag=True, help="Print one JSON object per row.")
+def score(model: str, file: Path, device: str, as_json: bool) -> None:
+    """Print the reward of each row of a file by the reward model MODEL.
+
+    MODEL is a run of kind "reward", a folder or a hub id. Text is read as in training.
+    """
+    from surefoot.language.data.sources import read_rows
+    from surefoot.language.data.tokens import prompt_text
+    from surefoot.language.rewards.model import ModelReward
+    from surefoot.language.served import scored_texts
+    from surefoot.ranks.collectives import check_device
+
+    check_device(device)
+    texts = [scored_texts(row) for row in read_rows(file)]
+    reward = ModelReward(run_named(model), device=device, field="model")
+    prompts, completions = [prompt for prompt, _ in texts], [completion for _, completion in texts]
+    reward.check_prompts(prompts)
+    for prompt, completion, value in zip(prompts, completions, reward(prompts, completions, {}).total.tolist(), strict=True):
+        if as_json:
+            echo_json({"prompt": prompt, "completion": completion, "reward": value})
+        else:
+            echo(f"{value:8.3f}  {prompt_text(prompt)} → {completion}")
+
+
+@click.command()
+@click.argument("model", shell_complete=complete_run)
+@option("--port", type=IntRange(0, 65535), default=0, help="Port. [default: any free port]", show_default=False)
+@option("--token-from", default="SUREFOOT_TOKEN", help="Environment variable with the token; unset, a new one is printed.")
+@option("--queue", type=COUNT, default=128, help="Requests that may wait.")
+@device_option
+@trust_option
+def serve(model: str, port: int, token_from: str, queue: int, device: str, trust_remote_code: bool) -> None:
+    """Serve MODEL to other programs on this machine, over HTTP.
+
+    A reward model gets the address /score, for reward.terms with url. A policy gets /v1/completions and /v1/chat/completions,
+    as in OpenAI's API. MODEL is a run, a checkpoint, a transformers folder or a hub id. Ctrl-C stops the server.
+    """
+    from surefoot.cli.inspect import require_server
+    from surefoot.recipes.rewards import token_error
+
+    require_server("a server")
+    if error := token_error(token_from):
+        raise SurefootError(f"--token-from {token_from}{error.removeprefix('.token_from')}")
+    from surefoot.inspector.server import listen
+    from surefoot.inspector.serving import application
+    from surefoot.language.served import load_served
+    from surefoot.ranks.collectives import check_device
+
+    check_device(device)
+    served = load_served(run_named(model), device, trust_remote_code)
+    token = os.environ.get(token_from, "").strip() or secrets.token_urlsafe(24)
+
+    def ready(address: str) -> None:
+        urls = [f"{address}{path.removeprefix('/')}" for path in served.paths]
+        echo("\n".join([*urls, f"{served.version} answers there; Ctrl-C stops it"]))
+        if token != os.environ.get(token_from, "").strip():
+            echo(f"export {token_from}={token}")
+        if len(urls) == 1:
+            arguments = f'token_from = "{token_from}", arguments = {{ model = "{served.version}" }}'
+            echo(f'reward.terms = [{{ url = "{urls[0]}", {arguments} }}]')
+
+    with contextlib.suppress(KeyboardInterrupt):
+        listen(lambda *_: application(served, token, queue), port, ready, path="")
 
 
 @click.command()

@@ -38,6 +38,8 @@ COMMANDS = {
     "pull": "surefoot.cli.agents:pull",
     "push": "surefoot.cli.agents:push",
     "rounds": "surefoot.cli.train:rounds",
+    "score": "surefoot.cli.language:score",
+    "serve": "surefoot.cli.language:serve",
     "train": "surefoot.cli.train:train",
     "tune": "surefoot.cli.compare:tune",
     "watch": "surefoot.cli.agents:watch",

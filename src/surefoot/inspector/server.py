@@ -185,23 +185,28 @@ def write_route(act: Callable[[Request, dict[str, Any]], Any]) -> Callable[[Requ
     """An endpoint that takes a JSON object and returns another, or 400 with an error of one line."""
 
     async def endpoint(request: Request) -> Response:
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > LARGEST_BODY:
-                return JSONResponse({"error": "the request is too large"}, 413)
         try:
-            content = parsed(body.decode())
-            if not isinstance(content, dict):
-                raise ValueError("no object")
-        except ValueError:
-            return JSONResponse({"error": "the request has no JSON object"}, 400)
-        try:
-            return JSONResponse(await run_in_threadpool(act, request, content))
+            return JSONResponse(await run_in_threadpool(act, request, await json_body(request)))
         except SurefootError as error:
             return JSONResponse({"error": str(error)}, 400)
 
     return endpoint
+
+
+async def json_body(request: Request, largest: int = LARGEST_BODY) -> dict[str, Any]:
+    """The JSON object of a request. Raises SurefootError if it has none, or is larger than so many bytes."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > largest:
+            raise SurefootError(f"the request is larger than {largest:,} bytes; send less at a time")
+    try:
+        content = parsed(body.decode())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise SurefootError("the request has no JSON object")
+    return content
 
 
 def video_route(get: Callable[[Request], Path]) -> Callable[[Request], Any]:
@@ -247,11 +252,14 @@ def serve(paths: list[Path], port: int, ready: Callable[[str], None], entered: C
     listen(lambda at, token: application(folders, at, token, entered, traces, catalog), port, ready)
 
 
-def listen(make: Callable[[int, str], ASGIApp], port: int, ready: Callable[[str], None]) -> None:
+def listen(
+    make: Callable[[int, str], ASGIApp], port: int, ready: Callable[[str], None], path: str = "enter?token={token}"
+) -> None:
     """Serve an application on 127.0.0.1 until Ctrl-C.
 
     make    makes it from the port and the first token
     ready   called with the address when it can be opened
+    path    of that address
 
     Raises SurefootError if the port is in use.
     """
@@ -270,7 +278,7 @@ def listen(make: Callable[[int, str], ASGIApp], port: int, ready: Callable[[str]
         timeout_keep_alive=KEPT_OPEN,
         server_header=False,
     )
-    ready(f"http://127.0.0.1:{port}/enter?token={token}")
+    ready(f"http://127.0.0.1:{port}/{path.format(token=token)}")
     with listening:
         uvicorn.Server(config).run(sockets=[listening])
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
@@ -9,7 +10,7 @@ from surefoot.language import quiet_transformers
 from surefoot.language.language_model import LanguageModel
 from surefoot.language.models.loading import context_length
 from surefoot.language.sampling.ends import Ends, cut_at_stop
-from surefoot.language.sampling.sampler import sample
+from surefoot.language.sampling.sampler import Samples, sample
 
 PARTIAL = "\ufffd"
 """the text of an incomplete character"""
@@ -61,33 +62,33 @@ class Chat:
         if limit < 1:
             remedy = "clear the conversation with /reset" if self.messages else "shorten the line"
             raise SurefootError(f"chat: the prompt has {len(prompt)} tokens and the model's context is {context}; {remedy}")
-        ids: list[int] = []
-        written = ""
-
-        def on_token(token: int) -> None:
-            nonlocal written
-            ids.append(token)
-            text = stable_prefix(ends.text(ids), options.stop)
-            if len(text) > len(written):
-                write(text[len(written) :])
-                written = text
-
-        sample(
-            self.model.model,
-            [prompt],
-            max_tokens=limit,
-            temperature=options.temperature,
-            seeds=[derived_seed(options.seed, "chat", self.answers)],
-            greedy=options.greedy,
-            on_token=on_token,
-            **ends.options,
-        )
-        text = ends.text(ids)
-        write(text[len(written) :])
+        sampling: dict[str, Any] = {"max_tokens": limit, "temperature": options.temperature, "greedy": options.greedy}
+        seeds = [derived_seed(options.seed, "chat", self.answers)]
+        [ids] = write_response(self.model, prompt, ends, write, seeds=seeds, **sampling).responses()
         self.answers += 1
         if self.remembers:
             self.messages = [*messages, {"role": "assistant", "content": ends.text(ids, special=True)}]
-        return text
+        return ends.text(ids)
+
+
+def write_response(
+    model: LanguageModel, prompt: Sequence[int], ends: Ends, write: Callable[[str], None], **options: Any
+) -> Samples:
+    """Draw one response with these options of ``sample``; pass its text to ``write``, piece by piece as soon as it is sure."""
+    ids: list[int] = []
+    written = ""
+
+    def on_token(token: int) -> None:
+        nonlocal written
+        ids.append(token)
+        text = stable_prefix(ends.text(ids), ends.stop)
+        if len(text) > len(written):
+            write(text[len(written) :])
+            written = text
+
+    drawn = sample(model.model, [prompt], on_token=on_token, **options, **ends.options)
+    write(ends.text(ids)[len(written) :])
+    return drawn
 
 
 def stable_prefix(text: str, stop: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Requests to an HTTP server: JSON in, JSON out, retried while the server is down or busy; addresses and tokens are checked."""
 
+import contextlib
 import functools
 import ipaddress
 import os
@@ -146,7 +147,9 @@ class HttpClient:
             time.sleep(pause)
 
     def excerpt(self, response: "httpx2.Response") -> str:
-        """The beginning of a response, for messages."""
+        """The beginning of a response, for messages; of an error in the form of OpenAI's API, its message."""
+        with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+            return f" ({self._redacted(' '.join(str(response.json()['error']['message']).split()))[: 3 * EXCERPT]})"
         return f" ({self.shown(response.text)})" if response.text.strip() else ""
 
     def shown(self, text: str) -> str:

@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -34,9 +34,10 @@ from surefoot.language.data.sources import Source, open_rows, read_rows
 from surefoot.language.language_model import errors_for, load_language_model, model_folder
 from surefoot.language.models.loading import context_length
 from surefoot.language.pairs import prefers_first, sample_pairs
+from surefoot.language.rewards.judge import Judge
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward
-from surefoot.language.rewards.terms import function_rewards, load_flag_reward
+from surefoot.language.rewards.terms import FunctionReward, function_rewards, load_flag_reward
 from surefoot.people import agreement
 from surefoot.people.log import LABELS, QUEUE, Preference, Round, labelled, write_log
 from surefoot.ranks.collectives import on_first
@@ -57,6 +58,8 @@ POLL = 2.0
 """seconds between two looks at the labels, with ``wait``"""
 PAIRS, AGREEMENT = "pairs.jsonl", "agreement.json"
 """files of a round: the rows that its reward model trains on, and how well the labels agree"""
+OTHER = "other"
+"""the column of the other answer of a pair, for ``judge.against``"""
 CHANGES = ("reward", "gold", "kl", "length")
 """what is measured before and after a round"""
 DisplayFor = Callable[[Recipe, Path], Display]
@@ -446,9 +449,15 @@ def _preferences(settings: RoundsSettings, pairs: list[dict[str, Any]], number: 
     if (compare := _comparing(settings)) is not None:
         return _compared(settings, compare, {**columns, "prompts": prompts}, pairs)
     judge = _load_judge(settings)
+    asked = judge.function if isinstance(judge, FunctionReward) else None
+    compares = isinstance(asked, Judge) and asked.settings.against == OTHER
+    if compares:
+        columns[OTHER] = [pair["b"] for pair in pairs]
     for function in function_rewards(judge):
         function.check_rows(columns)
-    first, second = (judge(prompts, [pair[side] for pair in pairs], columns) for side in "ab")
+    first = judge(prompts, [pair["a"] for pair in pairs], columns)
+    # a comparison's score is the share of both orders that the first answer wins
+    second = replace(first, total=1 - first.total) if compares else judge(prompts, [pair["b"] for pair in pairs], columns)
     draw = random.Random(derived_seed(settings.recipe.seed, f"labels of round {number}"))
     found: list[Preference | None] = []
     scored = (first.valid & second.valid).tolist()

@@ -47,7 +47,7 @@ class Endpoint:
         self.client = HttpClient(url, token_from=token_from, retries=retries, limit=limit, then=then)
         self.batch, self.at_once, self.deadline = batch, at_once, deadline
         self.arguments, self.then = dict(arguments or {}), then
-        self.threads, self.lock = Threads(at_once), threading.Lock()
+        self.threads, self.lock, self.model = Threads(at_once), threading.Lock(), None
         self.early: dict[bytes, Future[httpx2.Response]] = {}
         """the replies to requests that were sent while others were sampled, until a call takes them"""
         self.__qualname__ = re.sub(r"//[^/@]*@", "//", re.split(r"[?#]", url)[0])  # for messages
@@ -136,6 +136,12 @@ class Endpoint:
         except (ValueError, RecursionError):
             raise SurefootError(f"returned no JSON{self.client.excerpt(response)}; {expected}") from None
         scores = content.get("scores") if isinstance(content, dict) else content
+        model = content.get("model") if isinstance(content, dict) else None
+        self.model = self.model or model
+        if model != self.model:
+            raise SurefootError(
+                f"has the model {model!r} now, and had {self.model!r} before; start the server with that one, {self.then}"
+            )
         if not isinstance(scores, list):
             raise SurefootError(f"returned no scores{self.client.excerpt(response)}; {expected}")
         if len(scores) != count:

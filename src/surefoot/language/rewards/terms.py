@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import pydantic
@@ -18,6 +19,7 @@ from torch import Tensor
 from surefoot.calls import DeadlineExceeded, left_behind, with_deadline
 from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
+from surefoot.files import read_toml
 from surefoot.language.data.steps import split_steps
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import REPEAT, RESUME
@@ -341,7 +343,8 @@ def load_flag_reward(
     """The reward that ``--reward``, or another ``flag``, names: a term of a recipe's ``reward.terms``, or the sum of several.
 
     texts   each a folder or run of a reward model, ``module:function``, ``file.py:function``, a URL, or a term in a recipe's
-            syntax: ``{ function = "surefoot.verifiers:numeric", arguments = { after = "####" }, weight = 2.0 }``
+            syntax: ``{ function = "surefoot.verifiers:numeric", arguments = { after = "####" }, weight = 2.0 }``, or a .toml
+            file with its table
 
     Raises SurefootError for an invalid term, and for what can't be loaded.
     """
@@ -353,8 +356,8 @@ def load_flag_reward(
 
 
 def parse_term(text: str, flag: str = "--reward") -> RewardTerm:
-    """One ``--reward`` as a term: a table as it is; else a function if there is a colon and no such folder."""
-    value = parse_flag(text)
+    """One ``--reward`` as a term: a table, or that of a .toml file; else a function if there is a colon and no such folder."""
+    value = read_toml(Path(text)) if text.endswith(".toml") else parse_flag(text)
     if not isinstance(value, dict):
         return RewardTerm(**term_from_text(text))
     fields = RewardTerm.model_fields
