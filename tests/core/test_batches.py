@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from surefoot import PPO_CLIP
 from surefoot.core.credit import assign_credit
-from surefoot.core.minibatches import groups_by_length, micro_batches, rows_of, shuffled
+from surefoot.core.minibatches import groups_by_length, micro_batches, random_order, rows_of, shuffled
 
 from .worlds import TinyPolicy, random_rollout
 
@@ -67,7 +67,10 @@ def test_each_row_is_in_one_part_of_a_shuffled_batch_and_parts_are_nearly_equal(
     rollout = random_rollout(TinyPolicy(memory=True), 0, rows=rows, unit="row")
     batch = rows_of(rollout, assign_credit(rollout, PPO_CLIP))
     batch.advantages[:] = torch.arange(rows).unsqueeze(-1)
-    drawn = [part.advantages[:, 0].tolist() for part in shuffled(batch, parts, torch.Generator().manual_seed(1))]
+    drawn = [
+        part.advantages[:, 0].tolist()
+        for part in shuffled(batch, parts, random_order(len(batch.advantages), torch.Generator().manual_seed(1)))
+    ]
     assert sorted(row for part in drawn for row in part) == list(range(rows))
     assert len(drawn) == parts
     assert max(map(len, drawn)) - min(map(len, drawn)) <= 1

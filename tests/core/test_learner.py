@@ -20,9 +20,8 @@ from surefoot.core.learner import Learner, LearnerSettings, rounding
 from surefoot.core.loop import run_loop
 from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.objective import Batch, loss
-from surefoot.core.optimizer import BETAS, AdamSettings, FlatOptimizer
+from surefoot.core.optimizer import BETAS, AdamSettings, FlatOptimizer, scheduled
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
-from surefoot.core.schedules import scheduled
 
 from .worlds import DOUBLE, TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout
 

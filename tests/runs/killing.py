@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from surefoot.core import fingerprints
 from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.store.metrics import read_metrics
-from surefoot.store.reading import traces_in
+from surefoot.store.reading import read_fingerprints, traces_in
 
 RECIPES: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
@@ -42,6 +43,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
+
+fingerprints.SHARE = 1e9  # of every iteration, whatever time they take here
 
 FILES = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 """functions of os by which a run changes what is on the disk, beside writing into a file that is open"""
@@ -122,12 +125,18 @@ def rows_of(run: Path, aside: Collection[str] = TIMING) -> list[dict[str, Any]]:
 
 
 def outcome(path: Path) -> dict[str, Any]:
-    """All that must be equal: the final checkpoint, the best one, traces, samples, and the metrics, time and speed aside."""
+    """All that must be equal: checkpoints, traces, samples, fingerprints, and the metrics, time and speed aside."""
     final, best = latest_checkpoint(path / "checkpoints"), latest_checkpoint(path / "best")
     files = [*traces_in(path / "traces"), *sorted(path.glob("samples/*.jsonl"))]
     texts = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     parts = {"final": load_checkpoint(final), "best": load_checkpoint(best)}
-    return {"rows": rows_of(path), "texts": texts, "at": (final.name, best.name), **parts}
+    return {
+        "rows": rows_of(path),
+        "fingerprints": read_fingerprints(path).rows,
+        "texts": texts,
+        "at": (final.name, best.name),
+        **parts,
+    }
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import surefoot
 from surefoot import SurefootError
 from surefoot.cli.train import dry_run_text
-from surefoot.core.schedules import scheduled
+from surefoot.core.optimizer import scheduled
 from surefoot.diagnostics.recipe import check_recipe
 from surefoot.files import read_toml
 from surefoot.recipes.callables import take_objects

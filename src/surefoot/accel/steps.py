@@ -17,7 +17,7 @@ from torch.func import grad
 from surefoot.accel.passes import CompiledPasses, Flat, Function, read_by_loss, record, with_tensors
 from surefoot.accel.programs import loop
 from surefoot.core.learner import eager_stepper
-from surefoot.core.minibatches import global_count, normalised, random_order, select_rows
+from surefoot.core.minibatches import global_count, normalised, select_rows
 from surefoot.core.objective import Batch
 from surefoot.core.optimizer import BETAS, FlatOptimizer, FlatParameters, Optimizer, adam
 from surefoot.core.rollout import tensors_in
@@ -148,7 +148,7 @@ class CompiledStepper(Flat):
     def _pass(self, batch: Batch, rates: list[float], context: UpdateContext) -> CompiledPass:
         """The rows in a new random order, with the numbers of each step."""
         count = len(rates)
-        order = random_order(self.rows, context.state.generators["shuffle"]).view(count, -1)
+        order = context.order(self.rows).view(count, -1)
         columns: list[list[float]] = [[context.clip_scale] * count, [context.beta] * count]
         for optimizer in self.optimizers.values():
             rate, start = optimizer.settings.learning_rate, float(optimizer.moments()[0]) + 1

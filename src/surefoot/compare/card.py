@@ -32,7 +32,7 @@ from surefoot.store.hub import CARD, HubName, card_header, is_hub_name, parse_na
 from surefoot.store.manifest import MANIFEST
 from surefoot.store.metrics import FILE
 from surefoot.store.public import ENVIRONMENT, REMOVED, TOKEN, public_table
-from surefoot.store.reading import samples_in
+from surefoot.store.reading import FINGERPRINTS, samples_in
 from surefoot.terminal import visible, visible_lines
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
         (folder / MANIFEST).unlink()  # the listing of the repository has these files too
     write_text(folder / "config.toml", to_toml(recipe))
     write_text(folder / "environment.json", json.dumps(_environment(run), indent=1))
-    copy_file(path / FILE, folder / FILE)
+    for name in (FILE, FINGERPRINTS):
+        if (path / name).is_file():
+            copy_file(path / name, folder / name)
     for samples in samples_in(path / "samples")[-1:] if options.samples else ():
         (folder / "samples").mkdir()
         copy_file(samples, folder / "samples" / samples.name)

@@ -36,7 +36,7 @@ SCORES = (
 """metrics by which runs are compared, if they have them"""
 MAY_DIFFER = ("seed", "device", "threads", *CHANGE_NOTHING, "checkpoint", "traces", "evaluation.seed", "evaluation.every")
 """fields in which runs of one group may differ: none of them changes what a run learns from a given stream of randomness"""
-ENVIRONMENT = ("python", "platform", "versions", "git")
+ENVIRONMENT = ("python", "platform", "processor", "versions", "git", "ranks")
 """keys of environment.json that may affect the numbers"""
 ABSENT = "–"
 """the value of a field that a kind of recipe doesn't have"""

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from surefoot.core.algorithms import Objective
 from surefoot.core.credit import preference_metrics
+from surefoot.core.fingerprints import Fingerprints
 from surefoot.core.minibatches import global_count, rows_of, with_penalised
 from surefoot.core.objective import Batch, mean_old_kl
-from surefoot.core.optimizer import AdamSettings, FlatParameters, Optimizer
+from surefoot.core.optimizer import AdamSettings, FlatParameters, Optimizer, Schedule, check_adaptive, scheduled
 from surefoot.core.rollout import AuxiliaryLoss, Credit, LearnerState, Metrics, Policy, Rollout, map_tensors
-from surefoot.core.schedules import Schedule, check_adaptive, scheduled
 from surefoot.core.steps import PendingStep, Stepper, UpdateContext
 from surefoot.core.steps.eager import EagerPasses, EagerStepper
 from surefoot.core.steps.trpo import NaturalStepper
@@ -107,6 +107,8 @@ class Learner:
         self.stepper = settings.stepper(self.passes, self.steppable, self.own)
         self.recorder: Recorder | None = None
         """traces some of the updates, without changing them"""
+        self.fingerprints: Fingerprints | None = None
+        """takes those of updates, without changing them"""
         self.auxiliary_loss: AuxiliaryLoss | None = None
         """a loss whose gradient is added to every step of the policy's Adam"""
 
@@ -122,6 +124,9 @@ class Learner:
         objective = self.objective
         # Otherwise backward() would reach the graph of the rollout.
         rollout, credit = map_tensors(Tensor.detach, (rollout, credit))
+        due = self.fingerprints if self.fingerprints is not None and self.fingerprints.due(state) else None
+        if due is not None:
+            due.begin(self.optimizers.values(), rollout, credit)
         context = self._context(rollout, credit, state)
         batch = self.stepper.simplified(rows_of(rollout, credit, numbered=context.recording is not None))
         assert batch.old_log_probs is not None or not objective.reads_old_log_probs, "reusing a batch needs its old_log_probs"
@@ -129,7 +134,9 @@ class Learner:
             batch = with_penalised(batch, objective.penalty.fraction)
         if objective.normalise_advantages == "batch":
             batch = context.normalised(batch)
-        steps = self._take_steps(batch, context, rollout)
+        steps = self._take_steps(batch, context, rollout, due)
+        if due is not None:
+            due.end(self.optimizers.values())
         if objective.penalty is not None:
             steps.outcome = self._adapt_penalty(replace(batch, penalised=None), context)
         metrics = steps.summary()
@@ -139,12 +146,14 @@ class Learner:
             metrics |= preference_metrics(rollout, credit, objective)
         return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
 
-    def _take_steps(self, batch: Batch, context: UpdateContext, rollout: Rollout) -> "UpdateMetrics":
+    def _take_steps(self, batch: Batch, context: UpdateContext, rollout: Rollout, due: Fingerprints | None) -> "UpdateMetrics":
         """Take one step after another, until the KL is too large."""
         taken, state, largest_kl = UpdateMetrics(), context.state, self.objective.largest_kl
         for step in self.stepper.steps(batch, context):
             if not taken.terms:
                 taken.ratio_at_start = check_ratio_at_start(step.ratios, rollout, self.policy.exact)
+                if due is not None:
+                    due.first_step(step, context.orders)
             taken.stopped = largest_kl is not None and self._kl(step) > largest_kl
             if taken.stopped:
                 taken.add(step)

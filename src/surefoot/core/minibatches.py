@@ -38,9 +38,9 @@ def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
     return Batch(**{**vars(steps), "mask": None})
 
 
-def shuffled(batch: Batch, parts: int, generator: torch.Generator) -> Iterator[Batch]:
-    """The rows in a new random order, in ``parts`` nearly equal parts. The order is drawn on the CPU from ``generator``."""
-    order = random_order(len(batch.advantages), generator).to(batch.advantages.device)
+def shuffled(batch: Batch, parts: int, order: Tensor) -> Iterator[Batch]:
+    """The rows in an order, in ``parts`` nearly equal parts."""
+    order = order.to(batch.advantages.device)
     if len(order) < parts and world_size() > 1:  # the other ranks would wait for one that skips a minibatch
         raise SurefootError(f"objective.reuse.minibatches={parts}: this rank has only {len(order)} rows; use fewer")
     # One gather for the whole pass; the parts are views of it.

@@ -1,21 +1,23 @@
-"""Adam, AdamW or RMSprop on parameters that lie in one flat buffer.
+"""Adam, AdamW or RMSprop on parameters that lie in one flat buffer, and the schedules of the learning rate and of the clip.
 
 Parameters and gradients are views of two flat tensors. Zeroing, summing over ranks, the norm, clipping and the step are then
 one call each, however many tensors a network has. Of parameters in bfloat16, the views are their master weights.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam as fused_adam
 from torch.optim.rmsprop import rmsprop
 
-from surefoot.errors import SurefootError
-from surefoot.ranks.collectives import MASTER, stored
+from surefoot.core.algorithms import Objective
+from surefoot.errors import SurefootError, cause_of
+from surefoot.ranks.collectives import MASTER, rank, stored
 
 BETAS = (0.9, 0.999)
 """Adam's decay rates β₁ and β₂"""
@@ -95,6 +97,10 @@ def round_master(parameters: Iterable[nn.Parameter]) -> None:
         torch._foreach_copy_([parameter.detach() for parameter in rounded], [stored(parameter) for parameter in rounded])
 
 
+Parts = list[tuple[Tensor, int]]
+"""consecutive elements of a flat tensor, each with the index of the first; no two ranks have the same"""
+
+
 class FlatParameters:
     """One group of parameters and their gradients, each in one flat tensor."""
 
@@ -109,6 +115,10 @@ class FlatParameters:
     def own_gradients(self) -> list[Tensor]:
         """The gradients of this rank's rows, which are to be summed over ranks in place before the norm is taken."""
         return [self.gradients]
+
+    def parts(self, gradients: bool = False) -> Parts:
+        """The values, or the gradients; the first rank has them."""
+        return [(self.gradients if gradients else self.values, 0)] if rank() == 0 else []
 
     def gradient_norm(self) -> float:
         """The norm of the gradients, which may be NaN or infinite."""
@@ -126,6 +136,7 @@ class Optimizer(Protocol):
     def parameters(self) -> Sequence[nn.Parameter]: ...
     def zero(self) -> None: ...
     def own_gradients(self) -> list[Tensor]: ...
+    def parts(self, gradients: bool = False) -> Parts: ...
     def gradient_norm(self) -> float: ...
     def step(self, norm: float, scale: float = 1.0) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -306,3 +317,39 @@ def adam(
     first = first + (1 - BETAS[0]) * (gradient - first)
     second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
     return [values - step_size * first / (second.sqrt() / correction + settings.epsilon), first, second]
+
+
+# ---- schedules: factors that depend on the remaining share of the budget -------------------------------------------------
+
+ScheduleFunction = Callable[[float], float]
+"""from the remaining share of the budget, 1 at the start, to a factor"""
+Schedule = Literal["constant", "linear", "cosine", "adaptive"] | ScheduleFunction
+
+
+def check_adaptive(objective: Objective, warmup: float) -> None:
+    """Raise SurefootError if the learning rate can't follow the KL."""
+    if objective.reuse is None or objective.constraint is not None:
+        raise SurefootError(
+            "optimizer.schedule='adaptive': follows the KL of reused batches, which this objective does not have; set "
+            "constant, linear or cosine"
+        )
+    if warmup:
+        raise SurefootError(
+            f"optimizer.warmup={warmup:g}: schedule = 'adaptive' sets the learning rate of every step; set warmup = 0"
+        )
+
+
+def scheduled(field: str, schedule: Schedule, left: float) -> float:
+    """The factor of a schedule when ``left`` of the budget remains. Raises SurefootError for a function that returns none."""
+    if not callable(schedule):
+        factors = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}
+        if schedule not in factors:
+            raise SurefootError(f"{field}={schedule!r}: is the name of a function; pass the function itself")
+        return factors[schedule]
+    try:
+        factor = float(schedule(left))
+    except Exception as error:
+        raise SurefootError(f"{field}: the function raised {cause_of(error)} for {left:g}; fix it") from error
+    if not 0 <= factor < math.inf:
+        raise SurefootError(f"{field}: the function returned {factor:g} for {left:g}; return a finite factor of at least 0")
+    return factor

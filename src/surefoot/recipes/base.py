@@ -175,6 +175,8 @@ class Recipe(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     traces: TraceSettings = TraceSettings()
+    fingerprints: bool = True
+    """write a hash of what each stage of an iteration computed, for surefoot verify and surefoot diff, to fingerprints.jsonl"""
     trackers: tuple[TrackerName, ...] = ()
     """also log to these: tensorboard, wandb, trackio; each needs the extra of its name"""
     tracking: TrackingSettings = TrackingSettings()

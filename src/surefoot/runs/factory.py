@@ -10,9 +10,8 @@ from surefoot.accel.steps import compiled_stepper
 from surefoot.control.agent import Agent
 from surefoot.control.world import ControlWorld
 from surefoot.core.learner import Learner, LearnerSettings
-from surefoot.core.optimizer import Adam8BitSettings, AdamSettings, RMSpropSettings
+from surefoot.core.optimizer import Adam8BitSettings, AdamSettings, RMSpropSettings, scheduled
 from surefoot.core.rollout import Policy, World
-from surefoot.core.schedules import scheduled
 from surefoot.ranks.collectives import exchange
 from surefoot.recipes.base import SCHEDULES, Recipe
 from surefoot.recipes.callables import CLIP_SCHEDULE, SCHEDULE, Functions, load_function

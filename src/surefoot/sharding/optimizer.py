@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.optimizer import AdamSettings, check_moments, moments_of, take_step
+from surefoot.core.optimizer import AdamSettings, Parts, check_moments, moments_of, take_step
 from surefoot.ranks.collectives import all_sum
 from surefoot.sharding import Shard, copies_of, is_writer, local_part, read_range, start_of
 
@@ -46,6 +46,13 @@ class ShardedOptimizer:
     def own_gradients(self) -> list[Tensor]:
         """None: the backward pass of a sharded model has summed its gradients."""
         return []
+
+    def parts(self, gradients: bool = False) -> Parts:
+        """This rank's rows of the parameters, or of their gradients; of several copies the first."""
+        chosen = [(p, x, start) for p, x, start in zip(self.mine, self.values, self.starts, strict=True) if is_writer(p)]
+        if gradients:
+            return [(local_part(p.grad), start) for p, _, start in chosen if p.grad is not None]
+        return [(x, start) for _, x, start in chosen]
 
     def gradient_norm(self) -> float:
         """The norm of the gradient over all ranks, which may be NaN or infinite."""

@@ -104,22 +104,22 @@ class Snapshot:
     skeletons  of each part: what its JSON file holds
     tensors    of each part
     shards     names of the files with sharded tensors, which the ranks write
-    metrics    size and SHA-256 of the metrics before it, which the manifest keeps
+    written    size and SHA-256 of each file of rows before it, by name; the manifest keeps them
     """
 
     skeletons: dict[str, Any]
     tensors: dict[str, dict[str, Tensor]]
     shards: list[str] = field(default_factory=list)
-    metrics: dict[str, Any] | None = None
+    written: dict[str, Any] = field(default_factory=dict)
 
 
 def take_snapshot(
-    parts: CheckpointParts, shards: Sequence[RankShards] = (), metrics: Mapping[str, Any] | None = None
+    parts: CheckpointParts, shards: Sequence[RankShards] = (), written: Mapping[str, Any] = MappingProxyType({})
 ) -> Snapshot:
     """Copy the parts of a checkpoint, so that training can go on while they are written.
 
     shards    of every rank: the names of its files, and its pieces of the sharded tensors
-    metrics   size and SHA-256 of the metrics before it
+    written   size and SHA-256 of each file of rows before it, by name
     """
     pieces: dict[str, dict[str, list[Any]]] = {}
     for of_rank in shards:
@@ -131,7 +131,7 @@ def take_snapshot(
         skeletons[name] = pack(tree, "", originals, pieces.get(name, {}))
         tensors[name] = host_copies(originals)
     files = [file for of_rank in shards for file in of_rank.files]
-    return Snapshot(skeletons, tensors, files, None if metrics is None else dict(metrics))
+    return Snapshot(skeletons, tensors, files, dict(written))
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
@@ -139,9 +139,8 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
 
     Raises SurefootError if writing fails; the older checkpoint then stays.
     """
-    extra = {} if snapshot.metrics is None else {"metrics": snapshot.metrics}
     remedy = "earlier ones are intact; free space and resume"
-    with atomic_folder(folder, MANIFEST, "a checkpoint", remedy, extra) as temporary:
+    with atomic_folder(folder, MANIFEST, "a checkpoint", remedy, snapshot.written) as temporary:
         for name, skeleton in snapshot.skeletons.items():
             (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
             if snapshot.tensors[name]:
@@ -258,11 +257,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
     raise SurefootError(f"{candidates[-1]}: {problem}; {remedy}")
 
 
-def written_before(checkpoint: Path) -> dict[str, Any] | None:
-    """Size and SHA-256 of the metrics that a run had written before a checkpoint; None if the manifest lacks them."""
+def written_before(checkpoint: Path, name: str = "metrics") -> dict[str, Any] | None:
+    """Size and SHA-256 of the rows that a run had written before a checkpoint; None if the manifest lacks them."""
     try:
-        metrics = read_table(checkpoint / MANIFEST)["metrics"]
-        return {"size": int(metrics["size"]), "sha256": str(metrics["sha256"])}
+        rows = read_table(checkpoint / MANIFEST)[name]
+        return {"size": int(rows["size"]), "sha256": str(rows["sha256"])}
     except (ValueError, KeyError, TypeError):
         return None
 

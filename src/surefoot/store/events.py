@@ -7,11 +7,12 @@ A run publishes, in this order: ``RunStart``; ``InitialSamples`` (if it has a fo
 (``runs/trackers``) and users' callbacks (``runs/callbacks.py``) are listeners too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surefoot.core.fingerprints import Fingerprint
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout
 from surefoot.core.traces import Trace
 from surefoot.store.finding import Finding
@@ -56,11 +57,12 @@ class RolloutEnd:
 
 @dataclass(frozen=True)
 class UpdateEnd:
-    """The policy was updated; ``trace`` is set if this update is traced."""
+    """The policy was updated; ``trace`` is set if this update is traced, ``fingerprints`` if it has them."""
 
     state: LearnerState
     metrics: Metrics
     trace: Trace | None
+    fingerprints: Mapping[str, Fingerprint] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ config.toml        the resolved recipe, re-runnable
 rows/              rows that were passed to ``train`` as objects
 environment.json   versions, seed, threads: all that results depend on besides the recipe; settings from a preset
 metrics.jsonl      one object per iteration, cut back to the checkpoint on resume
+fingerprints.jsonl   hashes of what each stage of an iteration computed, cut back as well
 metrics.damaged.jsonl   lines of it that could not be read on resume
 events.*, wandb/    what trackers write here, if the recipe has them
 trackers.json      the ids by which they continue the run, and what stopped them
@@ -38,6 +39,7 @@ from surefoot.files import (
     is_temporary,
     made_from,
     read_table,
+    read_text,
     read_toml,
     write_text,
     writing,
@@ -57,6 +59,7 @@ from surefoot.terminal import visible
 
 CHANGE_NOTHING = (
     "check_memory",
+    "fingerprints",
     "reward.deadline",
     "rollout.deadline",
     "rollout.info",
@@ -516,15 +519,37 @@ def _at(table: Any, path: str) -> Any:
     return table
 
 
-def environment(recipe: Recipe) -> dict[str, Any]:
-    """All that results depend on besides the recipe."""
+def machine(recipe: Recipe, ranks: int = 1) -> dict[str, Any]:
+    """What the bits of a run depend on besides the recipe and the code that it names."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "processor": _processor(recipe.device),
         "versions": dict(_versions()),
-        "seed": recipe.seed,
         "threads": recipe.threads,
         "engine": recipe.engine,
+        "ranks": ranks,
+    }
+
+
+@cache
+def _processor(device: str) -> str:
+    """The model of the processor that computes."""
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        if model := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE):
+            return f"{model[1]}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def environment(recipe: Recipe, ranks: int = 1) -> dict[str, Any]:
+    """All that results depend on besides the recipe."""
+    return {
+        **machine(recipe, ranks),
+        "seed": recipe.seed,
         "git": _git_commit(),
         "command": sys.argv,
         "working_folder": os.getcwd(),

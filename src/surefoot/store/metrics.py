@@ -1,18 +1,17 @@
-"""metrics.jsonl: one row per iteration, written as the run goes, cut back on resume, and read by everybody else."""
+"""metrics.jsonl and fingerprints.jsonl: one row per iteration, written as the run goes, and cut back on resume."""
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.rollout import Metrics
 from surefoot.files import FULL, read_bytes, write_bytes, writing
 from surefoot.store.checkpoint import checkpoints_in, written_before
-from surefoot.store.events import Event, IterationEnd, RunEnd
+from surefoot.store.events import Event, IterationEnd, RunEnd, UpdateEnd
 from surefoot.store.manifest import flush
-from surefoot.store.reading import History, Row
+from surefoot.store.reading import FINGERPRINTS, History, Row, read_fingerprints
 
 FILE = "metrics.jsonl"
 DAMAGED = "metrics.damaged.jsonl"
@@ -42,30 +41,27 @@ def _text_of(path: Path) -> bytes:
     return read_bytes(path)
 
 
-class MetricsFile:
-    """Appends one JSON object per iteration to metrics.jsonl; a listener.
+class RowFile:
+    """Appends one JSON object per iteration to a file that is cut back to ``kept``; a listener.
 
-    iteration   the last one to keep: later rows of an interrupted run are removed
-    warn        called with one line if the file is damaged
+    row_of   the row that an event brings; None without one
     """
 
-    def __init__(self, folder: Path, iteration: int, warn: Callable[[str], None]) -> None:
-        self.path = folder / FILE
-        kept = cut_back(folder, iteration, warn)
+    def __init__(self, path: Path, kept: bytes, row_of: Callable[[Event], Mapping[str, Any] | None]) -> None:
+        self.path, self.row_of = path, row_of
         self.digest, self.size = hashlib.sha256(kept), len(kept)
         self.file = self.path.open("ab")
 
     def __call__(self, event: Event) -> None:
-        match event:
-            case IterationEnd():
-                self.write(event.metrics)
-            case RunEnd():
-                with contextlib.suppress(OSError):  # a full disk, which a write has reported
-                    self.file.close()
+        if (row := self.row_of(event)) is not None:
+            self.write(row)
+        if isinstance(event, RunEnd):
+            with contextlib.suppress(OSError):  # a full disk, which a write has reported
+                self.file.close()
 
-    def write(self, metrics: Metrics) -> None:
-        """Append one iteration's metrics. Raises SurefootError if writing fails."""
-        line = json.dumps(metrics).encode() + b"\n"
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row. Raises SurefootError if writing fails."""
+        line = json.dumps(row).encode() + b"\n"
         with writing(self.path, FULL):
             self.file.write(line)
             self.file.flush()
@@ -80,6 +76,38 @@ class MetricsFile:
         """Flush the file to the disk. Raises SurefootError if that fails."""
         with writing(self.path, FULL):
             flush(self.path)
+
+
+def metrics_file(folder: Path, iteration: int, warn: Callable[[str], None]) -> RowFile:
+    """The metrics of a run, up to an iteration: later rows of an interrupted run are removed.
+
+    warn   called with one line if the file is damaged
+    """
+    kept = cut_back(folder, iteration, warn)
+    return RowFile(folder / FILE, kept, lambda event: event.metrics if isinstance(event, IterationEnd) else None)
+
+
+def fingerprints_file(folder: Path, iteration: int, machine: Mapping[str, Any]) -> RowFile:
+    """The fingerprints of a run, up to an iteration.
+
+    machine   what they depend on besides the recipe: a line before the first that was computed with it
+    """
+    path = folder / FINGERPRINTS
+    record = read_fingerprints(folder)
+    kept = [line for at, line in record.lines if at <= iteration]
+    changed = json.loads(json.dumps(machine)) != record.machine_of(iteration) or not kept
+    with writing(path, FULL):
+        write_bytes(path, b"".join(kept))
+
+    def row_of(event: Event) -> Mapping[str, Any] | None:
+        if not isinstance(event, UpdateEnd) or event.fingerprints is None:
+            return None
+        return {"iteration": event.state.iteration, "steps": event.state.steps, **event.fingerprints}
+
+    file = RowFile(path, b"".join(kept), row_of)
+    if changed:
+        file.write({"iteration": iteration + 1, "machine": machine})
+    return file
 
 
 def cut_back(run: Path, iteration: int, warn: Callable[[str], None]) -> bytes:

@@ -50,7 +50,7 @@ TEXTS = frozenset(_FIELDS.split())
 """fields of recipes whose text may be published, without what names a folder or an address of this machine"""
 ARGUMENTS = ("environment", "turns.arguments", "reward.terms.arguments")
 """fields of recipes that hold arguments by name"""
-ENVIRONMENT = ("python", "platform", "versions", "seed", "threads", "engine")
+ENVIRONMENT = ("python", "platform", "processor", "versions", "seed", "threads", "engine", "ranks")
 """entries of environment.json that may be published"""
 TOKEN = re.compile(r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16})")
 """access tokens, which are not published wherever they stand"""

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.minibatches import advantage_moments, normalised
+from surefoot.core.minibatches import advantage_moments, normalised, random_order
 from surefoot.core.objective import Batch
 from surefoot.core.optimizer import FlatParameters, Optimizer
 from surefoot.core.rollout import AuxiliaryLoss, LearnerState, Metrics, Policy
@@ -33,6 +33,13 @@ class UpdateContext:
     """weight of the KL penalty; 0 without one"""
     recording: Recording | None
     auxiliary_loss: AuxiliaryLoss | None
+    orders: list[Tensor] = field(default_factory=list)
+    """the orders of the rows that were drawn, one for each pass"""
+
+    def order(self, count: int) -> Tensor:
+        """``count`` rows in a new random order.   [count]"""
+        self.orders.append(random_order(count, self.state.generators["shuffle"]))
+        return self.orders[-1]
 
     def normalised(self, batch: Batch, moments: Moments | None = None) -> Batch:
         """The batch with advantages of mean 0 and variance 1; a trace records the moments, which are computed if not given."""
@@ -60,6 +67,8 @@ class PendingStep:
     """moves θ; returns False if θ stays where it was"""
     rate_scale: float | None = None
     """factor of the learning rate, which may change until the step is taken; None: it can't"""
+    gradients_of: Sequence[FlatParameters | Optimizer] = ()
+    """the parameters that have the gradient of this step; none if it is inside a program"""
     outcome: Metrics = field(default_factory=dict)
     """metrics of the step, set when it is taken"""
 

@@ -133,7 +133,7 @@ class EagerStepper:
         objective, number = self.passes.objective, 0
         epochs, count = objective.passes
         for epoch in range(epochs):
-            parts = shuffled(batch, count, context.state.generators["shuffle"])
+            parts = shuffled(batch, count, context.order(len(batch.advantages)))
             for minibatch in with_global_numbers(parts, objective):
                 yield self._step(minibatch, context, epoch, context.rates(number))
                 number += 1
@@ -152,7 +152,8 @@ class EagerStepper:
             terms, metrics = sums.over_ranks(self.optimizers.values())
         with context.state.timer.detail("optimizer"):
             norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
-        return PendingStep(terms | (extra or {}), metrics, sums.ratios, norms, epoch, self._move, rate_scale)
+        moving = [*self.optimizers.values()]
+        return PendingStep(terms | (extra or {}), metrics, sums.ratios, norms, epoch, self._move, rate_scale, moving)
 
     def _move(self, step: PendingStep) -> bool:
         assert step.rate_scale is not None

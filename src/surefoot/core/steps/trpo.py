@@ -70,7 +70,7 @@ class NaturalStepper:
         sums = self.passes.add(rows, minibatch.denominator, context, self.parameters)
         terms, metrics = sums.over_ranks([self.own])
         norms, move = {"policy": self.own.gradient_norm()}, partial(self._move, rows, minibatch.denominator)
-        yield PendingStep(terms, metrics, sums.ratios, norms, -1, move)
+        yield PendingStep(terms, metrics, sums.ratios, norms, -1, move, gradients_of=[self.own])
         if self.critic is not None:
             yield from self.critic.steps(batch, context)
 

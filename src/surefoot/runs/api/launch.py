@@ -87,7 +87,7 @@ def start(
             check_free(run_dir)  # before models are read
     asked = recipe.engine
     recipe, choice = with_engine(with_pinned_names(recipe))
-    facts = environment(recipe) if main and place is not None else {}
+    facts = environment(recipe, world_size()) if main and place is not None else {}
     try:
         with together():
             if main and place is not None and rows:

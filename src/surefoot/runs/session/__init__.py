@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from surefoot.core.fingerprints import Fingerprints
 from surefoot.core.loop import run_loop
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, World
 from surefoot.core.traces import Recorder
@@ -54,9 +55,9 @@ from surefoot.store.events import (
     UpdateEnd,
 )
 from surefoot.store.finding import Finding
-from surefoot.store.folder import FIRST_CHECKPOINT, RunFolder, scored_alike
+from surefoot.store.folder import FIRST_CHECKPOINT, RunFolder, machine, scored_alike
 from surefoot.store.manifest import MANIFEST
-from surefoot.store.metrics import MetricsFile
+from surefoot.store.metrics import RowFile, fingerprints_file, metrics_file
 from surefoot.store.source import sources_of
 from surefoot.store.traces import SampleFolder, TraceFolder
 from surefoot.terminal import Output, phases_shown
@@ -114,7 +115,8 @@ class Session:
         self.saved = False
         """whether a checkpoint is on the disk or being written; the first one is on the disk before training goes on"""
         self.began = time.monotonic()
-        self.metrics_file: MetricsFile | None = None
+        self.row_files: list[RowFile] = []
+        """those of metrics and fingerprints, if the run has a folder"""
         self.pending: dict[str, Any] | None = None
         """an iteration whose evaluation failed: its metrics, and the steps before it"""
         self.signals = SignalHandler(self._acknowledge)
@@ -374,16 +376,20 @@ class Session:
 
     def _files(self) -> list[Listener]:
         """The listeners that write in the run's folder, and the trackers."""
+        if self.recipe.fingerprints and self.kept:
+            self.learner.fingerprints = self.learner.fingerprints or Fingerprints()
         if self.folder is None:
             return []
         run_folder, steps, traces = self.folder.path, self.state.steps, self.recipe.traces
-        self.metrics_file = MetricsFile(run_folder, self.state.iteration - (self.pending is not None), self.message)
+        self.row_files = [metrics_file(run_folder, self.state.iteration - (self.pending is not None), self.message)]
+        if self.learner.fingerprints is not None:
+            self.row_files.append(fingerprints_file(run_folder, self.state.iteration, machine(self.recipe, world_size())))
         if traces.rows:
             self.learner.recorder = Recorder(self.recipe.trace_every, traces.rows, self.world.row_details)
         return [
             TraceFolder(run_folder / "traces", steps, traces.max_megabytes, self.message),
             SampleFolder(run_folder / "samples", steps),
-            self.metrics_file,
+            *self.row_files,
             *tracker_listeners(self.recipe, run_folder, self._report_failure),
         ]
 
@@ -465,7 +471,13 @@ class Session:
         state, recorder = self.state, self.learner.recorder
         counts: Metrics = {"iteration": state.iteration, "steps": state.steps, "updates": state.updates}
         metrics = counts | metrics
-        self.publish(UpdateEnd(state, metrics, None if recorder is None else recorder.take(state)))
+        fingerprints, row = self.learner.fingerprints, None
+        if fingerprints is not None:
+            row, line = fingerprints.row, fingerprints.message
+            fingerprints.row, fingerprints.message = None, ""
+            if line and rank() == 0:
+                self.message(line)
+        self.publish(UpdateEnd(state, metrics, None if recorder is None else recorder.take(state), row))
         return metrics
 
     def _evaluate_or_save(self, metrics: Metrics) -> Metrics:
@@ -526,7 +538,7 @@ class Session:
         def clean(written: Path) -> None:
             prune(written.parent, self.recipe.checkpoint.keep)
 
-        self.saver.copy(path, lambda: self._checkpoint_parts(collector), clean, self.metrics_file, resumable=True)
+        self.saver.copy(path, lambda: self._checkpoint_parts(collector), clean, self.row_files, resumable=True)
         if not self.saved:  # so a folder without checkpoints belongs to a run that has saved none
             self.saver.write_first()
             self.saved = True

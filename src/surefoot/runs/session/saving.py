@@ -6,7 +6,7 @@ thread is raised by ``report``, ``wait`` or the next ``copy``.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -26,7 +26,7 @@ from surefoot.store.checkpoint import (
     write_shards,
     write_snapshot,
 )
-from surefoot.store.metrics import MetricsFile
+from surefoot.store.metrics import RowFile
 
 
 class Saver:
@@ -53,14 +53,14 @@ class Saver:
         folder: Path | None,
         parts: Callable[[], dict[str, Any]],
         clean: Callable[[Path], None],
-        metrics: MetricsFile | None = None,
+        rows: Sequence[RowFile] = (),
         resumable: bool = False,
     ) -> None:
         """Copy the parts of a checkpoint, once the one before is on the disk. ``write`` begins to write the copy.
 
         folder    of the checkpoint; None on a rank that does not commit it
         clean     removes what it replaces
-        metrics   the rows that it continues
+        rows      the files that it continues
         resumable   whether runs resume from it; the first such checkpoint of a process is read back
         """
         with together():
@@ -78,8 +78,8 @@ class Saver:
             everyone = exchange(RankShards({name: {} for name in shards.files}, shards.pieces))
         with together():
             if folder is not None:
-                snapshot = take_snapshot(own, everyone, None if metrics is None else metrics.fingerprint())
-                commit = partial(_commit, folder, snapshot, metrics, clean, resumable and self.reads_back)
+                snapshot = take_snapshot(own, everyone, {file.path.stem: file.fingerprint() for file in rows})
+                commit = partial(_commit, folder, snapshot, rows, clean, resumable and self.reads_back)
         self.waits = self.waits or (resumable and self.reads_back)
         self.reads_back = self.reads_back and not resumable
         if place is not None:
@@ -142,12 +142,10 @@ class Saver:
         return None if commit is None else folder
 
 
-def _commit(
-    folder: Path, snapshot: Snapshot, metrics: MetricsFile | None, clean: Callable[[Path], None], read_back: bool
-) -> None:
+def _commit(folder: Path, snapshot: Snapshot, rows: Sequence[RowFile], clean: Callable[[Path], None], read_back: bool) -> None:
     """Write a checkpoint whose shards are on the disk, read it back if asked to, and remove what it replaces."""
-    if metrics is not None:
-        metrics.flush()
+    for file in rows:
+        file.flush()
     write_snapshot(folder, snapshot)
     if read_back:
         check_written(folder, snapshot)
