@@ -16,7 +16,7 @@ from surefoot.cli.ranks import launch_ranks, ranks_option
 from surefoot.errors import SurefootError
 from surefoot.files import writing
 
-DEMOS = ("control", "language", "verifier")
+DEMOS = ("control", "language", "verifier", "people")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -72,15 +72,20 @@ def _json_lines(rows: list[dict[str, str]]) -> str:
 @option("--run-dir", type=PATH, default=Path("runs"), help="Folder of the demo's runs.")
 @seed_option(1)
 @option("--no-anchor", is_flag=True, help="Language: no KL penalty (β = 0), to see reward hacking.")
+@option("--judge", type=click.Choice(("people", "gold")), help="People: who labels, you or a program. [default: people]")
 @ranks_option
-def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
-    """Run a demo of control, language or a verifier.
+def demo(which: str, run_dir: Path, seed: int, no_anchor: bool, judge: str | None) -> None:
+    """Run a demo of control, language, a verifier or labels of people.
 
     control: PPO on CartPole-v1, one minute. language: SFT, a reward model and PPO on short reviews, five minutes. verifier:
-    PPO and GRPO teach a model to sort, two minutes.
+    PPO and GRPO teach a model to sort, two minutes. people: you compare 60 reviews, and a reward model and PPO follow; five
+    minutes of labels, and as many of training. Repeat the command to go on.
     """
     if no_anchor and which != "language":
         raise SurefootError("--no-anchor: is for the language demo; run: surefoot demo language --no-anchor")
+    if judge is not None and which != "people":
+        raise SurefootError(f"--judge {judge}: is for the people demo; run: surefoot demo people --judge {judge}")
+    given = {"anchored": False} if no_anchor else {} if judge is None else {"judge": judge}
     if launch_ranks():
         return
     from surefoot.demos import run_demo
@@ -88,4 +93,4 @@ def demo(which: str, run_dir: Path, seed: int, no_anchor: bool) -> None:
 
     module = import_module(f"surefoot.demos.{which}")
     with contextlib.redirect_stdout(io.StringIO()) if rank() else contextlib.nullcontext():  # the first rank prints
-        run_demo(module.demo(anchored=False) if no_anchor else module.demo(), run_dir, seed, display_for)
+        run_demo(module.demo(**given), run_dir, seed, display_for)

@@ -1,4 +1,7 @@
-"""``surefoot demo``: a demo is a list of presets, trained one after the other. Each stage is an ordinary run."""
+"""``surefoot demo``: a demo is a list of presets, trained one after the other. Each stage is an ordinary run.
+
+A demo that people take part in ends until they have labelled, and goes on in its folder when the command is repeated.
+"""
 
 import json
 import shutil
@@ -10,14 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surefoot.files import write_text
+from surefoot.errors import SurefootError
+from surefoot.files import read_toml, write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.presets import find_recipe
+from surefoot.store.reading import FINISHED
 from surefoot.terminal import visible
 
 if TYPE_CHECKING:
     from surefoot.store.events import Listener
 
+REPORT = "demo.json"
 DisplayFor = Callable[[Recipe, Path], "Listener"]
 """makes the display of a run from its recipe and folder"""
 
@@ -26,7 +32,7 @@ DisplayFor = Callable[[Recipe, Path], "Listener"]
 class Stage:
     """One run of a demo."""
 
-    preset: str
+    preset: str = ""
     name: str = ""
     """of the run's folder inside the demo's; the only stage of a demo may have the demo's own folder"""
     line: str = ""
@@ -35,6 +41,8 @@ class Stage:
     """writes files that the stage reads into the demo's folder, for a seed"""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """fields of the recipe; see ``in_folder``"""
+    work: Callable[[Path, int, DisplayFor], bool] | None = None
+    """done in place of training a preset, in the demo's folder with a seed; whether the demo goes on at once"""
 
 
 @dataclass(frozen=True)
@@ -46,28 +54,53 @@ class Demo:
     report: Callable[[Path, int, float], dict[str, Any] | None]
     """prints the results, from the demo's folder, the seed and the monotonic time of the start; what it returns is written to
     ``demo.json``"""
+    continues: bool = False
+    """go on in the folder of the last demo of this name that has no ``demo.json``"""
 
 
 def run_demo(demo: Demo, run_dir: Path, seed: int, display_for: DisplayFor) -> dict[str, Any] | None:
-    """Train the stages in a new folder, print the results, and return the numbers."""
+    """Train the stages in a new folder, print the results, and return the numbers; None if people must label first."""
     from surefoot.ranks.collectives import on_first
     from surefoot.runs import api
 
-    folder, started = on_first(lambda: free_folder(run_dir, demo.folder)), time.monotonic()
+    folder, started = on_first(lambda: free_folder(run_dir, demo.folder, demo.continues)), time.monotonic()
     for number, stage in enumerate(demo.stages):
-        if stage.line:
-            print("\n" * bool(number) + stage.line, end="\n\n", flush=True)
-        on_first(partial(stage.prepare, folder, seed))
+        begun = on_first(partial(_begin, stage, folder, seed, first=number == 0))
+        if begun is None:
+            continue
+        if stage.work is not None:
+            if not stage.work(folder, seed, display_for):
+                return None
+            continue
         recipe = find_recipe(stage.preset, {"seed": seed, **in_folder(stage.changes, folder)})
-        api.start(recipe, folder / stage.name, display=display_for(recipe, folder / stage.name))
+        act = api.resume if begun else partial(api.start, recipe)
+        act(folder / stage.name, display=display_for(recipe, folder / stage.name))
 
     def reported() -> dict[str, Any] | None:
         report = demo.report(folder, seed, started)
         if report is not None:
-            write_text(folder / "demo.json", json.dumps(report, indent=1))
+            write_text(folder / REPORT, json.dumps(report, indent=1))
         return report
 
     return on_first(reported)
+
+
+def _begin(stage: Stage, folder: Path, seed: int, first: bool) -> bool | None:
+    """Print the line of a stage, and write its files if it has not begun; whether it has, None if it is finished.
+
+    Raises SurefootError if it has begun with another seed.
+    """
+    run = folder / stage.name
+    begun = bool(stage.preset) and (run / "config.toml").is_file()
+    if begun and (before := read_toml(run / "config.toml")["seed"]) != seed:
+        raise SurefootError(f"seed={seed}: {folder} was begun with {before}; repeat that, or choose another --run-dir")
+    if begun and (run / FINISHED).is_file():
+        return None
+    if stage.line:
+        print("\n" * (not first) + stage.line, end="\n\n", flush=True)
+    if not begun:
+        stage.prepare(folder, seed)
+    return begun
 
 
 def in_folder(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -83,10 +116,13 @@ def in_folder(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {name: placed(value) for name, value in table.items()}
 
 
-def free_folder(run_dir: Path, name: str) -> Path:
-    """``run_dir/name``, or ``name-2`` and so on if that exists: no demo writes into another's folder."""
+def free_folder(run_dir: Path, name: str, continues: bool = False) -> Path:
+    """``run_dir/name``, or ``name-2`` and so on if that exists: no demo writes into another's folder.
+
+    continues   return a folder that has no ``demo.json``
+    """
     folder, number = run_dir / name, 2
-    while folder.exists():
+    while folder.exists() and not (continues and not (folder / REPORT).exists()):
         folder, number = run_dir / f"{name}-{number}", number + 1
     return folder
 

@@ -17,6 +17,8 @@ from surefoot.language.tasks import reviews
 from surefoot.terminal import visible
 
 PAIRS, HELD_OUT_PAIRS = 6_000, 400
+NOISE = 0.25
+"""of the labels: the better of two reviews is chosen in 92 %"""
 GOLD = "surefoot.language.tasks.reviews:gold"
 SFT = {"data": {"train": "./data/demonstrations.jsonl", "held_out": "./data/held_out_demonstrations.jsonl"}}
 REWARD = {
@@ -66,7 +68,7 @@ def demo(anchored: bool = True) -> Demo:
 
 def write_data(folder: Path, seed: int) -> None:
     """Write demonstrations and prompts, and held-out ones of both, also for products that PPO never sees."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "demonstrations.jsonl", reviews.demonstrations(8_000, seed))
     write_rows(folder / "held_out_demonstrations.jsonl", reviews.demonstrations(512, seed + 1))
     write_rows(folder / "prompts.jsonl", ({"prompt": prompt} for prompt in reviews.prompts(2_000, seed)))
@@ -75,11 +77,11 @@ def write_data(folder: Path, seed: int) -> None:
     write_rows(folder / "held_out_products.jsonl", ({"prompt": prompt} for prompt in others))
 
 
-def write_pairs(folder: Path, sft: Path, seed: int) -> None:
+def write_pairs(folder: Path, sft: Path, seed: int, pairs: int = PAIRS) -> None:
     """Write pairs of reviews by the SFT model, labelled by the gold score with noise; held-out pairs go to their own file."""
     model = load_language_model(str(sft))
-    prompts = reviews.prompts(PAIRS + HELD_OUT_PAIRS, seed + 2)
-    rows = reviews.label(sample_pairs(model, prompts, max_tokens=56, seed=seed), noise=0.25, seed=seed)
+    prompts = reviews.prompts(pairs + HELD_OUT_PAIRS, seed + 2)
+    rows = reviews.label(sample_pairs(model, prompts, max_tokens=56, seed=seed), noise=NOISE, seed=seed)
     write_rows(folder / "held_out_pairs.jsonl", rows[:HELD_OUT_PAIRS])
     write_rows(folder / "pairs.jsonl", rows[HELD_OUT_PAIRS:])
 

@@ -46,7 +46,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import import_object
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.runs.display import Display
+from surefoot.store.events import Listener
 from surefoot.store.folder import CHANGE_NOTHING, RunFolder, folder_lock, match_settings
 from surefoot.store.manifest import check_listed, read_listed_table, write_listed
 from surefoot.store.reading import FINISHED
@@ -62,7 +62,7 @@ OTHER = "other"
 """the column of the other answer of a pair, for ``judge.against``"""
 CHANGES = ("reward", "gold", "kl", "length")
 """what is measured before and after a round"""
-DisplayFor = Callable[[Recipe, Path], Display]
+DisplayFor = Callable[[Recipe, Path], Listener]
 """makes the display of a recipe's training in a folder"""
 
 
@@ -297,7 +297,7 @@ def _labelled(settings: RoundsSettings, folder: Path, number: int, log: Callable
         if done < total:
             return f"{here.name}: {done} of {total} pairs are labelled; label them with: surefoot label {folder}"
     elif not at.closed:
-        write_log(here / LABELS / "judge.jsonl", at.queue, _preferences(settings, at.queue.pairs, number))
+        write_log(here / LABELS / "judge.jsonl", at.queue, preferences(settings, at.queue.pairs, number))
     if not at.closed:
         at.close([Round(folder / f"round-{before}") for before in range(1, number)])
     if not (here / PAIRS).is_file():
@@ -442,7 +442,7 @@ def _sampled(settings: RoundsSettings, folder: Path, number: int) -> list[dict[s
     return rows
 
 
-def _preferences(settings: RoundsSettings, pairs: list[dict[str, Any]], number: int) -> list[Preference | None]:
+def preferences(settings: RoundsSettings, pairs: list[dict[str, Any]], number: int) -> list[Preference | None]:
     """What a judge prefers in each pair: by comparing both answers, or by the scores of each."""
     prompts = [pair["prompt"] for pair in pairs]
     columns = {name: [pair.get(name) for pair in pairs] for name in pairs[0] if name not in ("prompt", "a", "b")}
