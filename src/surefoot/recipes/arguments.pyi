@@ -18,7 +18,7 @@ AgentTask = Literal["Acrobot-v1", "CartPole-v1", "HalfCheetah-v5", "Hopper-v5", 
 """environment ids that a preset is tuned for"""
 ModelTask = Literal["addition", "dpo", "guess", "guess_sft", "language", "reviews", "reviews_sft", "sft", "sorting", "task_sft"]
 """presets that train a language model"""
-RewardModelTask = Literal["reviews_reward", "reward"]
+RewardModelTask = Literal["reviews_people", "reviews_reward", "reward"]
 """presets that train a reward model"""
 
 class ReuseTable(TypedDict, total=False):
@@ -373,6 +373,7 @@ class Arguments(TypedDict, total=False):
     data: str | Iterable[Mapping[str, Any]] | DataSettingsTable | DataSettings | PromptSettingsTable | PromptSettings
     demonstrations: Iterable[Mapping[str, Any]] | str | None
     preference: RewardPreferenceSettingsTable | RewardPreferenceSettings | PreferenceSettingsTable | PreferenceSettings
+    head: Literal["last", "pooled"]
     reference: DpoReferenceSettingsTable | DpoReferenceSettings | ReferenceSettingsTable | ReferenceSettings
     sampling: SamplingSettingsTable | SamplingSettings
     server: ServerSettingsTable | ServerSettings | None
