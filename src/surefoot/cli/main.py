@@ -49,7 +49,7 @@ GROUPS = {
     "Start": ("demo", "new", "list", "check", "train", "resume"),
     "Look": ("inspect", "evaluate", "watch", "report"),
     "Compare": ("compare", "compare-algorithms", "ladder", "tune"),
-    "Language": ("data", "memory", "rounds", "label", "generate", "chat", "best-of-n", "merge"),
+    "Language": ("data", "memory", "rounds", "label", "generate", "chat", "best-of-n", "score", "serve", "merge"),
     "Share": ("export", "push", "pull"),
 }
 """the commands as ``surefoot`` alone shows them"""
