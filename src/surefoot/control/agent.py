@@ -30,12 +30,15 @@ from surefoot.control.spaces import (
     Array,
     Observations,
     SpaceError,
+    action_dtype,
     as_float32,
     check_action_space,
     check_agreement,
     choices,
+    mask_of,
+    nester,
+    numbers,
     observation_parts,
-    read_mask,
     space_from_json,
     space_to_json,
 )
@@ -80,7 +83,9 @@ class Agent(nn.Module):
         exact = [path for path in normalised if self.parts[path].dtype == np.float64]
         self.observation_normaliser = ObservationNormaliser(normalised, normalise.clip, exact) if normalised else None
         self.reward_normaliser = RewardNormaliser(recipe.objective.gamma, normalise.clip) if normalise.rewards else None
-        self.bounds = ActionBounds(action_space, normalise.actions) if isinstance(action_space, spaces.Box) else None
+        box, self.first_number = numbers(action_space), len(choices(action_space) or ())
+        """the column of the first number in an action of several parts"""
+        self.bounds = None if box is None else ActionBounds(box, normalise.actions)
         self.policy.to(recipe.device)
         self.generator = stream(recipe.seed, "predict")
         self.functions = {field: made for field, made in (functions or {}).items() if field == NETWORK}
@@ -191,21 +196,22 @@ class Agent(nn.Module):
         The signature is Stable-Baselines3's, so its tools work with these agents. Pass observations as the environment returns
         them: an array, or a dict or tuple of arrays. ``deterministic`` takes the likeliest action instead of sampling.
         ``state`` is the state that the last step returned, None at first; ``episode_start``, one flag or [B], resets it.
-        ``action_mask`` [choices] or [B, choices] is True where an action is allowed; without it all are.
+        ``action_mask`` [choices] or [B, choices] is True where an action is allowed; without it all are. For a Dict or Tuple of
+        actions it may be one for each part.
         Raises SurefootError for an observation or a mask of the wrong shape, and for an observation that is not finite.
         """
         check_flags(deterministic=deterministic)
         observations, batch = self.read(observation)
         if action_mask is not None:
             try:
-                observations[MASK] = read_mask(action_mask, choices(self.action_space), batch)
+                observations[MASK] = mask_of(self.action_space, action_mask, batch)
             except SpaceError as error:
                 raise SurefootError(f"action_mask: is {error}") from None
         inputs, single = self._policy_inputs(observations, batch, state, episode_start)
         distribution, next_state = self.policy.step(inputs)
         actions = distribution.mode() if deterministic else distribution.sample(self.generator)
         sent = self.action_converter()((actions.squeeze(0) if single else actions).cpu())
-        sent = sent[()] if isinstance(self.action_space, spaces.Discrete) else sent
+        sent = sent[()] if isinstance(self.action_space, spaces.Discrete) else nester(self.action_space)(sent)
         return sent, state if next_state is None else next_state.cpu().numpy()
 
     def value(self, observation: Any, state: Any = None, episode_start: Any = None) -> Any:
@@ -391,7 +397,7 @@ class CompiledActor:
 
         That call raises SurefootError without a C++ compiler or if the policy can't be traced.
         """
-        run, kind = self._function(generator, ()), self.agent.action_space.dtype
+        run, kind = self._function(generator, ()), action_dtype(self.agent.action_space)
 
         def act(observations: Observations, state: Tensor | None, starts: Array) -> tuple[Tensor, Array, Tensor | None]:
             inputs = {path: torch.from_numpy(values) for path, values in observations.items()}

@@ -26,8 +26,8 @@ from surefoot.control.environments import maker
 from surefoot.control.environments.looped import closing
 from surefoot.control.evaluate import EpisodeStep, check_same_spaces, greedy_episode
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
-from surefoot.control.normalise import inputs_of
-from surefoot.control.spaces import MASK, Array, choices, read_mask
+from surefoot.control.normalise import inputs_of, sent_actions
+from surefoot.control.spaces import MASK, Array, action_columns, choices, flat_action, mask_of
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import write_bytes, writing
 
@@ -54,13 +54,10 @@ class ExportedPolicy(nn.Module):
         super().__init__()
         self.policy = copy.deepcopy(agent.policy).cpu().requires_grad_(False)
         self.normalise = inputs_of(agent.observation_normaliser)
-        space = agent.action_space
-        self.shape = tuple(space.shape or ())
-        self.kind = torch.from_numpy(np.empty(0, space.dtype)).dtype
-        self.bounds, self.value_unit = agent.bounds, agent.value_scale
-        self.first = torch.from_numpy(
-            np.array(getattr(space, "start", 0), np.int64)
-        )  # PyTorch can't add most unsigned integers
+        space, self.value_unit = agent.action_space, agent.value_scale
+        self.send = sent_actions(space, agent.recipe.normalise.actions, torch.device("cpu"))
+        self.actions = {".".join(["action", *map(str, keys)]): (leaf, where) for keys, leaf, where in action_columns(space)}
+        """space and columns of each part of an action, by the name of its output"""
         self.inputs = {
             path: torch.from_numpy(np.full((2, *part.shape), 0 if part.bounds is None else part.bounds[0], part.dtype))
             for path, part in agent.parts.items()
@@ -75,7 +72,7 @@ class ExportedPolicy(nn.Module):
             _check_names(self.parts, [MEMORY, START])
             self.inputs |= {MEMORY: state, START: torch.ones(2, dtype=torch.bool)}
         distribution, _ = self.policy.step(self._inputs(*self.inputs.values()))
-        self.outputs = ["action", *(field.name for field in fields(distribution))]
+        self.outputs = [*self.actions, *(field.name for field in fields(distribution))]
         if self.policy.critic_head is not None:
             self.outputs.append("value")
         if self.recurrent:
@@ -86,13 +83,12 @@ class ExportedPolicy(nn.Module):
         """The inputs for N observations, in the order of ``self.inputs`` -> the outputs in the order of ``outputs``."""
         named = self._inputs(*inputs)
         distribution, state = self.policy.step(named)
-        action = distribution.mode()
-        if self.bounds is not None:
-            action = self.bounds.apply(action)
-        action = action.reshape(action.shape[:1] + self.shape)
-        if self.bounds is None:
-            action = action + self.first
-        outputs = [action.to(self.kind), *(getattr(distribution, field.name) for field in fields(distribution))]
+        action = self.send(distribution.mode())
+        outputs = [
+            action.reshape(action.shape[0], -1)[:, where].reshape(action.shape[:1] + leaf.shape).to(_kind(leaf))
+            for leaf, where in self.actions.values()
+        ]
+        outputs += [getattr(distribution, field.name) for field in fields(distribution)]
         if self.policy.critic_head is not None:
             outputs.append(self.policy.values(named) * self.value_unit)
         if state is not None:
@@ -107,6 +103,11 @@ class ExportedPolicy(nn.Module):
         if self.recurrent:
             named |= {LSTM_STATE: inputs[-2], EPISODE_STARTS: inputs[-1]}
         return named
+
+
+def _kind(space: Any) -> torch.dtype:
+    """The type of a space's arrays."""
+    return torch.from_numpy(np.empty(0, space.dtype)).dtype
 
 
 def _check_names(parts: list[str], taken: list[str]) -> None:
@@ -151,7 +152,7 @@ def export_probes(agent: Agent) -> tuple[list[ExportProbe], str]:
             steps = list(greedy_episode(agent, environment, recipe.task, 0, 0, EPISODE))
             if masked is None:
                 masked = steps[0].mask is not None
-            episode = _episode_probes(agent, steps, sizes if masked else None)
+            episode = _episode_probes(agent, steps, bool(masked and sizes))
     except Exception:  # an agent may be exported where its environment is not installed
         random = _random_probes(agent, observations, None if masked is False else sizes)
         return random, f"{len(random)} random observations only, as {recipe.task} does not run here"
@@ -181,14 +182,15 @@ def _random_mask(sizes: tuple[int, ...], generator: np.random.Generator) -> Arra
     return allowed
 
 
-def _episode_probes(agent: Agent, steps: list[EpisodeStep], sizes: tuple[int, ...] | None) -> list[ExportProbe]:
+def _episode_probes(agent: Agent, steps: list[EpisodeStep], masked: bool) -> list[ExportProbe]:
     """The observations of an episode with the LSTM state before each; without a mask everything is allowed."""
     initial = agent.policy.initial_lstm_state(1)
     state, probes = None if initial is None else initial.cpu().numpy(), []
     for index, step in enumerate(steps):
         mask = None
-        if sizes is not None:
-            mask = np.ones(sum(sizes), bool) if step.mask is None else read_mask(step.mask, sizes)
+        if masked:
+            space = agent.action_space
+            mask = np.ones(sum(choices(space) or ()), bool) if step.mask is None else mask_of(space, step.mask)
         probes.append(ExportProbe(step.observation, state, state is not None and index == 0, mask))
         if state is not None:
             state = predicted(agent, probes[-1])[1]
@@ -390,16 +392,20 @@ def _compare(agent: Agent, policy: ExportedPolicy, read: Reader, probes: list[Ex
         inputs.append(np.array([probe.start for probe in probes]))
     expected = [output.numpy() for output in policy(*map(torch.from_numpy, inputs))]
     answers = [predicted(agent, probe) for probe in probes]
-    expected[0] = np.stack([action for action, _ in answers])
+    flat = np.stack([flat_action(agent.action_space, action) for action, _ in answers])
+    for index, (leaf, where) in enumerate(policy.actions.values()):
+        expected[index] = flat.reshape(len(flat), -1)[:, where].reshape(len(flat), *leaf.shape).astype(leaf.dtype)
     if policy.recurrent:
         expected[-1] = np.concatenate([state for _, state in answers])
     for name, ours, theirs in zip(policy.outputs, expected, read(inputs), strict=True):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             raise _differs(what, f"{name} is {theirs.dtype} {theirs.shape} instead of {ours.dtype} {ours.shape}")
-        if policy.bounds is None and name == "action":  # compare the logits of the chosen options
+        leaf, where = policy.actions.get(name, (None, slice(None)))
+        if leaf is not None and not isinstance(leaf, spaces.Box):  # compare the logits of the chosen options
             logits = expected[policy.outputs.index("logits")]
-            first = policy.first.numpy()
-            ours, theirs = (_logits_of((actions - first).reshape(logits.shape[:-1]), logits) for actions in (ours, theirs))
+            logits = logits.reshape(len(logits), -1, logits.shape[-1])[:, where]
+            first = np.array(getattr(leaf, "start", 0), np.int64)
+            ours, theirs = (_logits_of((chosen - first).reshape(logits.shape[:-1]), logits) for chosen in (ours, theirs))
         finite = np.isfinite(ours)
         bound = ATOL * max(1.0, float(np.abs(ours[finite]).max(initial=0))) + RTOL * np.abs(np.where(finite, ours, 0))
         with np.errstate(invalid="ignore"):  # ∞ − ∞

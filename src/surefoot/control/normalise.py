@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from surefoot.control.spaces import Array, ObservationPart
+from surefoot.control.spaces import Array, ObservationPart, action_columns, action_dtype, choices, is_nested, numbers
 from surefoot.errors import SurefootError, did_you_mean
 from surefoot.functional import Moments, masked_moments, merge_moments
 from surefoot.functional.returns import true_columns
@@ -269,8 +269,10 @@ def _is_bound(ends: Array) -> Array:
 def sent_actions(space: gymnasium.Space[Any], rescaled: bool, device: torch.device) -> Callable[[Tensor], Tensor]:
     """A function from actions as stored to actions for an environment: within a Box's bounds, from a space's start, shaped.
 
-    The result is a new tensor, because an environment may change its argument.
+    Actions of several parts stay one tensor. The result is a new one, because an environment may change its argument.
     """
+    if is_nested(space):
+        return _sent_parts(space, rescaled, device)
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
         return lambda actions: actions + start
@@ -284,7 +286,27 @@ def sent_actions(space: gymnasium.Space[Any], rescaled: bool, device: torch.devi
     return lambda actions: (actions + first).reshape(actions.shape[:-1] + parts.shape)
 
 
+def _sent_parts(space: gymnasium.Space[Any], rescaled: bool, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """``sent_actions`` of a Dict or Tuple."""
+    box, count = numbers(space), len(choices(space) or ())
+    bounds = None if box is None else ActionBounds(box, rescaled).on(device)
+    starts = [np.zeros(0), *(np.ravel(np.broadcast_to(getattr(leaf, "start", 0), leaf.shape)) for leaf in choosing(space))]
+    first = torch.from_numpy(np.concatenate(starts)).to(device)
+    kind = torch.float64 if exact_device(device) == device else torch.float32
+
+    def send(actions: Tensor) -> Tensor:
+        chosen = actions[..., :count].to(kind) + first.to(kind)
+        return chosen if bounds is None else torch.cat([chosen, bounds.apply(actions[..., count:]).to(kind)], -1)
+
+    return send
+
+
+def choosing(space: gymnasium.Space[Any]) -> list[Any]:
+    """The parts of an action that are choices."""
+    return [leaf for _, leaf, _ in action_columns(space) if not isinstance(leaf, spaces.Box)]
+
+
 def action_converter(space: gymnasium.Space[Any], rescaled: bool) -> Callable[[Tensor], Array]:
     """The same from tensors on the CPU to arrays of the space's type."""
-    send, kind = sent_actions(space, rescaled, torch.device("cpu")), space.dtype
+    send, kind = sent_actions(space, rescaled, torch.device("cpu")), action_dtype(space)
     return lambda actions: send(actions).numpy().astype(kind, copy=False)

@@ -26,7 +26,7 @@ from surefoot.control.networks import (
     lstm_outputs,
     make_trunk,
 )
-from surefoot.control.spaces import MASK, choices
+from surefoot.control.spaces import MASK, choices, numbers
 from surefoot.core.rollout import Evaluation, Policy
 from surefoot.errors import SurefootError
 from surefoot.functional import categorical_kl, gaussian_kl, token_entropy, token_log_probs
@@ -175,6 +175,74 @@ class DiagonalGaussian(ReparameterisedSampling):
         return self.mean
 
 
+@dataclass(frozen=True)
+class Factored(ReparameterisedSampling):
+    """Choices and numbers at once, all independent: the log-probability of an action is the sum of its parts'.
+
+    logits [..., k, n], −inf pads choices with fewer options; mean [..., d], log_std [..., d]. Actions [..., k + d] are floats:
+    the choices, then the numbers.
+    """
+
+    logits: Tensor
+    mean: Tensor
+    log_std: Tensor
+
+    @property
+    def parts(self) -> tuple[MultiCategorical, DiagonalGaussian]:
+        """The distributions of the choices and of the numbers."""
+        return MultiCategorical(self.logits), DiagonalGaussian(self.mean, self.log_std)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """log π(choices) + log π(numbers).   [..., k + d] -> [...]"""
+        (choices, numbers), (chosen, drawn) = self.parts, self._split(actions)
+        return choices.log_prob(chosen) + numbers.log_prob(drawn)
+
+    def magnitude(self, actions: Tensor) -> Tensor:
+        """The same of both, summed.   [...]"""
+        (choices, numbers), (chosen, drawn) = self.parts, self._split(actions)
+        return choices.magnitude(chosen) + numbers.magnitude(drawn)
+
+    def entropy(self) -> Tensor:
+        """In nats, summed.   [...]"""
+        choices, numbers = self.parts
+        return choices.entropy() + numbers.entropy()
+
+    def kl(self, other: "Factored") -> Tensor:
+        """Exact KL(self‖other).   [...]"""
+        return self.parts[0].kl(other.parts[0]) + self.parts[1].kl(other.parts[1])
+
+    def noise(self, generator: torch.Generator, times: tuple[int, ...] = ()) -> Tensor:
+        """The noise of the choices, then of the numbers.   [*times, ..., k · n + d]"""
+        choices, numbers = (part.noise(generator, times) for part in self.parts)
+        return torch.cat([choices.flatten(-2), numbers], -1)
+
+    def transform(self, noise: Tensor) -> Tensor:
+        """One action per state.   [..., k + d]"""
+        of_choices, of_numbers = _columns(noise, self.mean.shape[-1])
+        choices, numbers = self.parts
+        return self._joined(
+            choices.transform(of_choices.reshape(*of_choices.shape[:-1], *self.logits.shape[-2:])),
+            numbers.transform(of_numbers),
+        )
+
+    def mode(self) -> Tensor:
+        """The likeliest choices and the mean.   [..., k + d]"""
+        choices, numbers = self.parts
+        return self._joined(choices.mode(), numbers.mode())
+
+    def _split(self, actions: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, drawn = _columns(actions, self.mean.shape[-1])
+        return chosen.long(), drawn
+
+    def _joined(self, chosen: Tensor, drawn: Tensor) -> Tensor:
+        return torch.cat([chosen.to(drawn.dtype), drawn], -1)  # exact up to 16 million options
+
+
+def _columns(x: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
+    """The columns of the choices, and the last ones, of the numbers."""
+    return x[..., :-numbers], x[..., -numbers:]
+
+
 class ActorCritic(Policy):
     """Heads for π and V on separate trunks or a shared one, with a state-independent log-std for Box actions.
 
@@ -194,12 +262,13 @@ class ActorCritic(Policy):
     ) -> None:
         super().__init__()
         self.choices, self.single = choices(action_space), isinstance(action_space, spaces.Discrete)
-        outputs = sum(self.choices) if self.choices else math.prod(action_space.shape or ())
+        self.options, box = sum(self.choices or ()), numbers(action_space)
+        count = 0 if box is None else math.prod(box.shape)
         self.actor_trunk = make_trunk(observation_space, network, generator, functions, network.actor_parts)
-        self.log_std = None if self.choices else nn.Parameter(torch.full((outputs,), network.log_std, dtype=torch.float32))
+        self.log_std = nn.Parameter(torch.full((count,), network.log_std, dtype=torch.float32)) if count else None
         width = self.actor_trunk.width
         self.actor_memory = None if network.lstm is None else EpisodicLSTM(width, network.lstm, generator)
-        self.actor_head = linear(network.lstm or width, outputs, 0.01, generator)
+        self.actor_head = linear(network.lstm or width, self.options + count, 0.01, generator)
         separate = critic and not network.shared_trunk
         self.critic_trunk = None
         if separate:
@@ -234,8 +303,8 @@ class ActorCritic(Policy):
     def step(self, inputs: Mapping[str, Tensor]) -> tuple[Any, Tensor | None]:
         """One step: the distribution over actions, and the next LSTM state.
 
-        [N, *part] each, starts [N], state [N, LSTMs, 2, width] -> Categorical, MultiCategorical or DiagonalGaussian over
-        [N], and the state; without an LSTM, any leading shape and None.
+        [N, *part] each, starts [N], state [N, LSTMs, 2, width] -> Categorical, MultiCategorical, DiagonalGaussian or Factored
+        over [N], and the state; without an LSTM, any leading shape and None.
         """
         if self.actor_memory is None:
             return self._head(self.actor_trunk.forward(inputs), inputs), None
@@ -273,15 +342,23 @@ class ActorCritic(Policy):
         modules = (self.critic_trunk, self.critic_memory, self.critic_head)
         return [p for module in modules if module is not None for p in module.parameters() if p.requires_grad]
 
-    def _head(self, features: Tensor, inputs: Mapping[str, Tensor]) -> Categorical | MultiCategorical | DiagonalGaussian:
+    def _head(
+        self, features: Tensor, inputs: Mapping[str, Tensor]
+    ) -> Categorical | MultiCategorical | DiagonalGaussian | Factored:
         outputs = self.actor_head.forward(features)
-        if self.log_std is not None:
+        if self.choices is None:
+            assert self.log_std is not None, "an action without choices has numbers"
             return DiagonalGaussian(outputs, self.log_std.expand_as(outputs))
-        allowed = inputs.get(MASK)
+        logits, allowed = outputs[..., : self.options], inputs.get(MASK)
         if allowed is not None:
-            outputs = outputs.masked_fill(~allowed, -math.inf)
-        assert self.choices is not None, "an action that is not a Box has choices"
-        return Categorical(outputs) if self.single else MultiCategorical(pad_choices(outputs, self.choices))
+            logits = logits.masked_fill(~allowed, -math.inf)
+        if self.single:
+            return Categorical(logits)
+        logits = pad_choices(logits, self.choices)
+        if self.log_std is None:
+            return MultiCategorical(logits)
+        mean = outputs[..., self.options :]
+        return Factored(logits, mean, self.log_std.expand_as(mean))
 
     def _values(self, features: Tensor) -> Tensor | None:
         if self.critic_head is None:

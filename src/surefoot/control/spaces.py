@@ -5,7 +5,7 @@ joined by dots; a space without parts has the path "observation". An action mask
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -222,13 +222,18 @@ def _why(space: gymnasium.Space[Any]) -> str:
 
 
 def check_action_space(space: gymnasium.Space[Any], task: str) -> Any:
-    """Return the space if it is Discrete, MultiDiscrete, MultiBinary or a float Box; otherwise raise SurefootError."""
-    if _supported(space) and not (isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating)):
-        return space
-    raise SurefootError(
-        f"task={task!r}: action space {_named(space)} is not supported{_why(space)}; Discrete, MultiDiscrete, MultiBinary "
-        "and float Box are"
-    )
+    """Return the space if it is Discrete, MultiDiscrete, MultiBinary or a float Box, or a Dict or Tuple of these; otherwise
+    raise SurefootError.
+    """
+    leaves = list(_leaf_spaces(space, ()))
+    for keys, leaf in leaves or [((), space)]:
+        if not _supported(leaf) or (isinstance(leaf, spaces.Box) and not np.issubdtype(leaf.dtype, np.floating)):
+            part = f'part "{".".join(map(str, keys))}": ' if keys else ""
+            raise SurefootError(
+                f"task={task!r}: action space {part}{_named(leaf)} is not supported{_why(leaf)}; Discrete, MultiDiscrete, "
+                "MultiBinary, float Box, and Dict and Tuple of these are"
+            )
+    return space
 
 
 def _named(space: gymnasium.Space[Any]) -> str:
@@ -236,7 +241,9 @@ def _named(space: gymnasium.Space[Any]) -> str:
 
 
 def choices(action_space: gymnasium.Space[Any]) -> tuple[int, ...] | None:
-    """The number of options of each choice in an action; None for a Box. A bit of MultiBinary is a choice of two."""
+    """The number of options of each choice in an action; None if it has none. A bit of MultiBinary is a choice of two."""
+    if isinstance(action_space, (spaces.Dict, spaces.Tuple)):
+        return sum((choices(leaf) or () for _, leaf in _leaf_spaces(action_space, ())), ()) or None
     if isinstance(action_space, spaces.Discrete):
         return (int(action_space.n),)
     if isinstance(action_space, spaces.MultiDiscrete):
@@ -244,6 +251,100 @@ def choices(action_space: gymnasium.Space[Any]) -> tuple[int, ...] | None:
     if isinstance(action_space, spaces.MultiBinary):
         return (2,) * int(np.prod(action_space.shape))
     return None
+
+
+def numbers(action_space: gymnasium.Space[Any]) -> spaces.Box | None:
+    """The numbers in an action as one flat Box: those of its Boxes, in their order; None if it has none."""
+    boxes = [leaf for _, leaf in _leaf_spaces(action_space, ()) if isinstance(leaf, spaces.Box)]
+    if not boxes:
+        return None
+    low, high = (np.concatenate([getattr(box, end).reshape(-1) for box in boxes]) for end in ("low", "high"))
+    return spaces.Box(low, high, dtype=low.dtype.type)
+
+
+# ---- actions of several parts ------------------------------------------------------------------------------------------
+
+# The policy's action is one array: a column for each choice, then one for each number. So it is stored, sent to workers and
+# replayed as any other action, and takes the form of the space when an environment gets it.
+
+
+def is_nested(action_space: gymnasium.Space[Any]) -> bool:
+    """Whether actions are dicts or tuples."""
+    return isinstance(action_space, (spaces.Dict, spaces.Tuple))
+
+
+def action_dtype(action_space: gymnasium.Space[Any]) -> Any:
+    """The type of an array of actions: of several parts float64, which has all their numbers."""
+    return np.dtype(np.float64) if is_nested(action_space) else action_space.dtype
+
+
+def action_columns(action_space: gymnasium.Space[Any]) -> list[tuple[tuple[Any, ...], Any, slice]]:
+    """Keys, space and columns of each part of an action, in the space's order."""
+    leaves = list(_leaf_spaces(action_space, ()))
+    columns, begin = {}, 0
+    for index in sorted(range(len(leaves)), key=lambda index: isinstance(leaves[index][1], spaces.Box)):
+        end = begin + int(np.prod(leaves[index][1].shape or ()))
+        columns[index], begin = slice(begin, end), end
+    return [(keys, leaf, columns[index]) for index, (keys, leaf) in enumerate(leaves)]
+
+
+def as_array(array: Array, leaf: Any) -> Any:
+    """The action of a part from its columns, in its own type."""
+    return array.astype(leaf.dtype)[()]
+
+
+def nester(action_space: gymnasium.Space[Any], cast: Callable[[Any, Any], Any] = as_array) -> Callable[[Any], Any]:
+    """The function from an array of actions [..., columns] to actions of the space, whose parts are [..., *part].
+
+    cast   gives a part its type
+    """
+    if not is_nested(action_space):
+        return lambda actions: actions
+    columns = action_columns(action_space)
+
+    def nested(actions: Any) -> Any:
+        lead = tuple(actions.shape[:-1])
+        parts = iter([cast(actions[..., where].reshape(lead + leaf.shape), leaf) for _, leaf, where in columns])
+
+        def build(space: Any) -> Any:
+            if isinstance(space, spaces.Dict):
+                return {key: build(part) for key, part in space.spaces.items()}
+            return tuple(map(build, space.spaces)) if isinstance(space, spaces.Tuple) else next(parts)
+
+        return build(action_space)
+
+    return nested
+
+
+def flat_action(action_space: gymnasium.Space[Any], action: Any, batch: tuple[int, ...] = ()) -> Array:
+    """The array [*batch, columns] of actions of a space, the inverse of ``nester``; of any other space, the actions."""
+    if not is_nested(action_space):
+        return np.asarray(action)
+    parts = []
+    for keys, leaf, where in action_columns(action_space):
+        value = action
+        for key in keys:
+            value = value[key]
+        parts.append((where.start, np.asarray(value, np.float64).reshape(*batch, int(np.prod(leaf.shape)))))
+    return np.concatenate([part for _, part in sorted(parts, key=lambda part: part[0])], -1)
+
+
+def mask_of(action_space: gymnasium.Space[Any], mask: Any, batch: tuple[int, ...] = ()) -> Array:
+    """``read_mask`` of a space. The mask of a Dict or Tuple may be one for each part: a part without one may do everything."""
+    parts: list[tuple[Any, gymnasium.Space[Any]]] = []
+    if isinstance(action_space, spaces.Dict) and isinstance(mask, Mapping):
+        if unknown := [key for key in mask if key not in action_space.spaces]:
+            raise SpaceError(f"an action mask for {unknown[0]!r}, which is no part of its action space")
+        parts = [(mask.get(key), part) for key, part in action_space.spaces.items()]
+    elif isinstance(action_space, spaces.Tuple) and isinstance(mask, tuple) and len(mask) == len(action_space.spaces):
+        parts = list(zip(mask, action_space.spaces, strict=True))
+    else:
+        return read_mask(mask, choices(action_space), batch)
+    allowed = [
+        np.ones((*batch, sum(choices(part) or ())), bool) if each is None else mask_of(part, each, batch)
+        for each, part in parts
+    ]
+    return np.concatenate(allowed, -1)
 
 
 def read_mask(mask: Any, sizes: tuple[int, ...] | None, batch: tuple[int, ...] = ()) -> Array:

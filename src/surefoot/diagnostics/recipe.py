@@ -31,7 +31,10 @@ from surefoot.control.spaces import (
     SpaceError,
     as_float32,
     choices,
-    read_mask,
+    flat_action,
+    mask_of,
+    nester,
+    numbers,
 )
 from surefoot.core.rollout import World
 from surefoot.core.seeding import derived_seed
@@ -170,7 +173,7 @@ class _AsTrained(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         if self.mask is not None:
             with suppress(SpaceError):  # training rejects the mask
-                action = _allowed_action(self.action_space, self.mask, np.random.default_rng(0))
+                action = nester(self.action_space)(_allowed_action(self.action_space, self.mask, np.random.default_rng(0)))
         observation, *rest = self.env.step(action)
         self.mask = _mask(rest[-1]) if rest else None
         return _as_read(self.observation_space, observation), *rest
@@ -182,9 +185,11 @@ def _mask(info: Any) -> Any:
 
 
 def _allowed_action(space: gymnasium.Space[Any], mask: Any, draw: np.random.Generator) -> Any:
-    """A random action, as an environment takes it, that a mask allows; SpaceError if the mask doesn't fit the space."""
-    allowed = np.split(read_mask(mask, sizes := choices(space)), np.cumsum(sizes or ())[:-1])
+    """A random action, as one array, that a mask allows; SpaceError if the mask doesn't fit the space."""
+    allowed = np.split(mask_of(space, mask), np.cumsum(choices(space) or ())[:-1])
     picks = torch.tensor([draw.choice(np.flatnonzero(options)) for options in allowed])
+    if (box := numbers(space)) is not None:
+        picks = torch.cat([picks.float(), torch.from_numpy(draw.normal(size=box.shape)).float()])
     batch = picks if isinstance(space, spaces.Discrete) else picks[None]
     return action_converter(space, False)(batch)[0]
 
@@ -233,9 +238,10 @@ def _gymnasium_verdict(name: str, own: "gymnasium.Env[Any, Any]") -> Finding:
 
 
 def check_bounds(space: Any, stretched: bool, spread: float) -> list[Finding]:
-    """Compare the bounds of Box actions with the actions of an untrained policy, 0 ± ``spread``; empty for other spaces."""
-    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
+    """Compare the bounds of Box actions with the actions of an untrained policy, 0 ± ``spread``; empty without any."""
+    if (box := numbers(space)) is None or not np.issubdtype(box.dtype, np.floating):
         return []
+    space = box
     bounds = ActionBounds(space, stretched)
     low, high = (np.asarray(end, np.float64).reshape(-1) for end in (space.low, space.high))
     within = np.array([_normal(b / spread) - _normal(a / spread) for a, b in zip(low, high, strict=True)])
@@ -278,7 +284,7 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int, normalised: bool
         seen.append(_read(reader, observation, info))
         for _ in range(STEPS):
             mask = _mask(info)
-            action = space.sample() if mask is None else _allowed_action(space, mask, draw)
+            action = space.sample() if mask is None else nester(space)(_allowed_action(space, mask, draw))
             observation, reward, terminated, truncated, info = check_tuple(environment.step(action), STEP)
             rewards.append(float(as_float32(as_number(reward))))  # as training reads it
             seen.append(_read(reader, observation, None if terminated or truncated else info))
@@ -342,7 +348,8 @@ def _actions(environments: Any, observations: Observations, draw: np.random.Gene
     """A random action for each environment, as ``step`` takes them."""
     masks = observations.get(MASK, [None] * environments.count)
     space = environments.action_space
-    return np.stack([space.sample() if mask is None else _allowed_action(space, mask, draw) for mask in masks])
+    flat = (flat_action(space, space.sample()) if mask is None else _allowed_action(space, mask, draw) for mask in masks)
+    return np.stack(list(flat))
 
 
 class _Rows:

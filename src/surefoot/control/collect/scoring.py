@@ -241,7 +241,7 @@ def _clipped(agent: Agent, inputs: Mapping[str, Tensor], rewards: Tensor, action
         metrics["rewards_clipped"] = reward.clipped_fraction(rewards, mask)
     bounds = agent.bounds
     if bounds is not None and bounds.bounded.any():
-        metrics["actions_clipped"] = true_fraction(bounds.on(actions.device).clipped(actions)[mask])
+        metrics["actions_clipped"] = true_fraction(bounds.on(actions.device).clipped(actions[..., agent.first_number :])[mask])
     return metrics
 
 

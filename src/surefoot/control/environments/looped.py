@@ -29,7 +29,7 @@ from surefoot.control.environments.observations import (
     score_and_life,
 )
 from surefoot.control.environments.records import ENDS, MASKS, OBSERVATIONS, REWARDS, Hook, Record, as_arrays, claim, release
-from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
+from surefoot.control.spaces import MASK, Array, Observations, SpaceError, action_dtype, as_float32, nester
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of, place_of
 
@@ -154,7 +154,7 @@ class LoopedEnvironments:
         self.whole: list[Record | None] = [None] * count
         """the last whole episodes"""
         self.marked: list[tuple[Record, int]] = []
-        self._discrete = isinstance(self.action_space, spaces.Discrete)
+        self._discrete, self._nested = isinstance(self.action_space, spaces.Discrete), nester(self.action_space)
         self.first = first
         """the number of the first environment, if these are a slice of more"""
         self.position: Any = [0, -1, -1]  # environment, episode and step of the last call, for error messages
@@ -214,7 +214,7 @@ class LoopedEnvironments:
     def actions_before_mark(self, index: int) -> tuple[int, Array]:
         """The episode of an environment at the last mark, and the actions sent to it before the mark."""
         record, count = self.marked[index]
-        return record.number, np.array(record.actions[:count], self.action_space.dtype)
+        return record.number, np.array(record.actions[:count], action_dtype(self.action_space))
 
     def act(self, index: int, action: Any) -> tuple[float, bool, bool, float, bool, Any]:
         """Take one action in one environment and log it: reward, terminated, truncated, score, life lost, info."""
@@ -223,7 +223,8 @@ class LoopedEnvironments:
         record.actions.append(np.copy(action))  # the environment may change its argument
         self.position[:] = self.first + index, record.number, len(record.actions)
         try:
-            observation, reward, terminated, truncated, info = check_tuple(self.environments[index].step(action), STEP)
+            returned = self.environments[index].step(self._nested(action))
+            observation, reward, terminated, truncated, info = check_tuple(returned, STEP)
             reward = as_number(reward)  # an array would turn None into NaN
             terminated, truncated = as_end(terminated, "terminated"), as_end(truncated, "truncated")
             score, life_lost = score_and_life(info, reward)
@@ -253,7 +254,7 @@ class LoopedEnvironments:
 
     def state_dict(self) -> dict[str, Any]:
         """``rows``: the present and the last whole episode of each environment."""
-        dtype = self.action_space.dtype
+        dtype = action_dtype(self.action_space)
         pairs = zip(self.records, self.whole, strict=True)
         return {"rows": [now.saved(dtype) | {"whole": None if past is None else past.saved(dtype)} for now, past in pairs]}
 

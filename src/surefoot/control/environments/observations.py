@@ -22,8 +22,8 @@ from surefoot.control.spaces import (
     as_float32,
     check_action_space,
     choices,
+    mask_of,
     observation_parts,
-    read_mask,
 )
 from surefoot.errors import SurefootError
 
@@ -58,7 +58,8 @@ class Reader:
     ) -> None:
         self.count = count
         self.parts = observation_parts(observation_space, task)
-        self.choices = choices(check_action_space(action_space, task))
+        self.action_space = check_action_space(action_space, task)
+        self.choices = choices(action_space)
         self.masked: bool | None = None
         """whether the task masks actions; None before the first reset"""
         self.elsewhere = ""
@@ -76,7 +77,7 @@ class Reader:
         if acting and self._has_mask(info or {}):
             if MASK not in observations:
                 observations[MASK] = self._all_allowed()
-            observations[MASK][index] = read_mask(info[MASK], self.choices)
+            observations[MASK][index] = mask_of(self.action_space, info[MASK])
 
     def row(self, observations: Observations, index: int) -> Observations:
         """A copy of one environment's row."""
@@ -99,10 +100,10 @@ class Reader:
             self._look_elsewhere(infos)
         masks = self._all_allowed()
         for index in np.flatnonzero(needed):
-            info = {MASK: infos[MASK][index]} if present[index] else {}
+            info = {MASK: _row_of(infos[MASK], int(index))} if present[index] else {}
             try:
                 if self._has_mask(info):
-                    masks[index] = read_mask(info[MASK], self.choices)
+                    masks[index] = mask_of(self.action_space, info[MASK])
             except SpaceError as error:
                 raise SpaceError(f"{error} in environment {index}") from None
         return {MASK: masks} if self.masked else {}
@@ -129,6 +130,13 @@ class Reader:
 
     def _all_allowed(self) -> Array:
         return np.ones((self.count, sum(self.choices or ())), bool)
+
+
+def _row_of(masks: Any, index: int) -> Any:
+    """The mask of one environment, from those of all; of a Dict, from those of all for each part."""
+    if isinstance(masks, Mapping):  # Gymnasium adds who has which: "_part"
+        return {key: _row_of(part, index) for key, part in masks.items() if f"_{key}" in masks or not str(key).startswith("_")}
+    return masks[index]
 
 
 class MaskMethod(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -24,6 +24,8 @@ from surefoot.control.spaces import (
     SpaceError,
     check_action_space,
     choices,
+    flat_action,
+    nester,
     observation_parts,
 )
 from surefoot.core.seeding import any_algorithm, derived_seed
@@ -54,8 +56,10 @@ class TensorEnvironment(Protocol):
         """Start a new episode in every row: observations [B, *part] each, and infos."""
         ...
 
-    def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def step(self, actions: Any) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Act in every row: observations, rewards [B], terminated [B] bool, truncated [B] bool, infos.
+
+        Actions of a Dict or Tuple are that, of tensors.
 
         Of infos are read: ``final_obs``, the observations before the resets (only truncated rows matter); ``action_mask`` [B,
         choices] bool of the next action; tensors [B] whose names are in the recipe's ``rollout.info``; and ``log``, a dict of
@@ -114,6 +118,7 @@ class TensorEnvironments:
             )
         self.parts = observation_parts(self.observation_space, name)
         self.choices = choices(check_action_space(self.action_space, name))
+        self.nested = nester(self.action_space, _as_tensor)
         self.mode = _mode_of(environment, name)
         self.masked: bool | None = None
         """whether the task masks actions; None before the first reset"""
@@ -141,7 +146,7 @@ class TensorEnvironments:
         """Act in every row."""
         self.steps += 1
         with self._errors(), torch.no_grad():
-            returned = self.environment.step(actions)
+            returned = self.environment.step(self.nested(actions))
             if not isinstance(returned, tuple) or len(returned) != 5:
                 raise SpaceError(
                     f"{_counted(returned)} where the interface has 5 (observations, rewards, terminated, truncated, infos)"
@@ -290,7 +295,7 @@ class SingleEnvironment(gymnasium.Env[Any, Any]):
         return self._one(self.rows.reset())
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        step = self.rows.step(torch.as_tensor(action, device=self.rows.device)[None])
+        step = self.rows.step(torch.as_tensor(flat_action(self.action_space, action), device=self.rows.device)[None])
         terminated, truncated = bool(step.terminated), bool(step.truncated)
         shown = step.observations
         if step.finals is not None and (terminated or truncated):
@@ -318,6 +323,10 @@ def nested(space: gymnasium.Space[Any], parts: Mapping[str, Any], prefix: str = 
     if isinstance(space, spaces.Tuple):
         return tuple(nested(part, parts, f"{prefix}{index}.") for index, part in enumerate(space.spaces))
     return parts[prefix.removesuffix(".") or next(iter(parts))]
+
+
+def _as_tensor(part: Tensor, leaf: Any) -> Tensor:
+    return part.float() if isinstance(leaf, spaces.Box) else part.long()
 
 
 def _flat(infos: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from surefoot.control.environments.records import (
     claim,
     has_hook,
 )
-from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32
+from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32, nester
 from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
 
 REPLAYED = 1_000_000
@@ -71,6 +71,7 @@ class VectorEnvironments:
         self.action_space: gymnasium.Space[Any] = environments.single_action_space
         self.reader = Reader(self.observation_space, self.action_space, self.count, name)
         self.masks_of_rows = None if self.reader.choices is None else masks_of_rows(environments)
+        self.nested = nester(self.action_space)
         self.mode = autoreset_mode_of(environments, name)
         self.done = np.zeros(self.count, bool)
         self.resets, self.steps = 0, 0
@@ -118,7 +119,7 @@ class VectorEnvironments:
             self.record.actions.append(np.array(actions))
             self.record = None if self.steps * self.record.actions[0].size > REPLAYED else self.record
         with self._errors():
-            observations, rewards, *ends, infos = check_tuple(self.environments.step(actions), STEP)
+            observations, rewards, *ends, infos = check_tuple(self.environments.step(self.nested(actions)), STEP)
             rewards = as_rows(rewards, "rewards", self.count)  # copied: it may reuse its arrays
             terminated, truncated = (as_rows(end, name, self.count) for end, name in zip(ends, STEP[2:], strict=False))
             infos = _of_all(infos, self.count)
