@@ -1,6 +1,8 @@
 """The demo of labels: it waits for a person, goes on after any stop with the same result, and says when labels are too few."""
 
 import json
+import re
+import shlex
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -83,5 +85,10 @@ def test_the_demo_waits_for_a_person_and_tells_chance_from_knowledge(tmp_path: P
     report = json.loads(Path("runs/demo-people/demo.json").read_text())
     assert report["preferred"]["share"] == 1, "b is from after training, whatever its side"
     assert not (tmp_path / "runs" / "demo-people-2").exists()
+    proposed = re.findall(r"^  surefoot (.*?)(?: +#.*)?$", out.partition("Try next:")[2], re.MULTILINE)
+    more, its_report, _ = map(shlex.split, proposed)
+    for words, printed in ((more, "round-3: 0 of 4 pairs are labelled"), (its_report, "")):
+        code, out, err = command(*words)
+        assert (code, printed in out) == (0, True), err
     code, _, err = command("demo", "verifier", "--judge", "gold")
     assert (code, err) == (2, "surefoot: --judge gold: is for the people demo; run: surefoot demo people --judge gold\n")

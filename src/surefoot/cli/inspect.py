@@ -148,7 +148,7 @@ def label(
     from surefoot.inspector.labelling import serve_labels
 
     after = (
-        "Every pair has a label. You may go on, or stop with Ctrl-C in the terminal and repeat surefoot rounds, which trains."
+        "Every pair has a label. You may go on, or stop with Ctrl-C in the terminal and repeat the command that needs them."
         if here is not None
         else f"Every pair has a label. surefoot label {what} --export rows.jsonl writes them as rows."
     )

@@ -5,7 +5,6 @@ can play the person. Every stage is a file: after labelling, or after a kill, th
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from surefoot.ranks.collectives import on_first
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import to_toml
-from surefoot.runs.rounds import PEOPLE, RoundsSettings, preferences, run_rounds
+from surefoot.runs.rounds import PEOPLE, RoundsSettings, preferences, run_rounds, share_text
 from surefoot.store.manifest import read_listed_table, write_listed
 from surefoot.terminal import visible
 
@@ -35,12 +34,7 @@ OTHERS = 60
 
 
 def demo(judge: str = PEOPLE) -> Demo:
-    """SFT, a reward model of other people, the rounds and the comparison.
-
-    judge   "people", or "gold" for a program that is right in 92 %
-
-    Raises SurefootError without ``transformers``.
-    """
+    """The stages; ``judge`` is "people", or "gold" for a program. Raises SurefootError without ``transformers``."""
     require_package("transformers", "demo people")  # before anything is written
     stages = (
         replace(STAGES[0], line="1/4 SFT: a small model learns to write reviews from demonstrations, good and bad ones."),
@@ -101,8 +95,8 @@ def report(judge: str, folder: Path, seed: int, started: float) -> dict[str, Any
     better = [label.preference for label in Round(folder / "compared").labels if not label.repeat]
     preferred = agreement.share(better.count("b"), better.count("a") + better.count("b"))
     print(f"\n{'What was learned of you':48}{'before':>22}{'after':>22}")
-    print(f"{'your labels predicted by the reward model':48}{_share(predicted[0]):>22}{_share(predicted[1]):>22}")
-    print(f"{'your choice between the SFT model and the trained':48}{'50% of each':>22}{_share(preferred):>22}")
+    print(f"{'your labels predicted by the reward model':48}{share_text(predicted[0]):>22}{share_text(predicted[1]):>22}")
+    print(f"{'your choice between the SFT model and the trained':48}{'50% of each':>22}{share_text(preferred):>22}")
     if preferred["share"] is None or preferred["low"] <= 0.5 <= preferred["high"]:
         print(f"Not enough labels yet: 50% is in the 95 % interval (in brackets) of {preferred['of']} comparisons.")
     else:
@@ -115,7 +109,3 @@ def report(judge: str, folder: Path, seed: int, started: float) -> dict[str, Any
     print(f"  {here} label {shown}/rounds --report       # your pace, and whether you agree with yourself")
     print(f"  {here} inspect {shown}/rounds/round-{ROUNDS}/ppo       # every token and its arithmetic, in a browser")
     return {"seconds": time.monotonic() - started, "predicted": predicted, "preferred": preferred}
-
-
-def _share(of: Mapping[str, Any]) -> str:
-    return "–" if of["share"] is None else f"{of['share']:.0%} ({of['low']:.0%} to {of['high']:.0%})"

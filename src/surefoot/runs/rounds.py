@@ -500,7 +500,7 @@ def rounds_table(reports: list[dict[str, Any]]) -> str:
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("round", lambda one: str(one["round"])),
         ("labels", lambda one: f"{one['labels']}"),
-        ("predicted", lambda one: _predicted(one["predicted"])),
+        ("predicted", lambda one: share_text(one["predicted"])),
         ("proxy", lambda one: _change(one["reward"])),
         ("gold", lambda one: _change(one["gold"])),
         ("KL to the start", lambda one: _change(one["kl"])),
@@ -521,5 +521,6 @@ def _change(of: Mapping[str, float | None]) -> str:
     return "–" if before == after == "–" else f"{before} → {after}"
 
 
-def _predicted(of: Mapping[str, Any]) -> str:
+def share_text(of: Mapping[str, Any]) -> str:
+    """A share with its interval, to print."""
     return "–" if of["share"] is None else f"{of['share']:.0%} ({of['low']:.0%} to {of['high']:.0%})"
