@@ -50,6 +50,10 @@ class NotCompiledError(SurefootError):
     """A program of the compiled engine can't be made here."""
 
 
+class LabelsNeededError(SurefootError):
+    """People must label pairs first: the work is saved and goes on then. The command line prints the text and exits with 0."""
+
+
 class RankLostError(SurefootError):
     """Another of several ranks has died or does not answer."""
 

@@ -114,7 +114,7 @@ LAYERS = {
     "people": {"errors", "files", "store"},
     "sandbox": {"errors", "files"},
     "verifiers": {"errors", "files", "signals", "calls", "processes", "sandbox"},
-    "control": (world := {*BASE, "functional", "ranks", "core", "accel", "sharding", "recipes", "store"}),
+    "control": {*(world := {*BASE, "functional", "ranks", "core", "accel", "sharding", "recipes", "store"}), "people"},
     "language": {*world, "verifiers"},
     "diagnostics": {*world, "control", "language"},
     "runs": (everything := {*world, "control", "language", "diagnostics", "people"}),

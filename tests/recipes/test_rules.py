@@ -82,6 +82,8 @@ CASES: list[tuple[Any, ...]] = [
     ("control", "rollout.symmetry", "a:b", {"network.lstm": 8, "objective.reuse.minibatches": 2}),
     ("control", "rollout.workers", 2),
     ("control", "rollout.workers", 9, {"rollout.backend": "workers"}),
+    ("control", "preferences.errors", 0.1, {"preferences.judge": "people"}),
+    ("control", "rollout.backend", "native", {"preferences.labels": 4}),
     ("control", "rollout.backend", "threads"),
     ("control", "rollout.backend", "native", {"algorithm": "REINFORCE"}),
     ("control", "rollout.deadline", 0),

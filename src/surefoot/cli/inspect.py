@@ -20,7 +20,7 @@ from surefoot.files import RUNS, write_text, writing
 from surefoot.people.log import CLOSED, LABELS, QUEUE, Queue, Round, check_person, labels_of_all, pair_rows
 from surefoot.terminal import is_terminal
 
-QUESTION = "Which answer is better?"
+QUESTION = "Which is better?"
 
 
 @click.command()
@@ -130,8 +130,9 @@ def label(
 ) -> None:
     """Compare pairs of answers, or of clips, on a page in the browser.
 
-    RUN is a folder of "surefoot rounds --judge people"; FILE has a line of JSON for each pair: prompt, a and b, or video_a and
-    video_b. Each label is on the disk before the next pair is shown. Ctrl-C stops the page; repeat the command to go on.
+    RUN is a folder of "surefoot rounds --judge people", or the run of an agent with preferences.judge = "people". FILE has a
+    line of JSON for each pair: prompt, a and b, or video_a and video_b. Each label is on the disk before the next pair is
+    shown. Ctrl-C stops the page; repeat the command to go on.
     """
     queue, labels, here = place_of(what)
     if report or as_json or export is not None or close:
@@ -148,7 +149,7 @@ def label(
     from surefoot.inspector.labelling import serve_labels
 
     after = (
-        "Every pair has a label. You may go on, or stop with Ctrl-C in the terminal and repeat the command that needs them."
+        f"Every pair has a label. You may go on, or stop with Ctrl-C in the terminal and {_next(what)}."
         if here is not None
         else f"Every pair has a label. surefoot label {what} --export rows.jsonl writes them as rows."
     )
@@ -217,7 +218,12 @@ def _close(what: Path, here: Round | None) -> None:
     if here is None:
         raise SurefootError(f"--close: is for a folder of rounds, and {what} is a file; use --export FILE")
     if here.closed:
-        raise SurefootError(f"--close: {here.folder / CLOSED} is there already; the round trains with: surefoot rounds")
+        raise SurefootError(f"--close: {here.folder / CLOSED} is there already; {_next(what)}")
     earlier = [each for each in rounds_of(what) if each.folder != here.folder]
     here.close(earlier)
-    echo(f"{here.folder}: closed; repeat surefoot rounds, which trains on its labels")
+    echo(f"{here.folder}: closed; {_next(what)}")
+
+
+def _next(what: Path) -> str:
+    """How the run, or the rounds, go on."""
+    return f"run surefoot resume {what}" if (what / "config.toml").is_file() else "repeat the command that needs the labels"

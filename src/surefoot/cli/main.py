@@ -10,8 +10,17 @@ import click
 
 from surefoot import __version__
 from surefoot.cli.options import Group
+from surefoot.cli.output import echo
 from surefoot.cli.ranks import AGENT, RANK_OPTIONS, RANKED, leave_line
-from surefoot.errors import Interrupted, RankLostError, SurefootError, did_you_mean, in_command, limit_reached
+from surefoot.errors import (
+    Interrupted,
+    LabelsNeededError,
+    RankLostError,
+    SurefootError,
+    did_you_mean,
+    in_command,
+    limit_reached,
+)
 from surefoot.ranks.launching import join_ranks, launch_of, leave_ranks
 from surefoot.terminal import Output, on_terminal, phases_shown, visible
 
@@ -65,6 +74,9 @@ def main() -> NoReturn:
             sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
     except Interrupted as stop:
         fail(str(stop), 130)
+    except LabelsNeededError as needed:
+        echo(str(needed))
+        sys.exit(0)
     except RankLostError as error:
         fail(str(error), 2, shown=AGENT not in os.environ)  # its agent reports which one
     except SurefootError as error:

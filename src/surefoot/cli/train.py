@@ -269,7 +269,8 @@ def list_() -> None:
     echo("presets (surefoot train NAME, or one of its ids):")
     for name, table in tables.items():
         label = labels.get(table.get("kind", ""), table.get("algorithm", "PPO_CLIP"))
-        tasks = table.get("tuned_for") or [table.get("model", "your model") if "kind" in table else "any other id"]
+        others = table.get("model", "your model") if "kind" in table else table.get("task", "any other id")
+        tasks = table.get("tuned_for") or [others]
         echo(wrapped(f"  {name:<{width}}  {label}, {table['steps']:,} steps: {', '.join(tasks)}", indent=width + 4))
     ids = sorted(name for name in gymnasium.registry if "/" not in name)
     names = {

@@ -9,6 +9,7 @@ from gymnasium.vector import VectorEnv
 
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
+from surefoot.control.collect.preferences import Judge, Preferences
 from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.collect.tensors import TensorCollector
 from surefoot.control.environments import is_id, make_environments, making_error, spec_of, task_name
@@ -53,6 +54,9 @@ class ControlWorld:
         self.recipe, self.functions = recipe, functions
         self.warnings: list[str] = []
         self.task: str | MakeEnvironment = task or recipe.task
+        self.folder: Path | None = None
+        """of the run, once it has one"""
+        self.judge = self._people()  # first, because it decides how MuJoCo renders
         self.environments = training_environments(self.task, recipe, count)
         try:
             spaces = (self.environments.observation_space, self.environments.action_space)
@@ -71,12 +75,33 @@ class ControlWorld:
 
     def _collector(self) -> ControlCollector | TensorCollector:
         rollout, compiled = self.recipe.rollout, self.recipe.engine == "compiled"
-        symmetry = self._symmetry()
+        symmetry, preferences = self._symmetry(), self._preferences()
         if isinstance(self.environments, TensorEnvironments):
             return TensorCollector(self.environments, self.agent, rollout.steps, compiled, symmetry)
         steps = None if self.recipe.objective.needs_whole_episodes else rollout.steps
         at_least = None if rollout.at_least is None else -(-rollout.at_least // world_size())
-        return ControlCollector(self.environments, self.agent, steps, rollout.episodes, at_least, compiled, symmetry)
+        return ControlCollector(
+            self.environments, self.agent, steps, rollout.episodes, at_least, compiled, symmetry, preferences
+        )
+
+    def _people(self) -> Judge | None:
+        """The people who label clips, if they do."""
+        if self.recipe.preferences is None or self.recipe.preferences.judge != "people":
+            return None
+        from surefoot.control.video.clips import People
+
+        return People(self.task, self.recipe, lambda: self.folder)
+
+    def _preferences(self) -> Preferences | None:
+        settings = self.recipe.preferences
+        if settings is None:
+            return None
+        if isinstance(self.environments, VectorEnvironments | TensorEnvironments):
+            raise SurefootError(
+                f"task={task_name(self.task)!r}: makes a vector, and preferences compare clips of single environments; make "
+                "single ones"
+            )
+        return Preferences(settings, self.agent, self.environments, self.judge)
 
     def _symmetry(self) -> Symmetry | None:
         """The mirror of ``rollout.symmetry``."""

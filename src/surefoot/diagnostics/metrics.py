@@ -29,6 +29,11 @@ METRICS: dict[str, Metric] = {
     "episode_is_success": Metric("mean of `is_success` in the last info of those episodes; other numbers with rollout.info"),
     "episode_success": Metric("the same of `success`"),
     "episodes": Metric("training episodes finished so far"),
+    "labels_trained": Metric("labelled pairs of clips that the reward models were trained on; only with preferences"),
+    "label_accuracy": Metric(
+        "share of the newest of these labels that the reward models predicted before they were trained on them. The models "
+        "disagreed most on those pairs, so near 0.5 is no alarm"
+    ),
     "truncations_estimated": Metric(
         "share of the truncations whose final observation a tensor environment did not return: the value of the observation "
         "before stands in; absent if all were returned"

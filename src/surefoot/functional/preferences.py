@@ -89,3 +89,16 @@ def kto_loss(log_probs: Tensor, ref_log_probs: Tensor, good: Tensor, baseline: T
     """
     gain = beta * ((log_probs - ref_log_probs) - baseline)
     return torch.sigmoid(torch.where(good.bool(), -gain, gain))
+
+
+def labelled_clip_loss(first: Tensor, second: Tensor, preference: Tensor, wrong: float) -> Tensor:
+    """−y log p − (1 − y) log(1 − p) with p = (1 − w) σ(R₁ − R₂) + w/2, for rewards summed over two clips.   [...]
+
+    ``preference`` is y: 1 if the first is better, 0 if the second is, ½ for equal ones. ``wrong`` is w, the assumed share of
+    labels that are random. Christiano et al. 2017 (arXiv 1706.03741), section 2.2.3 and appendix A.
+
+    >>> labelled_clip_loss(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([1.0]), wrong=0.1)
+    tensor([0.1695])
+    """
+    p = (1 - wrong) * torch.sigmoid(first - second) + wrong / 2
+    return -(preference * p.clamp_min(1e-7).log() + (1 - preference) * (1 - p).clamp_min(1e-7).log())

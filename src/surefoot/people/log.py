@@ -340,7 +340,7 @@ class Round:
 
         Raises SurefootError if this round has no label to train on.
         """
-        if not pair_rows(self.queue, self.labels, 1):
+        if not any(label.preference and not label.repeat for label in self.labels):
             raise SurefootError(
                 f"{self.folder}: has no labels to train on; label pairs first: surefoot label {self.folder.parent}"
             )
@@ -352,7 +352,13 @@ class Round:
         write_listed(self.folder / CLOSED, json.dumps({"logs": logs}, indent=1))
 
     def rows(self, only_own: bool = False) -> tuple[list[Row], int]:
-        """The rows that training uses, from the logs in closed.json, and how often each decided label is among them.
+        """The rows that training uses, and how often each decided label is among them; ``only_own`` as in ``read``."""
+        found = self.read(only_own)
+        copies = copies_of(label for _, labels in found for label in labels)
+        return [row for queue, labels in found for row in pair_rows(queue, labels, copies)], copies
+
+    def read(self, only_own: bool = False) -> list[tuple[Queue, list[Label]]]:
+        """The labels that training uses, from the logs in closed.json, by round.
 
         only_own   those of this round alone
 
@@ -373,5 +379,4 @@ class Round:
                         )
                     sizes[path.name] = int(expected["size"])
             found.append((each.queue, labels_of_all(each.queue, each.folder / LABELS, sizes)))
-        copies = copies_of(label for _, labels in found for label in labels)
-        return [row for queue, labels in found for row in pair_rows(queue, labels, copies)], copies
+        return found

@@ -160,6 +160,27 @@ class NormaliseSettings(Section):
     """clip normalised observations and rewards at ±this"""
 
 
+class ClipPreferences(Section):
+    """Rewards learned from comparisons of clips, which are equally long pieces of episodes, instead of the task's."""
+
+    judge: Literal["return", "people"] = "return"
+    """return: the clip with more of the task's reward is better, a person who makes ``errors``; people: the run stops where
+    labels are needed, surefoot label RUN takes them, and surefoot resume RUN goes on"""
+    labels: int = Field(400, ge=2, le=MAX_COUNT)
+    """pairs of clips that are labelled"""
+    segment: int = Field(25, ge=2, le=MAX_COUNT)
+    """steps of a clip; about a second is best"""
+    first: float = Field(0.5, gt=0, le=1)
+    """share of the labels that is asked for before the first update"""
+    refits: Count = 5
+    """how often the rest is asked for, and the reward models trained again, over the first 75 % of the steps"""
+    errors: float = Field(0.0, ge=0, lt=0.5)
+    """share of wrong labels, of judge = "return" alone"""
+    terminations: Literal["reject", "keep"] = "reject"
+    """reject: an error if an episode terminates, because comparisons don't show whether longer episodes are better; keep:
+    train anyway"""
+
+
 class ControlEvaluation(EvaluationSettings):
     """Periodic greedy evaluation; the best agent is kept in best/. Without ``every``, a run of less than ten iterations is
     evaluated only at its end.
@@ -187,6 +208,8 @@ class ControlRecipe(Recipe):
     network: Network = Network()
     normalise: NormaliseSettings = NormaliseSettings()
     evaluation: ControlEvaluation = ControlEvaluation()
+    preferences: ClipPreferences | None = None
+    """learn the rewards from comparisons of clips; none: the task's rewards"""
 
     @property
     def batch_size(self) -> int:
@@ -195,8 +218,11 @@ class ControlRecipe(Recipe):
 
     @property
     def iteration_steps(self) -> int | None:
-        """Steps of an iteration; None for whole episodes, and for vector environments, which may not count every row."""
-        return None if self.objective.needs_whole_episodes or self.rollout.backend != "loop" else self.batch_size
+        """Steps of an iteration; None for whole episodes, for vector environments, which may not count every row, and for
+        preferences, which first collect clips.
+        """
+        known = self.rollout.backend == "loop" and self.preferences is None and not self.objective.needs_whole_episodes
+        return self.batch_size if known else None
 
     @property
     def evaluate_every(self) -> int:
@@ -229,6 +255,8 @@ class ControlRecipe(Recipe):
 
     def check_ranks(self, ranks: int) -> None:
         """Every rank has an environment, and rows for all minibatches."""
+        if self.preferences is not None and ranks > 1:
+            raise SurefootError(f"preferences: are compared by one process, and there are {ranks} ranks; train on one")
         rollout, rows = self.rollout, 1 if self.network.lstm else self.rollout.steps
         minibatches = 1 if self.objective.needs_whole_episodes else self.minibatches
         check_shares("rollout.environments", rollout.environments, ranks, rows, minibatches)

@@ -346,7 +346,8 @@ def as_tables(table: Mapping[str, Any]) -> dict[str, Any]:
     """
     tables: dict[str, Any] = text_to_none(dict(table))
     for name in tables.keys() & _sections():
-        if not isinstance(tables[name], Mapping) and not (tables[name] is None and name in ("adapter", "server")):
+        optional = tables[name] is None and name in ("adapter", "server", "preferences")
+        if not (isinstance(tables[name], Mapping) or optional):
             raise SurefootError(f"{name}={shown(tables[name])}: must be a table, such as {{ key = value }}")
     region = tables.get("objective", {}).get("trust_region")
     if isinstance(region, TRUST_REGIONS):

@@ -31,6 +31,7 @@ FIELDS_FOR: FieldsFor = (
     ("optimizer.critic_learning_rate", "network.shared_trunk", (False,)),
     ("rollout.symmetry", "network.lstm", (None,)),  # the state of an LSTM has no mirror image
     ("rollout.workers", "rollout.backend", ("workers",)),
+    ("preferences.errors", "preferences.judge", ("return",)),
     ("adapter.dropout", "gradient_checkpointing", (False,)),  # it would draw another dropout
     ("adapter.quantize", "sharding", (None,)),  # weights in 4 or 8 bits are whole on every rank
     ("reshard_after_forward", "sharding", ("full", "hybrid")),
@@ -101,6 +102,8 @@ def _control(recipe: ControlRecipe) -> Faults:
         what = "minibatches" if in_parts else "batches"
         why = f"normalises {what} of one step, whose advantage is then always 0; {fewer}, or set it to 'none'"
         yield "objective.normalise_advantages", why
+    if recipe.preferences is not None and rollout.backend in ("native", "envpool"):
+        yield "rollout.backend", "has no single environments, whose episodes preferences compare; set 'loop' or 'workers'"
     if (rollout.workers or 0) > rollout.environments:
         yield "rollout.workers", f"more processes than rollout.environments={rollout.environments}; set at most that many"
     if rollout.backend in ("native", "envpool") and whole:

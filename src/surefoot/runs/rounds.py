@@ -24,7 +24,7 @@ import torch
 
 from surefoot.calls import DeadlineExceeded, with_deadline
 from surefoot.core.seeding import as_found, derived_seed
-from surefoot.errors import Interrupted, SurefootError, cause_of
+from surefoot.errors import Interrupted, LabelsNeededError, SurefootError, cause_of
 from surefoot.files import read_toml, writing
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
@@ -141,10 +141,6 @@ class RoundsSettings:
         """All settings."""
         settings = {name: getattr(self, name) for name in ("judge", "pairs", "noise", "new_only", "stop_at_chance")}
         return {**settings, "recipe": self.recipe.table}
-
-
-class LabelsNeededError(Exception):
-    """The round goes on when people have labelled its pairs; the text says with which command."""
 
 
 def run_rounds(

@@ -5,6 +5,7 @@ whole rollout, by the same function that training uses, so the ratio at the star
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from surefoot.control.agent import Agent, CompiledActor
 from surefoot.control.collect.episodes import EpisodeLog
+from surefoot.control.collect.preferences import Preferences
 from surefoot.control.collect.scoring import Acted, Finals, rollout_of
 from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.environments.looped import Environments, Lost, Step, check_saved_count
@@ -40,6 +42,7 @@ class ControlCollector:
     at_least        with steps = None: run whole episodes until the batch has this many steps, instead of ``episodes``
     compiled        act with a compiled program
     symmetry        adds mirror images to the rollouts
+    preferences     learns the rewards that the rollouts have
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class ControlCollector:
         at_least: int | None = None,
         compiled: bool = False,
         symmetry: Symmetry | None = None,
+        preferences: Preferences | None = None,
     ) -> None:
         self.environments, self.agent, self.steps, self.symmetry = environments, agent, steps, symmetry
+        self.preferences = preferences
         self.actor = CompiledActor(agent).actor if compiled else agent.actor
         self.episodes, self.at_least = episodes, at_least
         self.observations: Observations = environments.reset()
@@ -75,19 +80,40 @@ class ControlCollector:
         """One rollout under the current policy.
 
         Raises NotFiniteError, naming environment and step, when an observation or reward is not finite; that environment
-        then starts a new episode.
+        then starts a new episode; and LabelsNeededError while people must label clips.
         """
         generator = rank_generator(state.generators["sample"])
         try:
             with together():
+                if self.preferences is not None:
+                    self._compare(self.preferences, generator, state)
                 acted = self._act_out(generator, state.timer)
         except NotFiniteError:  # on any rank
             self.discounted.zero_()  # the discarded rollout would have added to it
+            if self.preferences is not None:
+                self.preferences.forget_open()
             raise
         self.log.exchange()
         metrics = self.log.metrics()
+        if self.preferences is not None:
+            acted = replace(acted, learned=self.preferences.add(acted))
+            metrics |= self.preferences.metrics
         rollout, self.discounted = rollout_of(self.agent, acted, self.discounted, metrics, state.timer, symmetry=self.symmetry)
         return rollout
+
+    def _compare(self, preferences: Preferences, generator: torch.Generator, state: LearnerState) -> None:
+        """Before the first update act until there are clips, which the budget pays for; then label and learn what is due."""
+        while not preferences.enough:
+            acted = self._act_out(generator, state.timer)
+            preferences.add(acted)
+            state.steps += int(acted.mask.sum())
+            if state.steps >= state.total_steps:
+                raise SurefootError(
+                    f"steps={state.total_steps}: are spent on clips for the first {preferences.first} labels; raise steps, or "
+                    "lower preferences.labels or preferences.segment"
+                )
+        with state.timer.detail("preferences"):
+            preferences.ask(state)
 
     def _act_out(self, generator: torch.Generator, timer: Timer) -> Acted:
         """Act in the environments."""
@@ -234,6 +260,7 @@ class ControlCollector:
             "starts": self.starts,
             "running_return": self.running_return,
             "running_length": self.running_length,
+            "preferences": None if self.preferences is None else self.preferences.state_dict(),
             **self.log.state_dict(),
         }
 
@@ -248,6 +275,9 @@ class ControlCollector:
         self.running_return = torch.as_tensor(state["running_return"]).numpy().copy()
         self.running_length = torch.as_tensor(state["running_length"]).numpy().copy()
         self.log.load_state_dict(state)
+        if self.preferences is not None:
+            self.preferences.load_state_dict(state["preferences"])
+            self.preferences.forget_open(list(self.lost))
         self._restart_counters(list(self.lost))
 
     def _own_part(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,8 @@ class Acted:
     """[B, LSTMs, 2, width] before the first step and after the last; None without an LSTM"""
     finals: Finals | None
     """None: there are none"""
+    learned: Tensor | None = None
+    """rewards of reward models, which replace the task's; None without preferences"""
 
 
 def rollout_of(
@@ -78,7 +80,7 @@ def rollout_of(
     symmetry       the rollout then ends with the mirror images of its rows, as likely as the policy makes them, with the same
                    rewards and values
     """
-    device, mask, rewards = agent.device, acted.mask, acted.rewards
+    device, mask, rewards = agent.device, acted.mask, acted.rewards if acted.learned is None else acted.learned
     terminated, truncated = acted.terminated, acted.truncated
     actions = acted.actions.to(device)
     with torch.no_grad():
@@ -110,7 +112,7 @@ def rollout_of(
         terminated=terminated.to(device),
         truncated=truncated.to(device),
         unit="step" if acted.lstm_state is None else "row",
-        reward_parts={"environment": rewards},
+        reward_parts={"environment": acted.rewards} | ({} if acted.learned is None else {"learned": acted.learned}),
         steps=int(mask.sum()),
         metrics=metrics | _clipped(agent, inputs, shaped, acted.actions, mask) | _observed(agent, acted),
     )

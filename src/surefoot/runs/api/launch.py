@@ -103,6 +103,7 @@ def start(
         with together():
             if main and place is not None:  # last, so that a rejected recipe leaves no folder
                 session.folder = folder = folder or RunFolder.reserve(place, shown=run_dir)
+                _show_folder(world, folder)
                 if agent is not None:
                     agent.save(place / START)
                 note(f"began {run_dir}", "yes")
@@ -154,6 +155,7 @@ def continue_run(
             if checkpoint is None:
                 start_from(world, agent)
             session = Session(recipe, world, folder, _listeners(display, callback), callbacks, objects)
+            _show_folder(world, folder)
         if checkpoint is not None:
             session.restore(checkpoint, allow_changes)
         else:
@@ -218,6 +220,12 @@ def _make_world(recipe: Recipe, task: MakeEnvironment | None, functions: Functio
     torch.set_num_threads(recipe.threads)  # first: even the last bits of the initial weights depend on it
     with phase("making the environments" if recipe.kind == "control" else "loading models and data"):
         return make_world(recipe, task, functions=functions)
+
+
+def _show_folder(world: World, folder: RunFolder | None) -> None:
+    """Clips that people label are in the run's folder."""
+    if isinstance(world, ControlWorld) and folder is not None:
+        world.folder = folder.path
 
 
 def _listeners(display: Listener | None, callback: MetricsCallback | None) -> list[Listener]:

@@ -14,7 +14,7 @@ from surefoot.core.loop import run_loop
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, World
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics.findings import RunMonitor
-from surefoot.errors import Interrupted, NotCompiledError, SurefootError, announced
+from surefoot.errors import Interrupted, LabelsNeededError, NotCompiledError, SurefootError, announced
 from surefoot.files import made_from, steps_named
 from surefoot.ranks.collectives import (
     broadcast_weights,
@@ -253,7 +253,7 @@ class Session:
                 self._export()
             failed = False
         except (Interrupted, SurefootError) as stop:
-            failed = not isinstance(stop, Interrupted)
+            failed = not isinstance(stop, (Interrupted, LabelsNeededError))
             self._hand_over(stop)
             raise
         finally:
@@ -279,6 +279,9 @@ class Session:
         loop = partial(run_loop, on_iteration=self._end_update, on_fault=self.message, on_rollout=self._publish_rollout)
         try:
             loop(self.world.collector, self.learner, self.state)
+        except LabelsNeededError:
+            self._save_now()
+            raise
         except NotCompiledError as error:
             if self.use_eager is None or world_size() > 1:
                 raise
@@ -487,9 +490,7 @@ class Session:
         except Exception as error:
             if world_size() == 1 or (isinstance(error, SurefootError) and error.on_all_ranks):
                 self.pending = {"previous": self.previous_steps, "metrics": metrics}
-                self._save()
-                self.saver.write()
-                self.saver.wait()
+                self._save_now()
             raise
 
     def _crossed(self, every: int) -> bool:
@@ -543,6 +544,12 @@ class Session:
             self.saver.write_first()
             self.saved = True
 
+    def _save_now(self) -> None:
+        """Save, and wait until it is on the disk."""
+        self._save()
+        self.saver.write()
+        self.saver.wait()
+
     def _publish_checkpoint(self, path: Path) -> None:
         """Publish a checkpoint that is on the disk now, but not the best one."""
         if self.folder is not None and path.parent == self.folder.checkpoints:
@@ -561,10 +568,13 @@ class Session:
         }
 
     def _hand_over(self, stop: Interrupted | SurefootError) -> None:
-        """Give the exception that ends the run what it has trained, and a signal's the remedy."""
+        """Give the exception that ends the run what it has trained, and what is no error the next command."""
         if stop.result is not None:  # of a run in a callback of this one
             return
         stop.result = self.world.result
+        if isinstance(stop, LabelsNeededError) and self.folder is not None:
+            shown = self.folder.shown
+            stop.args = (f"{stop}; label them with: surefoot label {shown}, then go on with: surefoot resume {shown}",)
         if isinstance(stop, Interrupted):
             remedy = "a run without run_dir can't be resumed; the exception's attribute result is what it has trained"
             if self.folder is not None:

@@ -1,0 +1,252 @@
+"""Rewards learned from comparisons of clips: which pairs are asked for and when, and what the labels teach.
+
+Christiano et al. 2017 (arXiv 1706.03741). Clips are equally long pieces of episodes. Before the first update, rollouts of the
+initial policy fill a pool of them and the first pairs are labelled; the rest follows at refits, chosen from the pool where the
+reward models disagree most.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from surefoot.control.agent import Agent
+from surefoot.control.collect.reward_models import RewardModels
+from surefoot.control.collect.scoring import Acted
+from surefoot.control.environments.looped import Environments
+from surefoot.core.rollout import LearnerState, Metrics
+from surefoot.core.seeding import stream
+from surefoot.errors import SurefootError
+from surefoot.recipes.control import ClipPreferences
+
+UNTIL = 0.75
+"""share of the steps after which no label is asked for"""
+CANDIDATES = 10
+"""random pairs for each pair that is asked for"""
+POOL = 1500
+"""newest clips that pairs are chosen from"""
+CLIPS_PER_LABEL = 0.75
+"""clips for each label of the first ones, at least"""
+
+
+class Clips(NamedTuple):
+    """Clips, or steps.   [..., steps, *] each"""
+
+    inputs: Tensor
+    """[..., inputs] float32: what reward models read"""
+    rewards: Tensor
+    """the task's"""
+    places: Tensor
+    """[..., 3] environment, episode, and steps since its reset; [..., 0] unless clips are rendered"""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Clips":
+        """The same change of each tensor."""
+        return Clips(*map(change, self))
+
+
+def joined(parts: list[Clips]) -> Clips:
+    """Clips one after the other."""
+    return Clips(*map(torch.cat, zip(*parts, strict=True)))
+
+
+Labels = tuple[Tensor, Tensor]
+"""numbers of the labelled pairs, and 1 for each whose first clip is better, 0 for the second, ½ for equal ones"""
+Tapes = dict[tuple[int, int], Tensor]
+"""environment and episode -> the actions sent to the environment since its reset"""
+Judge = Callable[[int, Clips, Tapes], Labels]
+"""labels the pairs of a round, or raises LabelsNeededError until people have"""
+
+
+class Preferences:
+    """The pool of clips, the labelled pairs and the reward models of a run.
+
+    judge   people; None: the task's rewards, with ``errors``
+
+    Raises SurefootError for observations or actions that reward models can't read.
+    """
+
+    def __init__(self, settings: ClipPreferences, agent: Agent, environments: Environments, judge: Judge | None) -> None:
+        self.settings, self.agent, self.environments, self.judge = settings, agent, environments, judge
+        seed, action_space = agent.recipe.seed, agent.action_space
+        if unread := [path for path, part in agent.parts.items() if not part.vector]:
+            raise SurefootError(
+                f"preferences: reward models read vectors, and the observation has {unread[0]!r}; wrap the task"
+            )
+        if not isinstance(action_space, spaces.Box | spaces.Discrete):
+            raise SurefootError(f"preferences: reward models read Box and Discrete actions, not {action_space}; wrap the task")
+        self.choices = int(action_space.n) if isinstance(action_space, spaces.Discrete) else None
+        self.send = agent.action_converter()
+        shapes = [part.shape for part in agent.parts.values()]
+        inputs = sum(map(math.prod, shapes)) + (self.choices or math.prod(action_space.shape or ()))
+        self.models = RewardModels(inputs, seed)
+        self.generator = stream(seed, "preferences")
+        self.nothing = Clips(torch.zeros(0, inputs), torch.zeros(0), torch.zeros(0, 3 if judge else 0, dtype=torch.int64))
+        self.open = [self.nothing] * environments.count
+        """the steps of each environment that are no whole clip yet"""
+        self.pool = self.nothing.map(lambda x: x.new_zeros(0, settings.segment, *x.shape[1:]))
+        self.pending: Clips | None = None
+        """[pairs, 2, ...] that wait for labels"""
+        self.pairs, self.labels = torch.zeros(0, 2, settings.segment, inputs), torch.zeros(0)
+        self.tapes: Tapes = {}
+        self.asked = self.rounds = 0
+        self.accuracy: float | None = None
+        """share of the newest labels that the reward models predicted before they were trained on them"""
+
+    @property
+    def first(self) -> int:
+        """Labels before the first update."""
+        return max(1, round(self.settings.labels * self.settings.first))
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are clips for the first labels."""
+        return self.asked > 0 or len(self.pool.rewards) >= max(2, CLIPS_PER_LABEL * self.first)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Labels so far, and how well the newest were predicted."""
+        known: Metrics = {} if self.accuracy is None else {"label_accuracy": self.accuracy}
+        return {"labels_trained": len(self.labels), **known}
+
+    # ---- clips -------------------------------------------------------------------------------------------------------------
+
+    def add(self, acted: Acted) -> Tensor:
+        """Cut the steps of a rollout into clips, for the pool; return their learned rewards [B, T].
+
+        Raises SurefootError where an episode terminated, unless that is allowed.
+        """
+        if self.settings.terminations == "reject" and acted.terminated.any():
+            raise SurefootError(
+                f"preferences.terminations='reject': an episode of {self.environments.name} terminated, and comparisons of "
+                "clips don't show whether longer episodes are better; use the task surefoot.control.horizon:fixed_horizon, "
+                "or set terminations = 'keep'"
+            )
+        inputs, ended, new = self._inputs(acted), acted.terminated | acted.truncated, [self.pool]
+        for row, taken in enumerate(acted.mask):
+            ends = [end + 1 for end in ended[row, taken].nonzero().flatten().tolist()]
+            places = self._places(row, acted.actions[row, taken], ends)
+            steps = Clips(inputs[row, taken], acted.rewards[row, taken], places)
+            for start, end in zip([0, *ends], [*ends, len(places)], strict=True):
+                steps_so_far = joined([self.open[row], steps.map(lambda x, a=start, b=end: x[a:b])])  # type: ignore[misc]
+                whole = len(steps_so_far.rewards) // (size := self.settings.segment) * size
+                new.append(steps_so_far.map(lambda x, n=whole, k=size: x[:n].unflatten(0, (-1, k))))  # type: ignore[misc]
+                self.open[row] = self.nothing if end in ends else steps_so_far.map(lambda x, n=whole: x[n:])  # type: ignore[misc]
+        self.pool = joined(new).map(lambda x: x[-POOL:].clone())
+        kept = {(row, episode) for row, episode in self.pool.places[:, 0, :2].tolist()} if self.judge else set()
+        self.tapes = {place: tape for place, tape in self.tapes.items() if place in kept}
+        return self.models.rewards(inputs)
+
+    def _inputs(self, acted: Acted) -> Tensor:
+        """What reward models read.   [B, T, inputs]"""
+        parts = [
+            x.flatten(2) if x.dim() > 2 else x.unsqueeze(2) for path, x in acted.observed.items() if path in self.agent.parts
+        ]
+        if self.choices is not None:
+            parts.append(torch.nn.functional.one_hot(acted.actions.long(), self.choices))
+        else:
+            parts.append(torch.from_numpy(self.send(acted.actions)).flatten(2))
+        return torch.cat([x.float() for x in parts], -1)
+
+    def _places(self, row: int, actions: Tensor, ends: list[int]) -> Tensor:
+        """Where steps come from; their actions go to the tapes.   [n, ...], the ends of episodes in it -> [n, 3]"""
+        places = torch.zeros(len(actions), 0, dtype=torch.int64)
+        if self.judge is not None:
+            episode, before = self.environments.actions_before_mark(row)  # type: ignore[attr-defined]
+            sent, places, lead = (
+                torch.from_numpy(self.send(actions)),
+                torch.zeros(len(actions), 3, dtype=torch.int64),
+                torch.from_numpy(before),
+            )
+            for start, end in zip([0, *ends], [*ends, len(actions)], strict=True):
+                self.tapes[row, episode] = torch.cat([lead, sent[start:end]]) if len(lead) else sent[start:end]
+                places[start:end] = torch.tensor([row, episode, 0])
+                places[start:end, 2] = torch.arange(end - start) + len(lead)
+                episode, lead = episode + 1, lead[:0]
+        return places
+
+    def forget_open(self, rows: list[int] | None = None) -> None:
+        """Drop the steps that are no whole clip yet, where the next steps don't continue them."""
+        for row in range(len(self.open)) if rows is None else rows:
+            self.open[row] = self.nothing
+
+    # ---- labels ------------------------------------------------------------------------------------------------------------
+
+    def ask(self, state: LearnerState) -> None:
+        """Choose pairs if labels are due, have them labelled, and train the reward models.
+
+        Raises LabelsNeededError until people have labelled them; the pairs stay chosen.
+        """
+        if self.pending is None and (due := self._due(state)) > self.asked:
+            self.pending, self.rounds, self.asked = self._choose(due - self.asked), self.rounds + 1, due
+        if self.pending is None:
+            return
+        judge = self.judge or self._by_return
+        numbers, labels = judge(self.rounds, self.pending, self.tapes)
+        pairs = self.pending.inputs[numbers]
+        if self.models.fits and len(decided := (labels != 0.5).nonzero().flatten()):
+            with torch.no_grad():
+                first, second = self.models(pairs[decided]).sum(-1).mean(0).unbind(-1)
+            self.accuracy = float(((first > second) == labels[decided].bool()).float().mean())
+        self.pairs, self.labels = torch.cat([self.pairs, pairs]), torch.cat([self.labels, labels])
+        self.models.fit(self.pairs, self.labels, self.pool.inputs.flatten(0, 1), self.agent.recipe.seed)
+        self.pending = None
+
+    def _due(self, state: LearnerState) -> int:
+        """How many labels are asked for up to now."""
+        refits, passed = self.settings.refits, state.steps / state.total_steps / UNTIL
+        share = min(1.0, int(passed * refits) / refits) if self.models.fits else 0.0
+        return self.first + round((self.settings.labels - self.first) * share)
+
+    def _choose(self, count: int) -> Clips:
+        """Random pairs of different clips; after the first fit those on which the reward models disagree most."""
+        size, many = len(self.pool.rewards), count * (CANDIDATES if self.models.fits else 1)
+        one = torch.randint(size, (many,), generator=self.generator)
+        two = (one + torch.randint(1, size, (many,), generator=self.generator)) % size
+        pairs = torch.stack([one, two], 1)
+        if self.models.fits:
+            with torch.no_grad():
+                totals = self.models(self.pool.inputs).sum(-1)
+            disagreement = torch.sigmoid(totals[:, one] - totals[:, two]).var(0)
+            pairs = pairs[disagreement.argsort(descending=True, stable=True)[:count]]
+        return self.pool.map(lambda x: x[pairs])
+
+    def _by_return(self, number: int, pairs: Clips, tapes: Tapes) -> Labels:
+        """Labels by the task's rewards, of which a share is wrong."""
+        first, second = pairs.rewards.double().sum(-1).unbind(-1)
+        labels = (first > second).float().masked_fill(first == second, 0.5)
+        if self.settings.errors:  # else the same pairs are chosen as with people who answer like this
+            labels = (labels - (torch.rand(len(labels), generator=self.generator) < self.settings.errors).float()).abs()
+        return torch.arange(len(labels)), labels
+
+    # ---- state -------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it: labels, reward models with moments, pool, half-open clips, pairs that wait, and the generator."""
+        return {
+            "models": self.models.saved(),
+            "generator": self.generator.get_state(),
+            "open": [list(each) for each in self.open],
+            "pool": list(self.pool),
+            "pending": None if self.pending is None else list(self.pending),
+            "pairs": self.pairs,
+            "labels": self.labels,
+            "tapes": {f"{row} {episode}": tape for (row, episode), tape in self.tapes.items()},
+            "counts": [self.asked, self.rounds],
+            "accuracy": self.accuracy,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.models.restore(state["models"])
+        self.generator.set_state(state["generator"])
+        self.open, self.pool = [Clips(*each) for each in state["open"]], Clips(*state["pool"])
+        self.pending = None if state["pending"] is None else Clips(*state["pending"])
+        self.pairs, self.labels, self.accuracy = state["pairs"], state["labels"], state["accuracy"]
+        self.tapes = {
+            (int(row), int(episode)): tape
+            for (row, episode), tape in ((key.split(), tape) for key, tape in state["tapes"].items())
+        }
+        self.asked, self.rounds = state["counts"]
