@@ -2,18 +2,25 @@
 
     python benchmarks/people.py text --seeds 101 102 103 104 105    # train the cells that results/people-text.jsonl lacks
     python benchmarks/people.py text --table                        # print the table of docs/benchmarks/people.md
+    python benchmarks/people.py control --seeds 11 12 13 14 15      # the same of results/people-control.jsonl
+    python benchmarks/people.py control --table
 
 text: reward models from 200 labels of the reviews, right in 92 %, by how many unseen pairs they order as the truth does. The
 SFT model, and the reward model of other people, are those of seed 91, on which the passes of each head were chosen.
+
+control: agents whose reward models get labels of clips in place of rewards; "true" cells get the rewards, for as many steps.
+The score is the mean return of 20 greedy episodes, on the scale from random actions (0) to the mean of the true cells (1).
 """
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import gymnasium
+import numpy as np
 from record import finished, made_with, read, write
 
 from surefoot.compare.statistics import markdown_table, mean_interval
@@ -154,6 +161,118 @@ def text(args: argparse.Namespace) -> None:
                 print(head, seed, round(result["accuracy"], 3), result["cpu_seconds"], flush=True)
 
 
+# ---- control ----
+
+CONTROL = RESULTS / "people-control"
+STEPS, EPISODES, SEED = 150_000, 20, 10_000
+
+
+class Backward(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """HalfCheetah rewarded for running backwards, with its own cost of the action."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = self.env.step(action)
+        reward = -info["x_velocity"] - 0.1 * float(np.square(action).sum())
+        return observation, reward, terminated, truncated, info
+
+
+def backward() -> gymnasium.Env[Any, Any]:
+    """One environment."""
+    return Backward(gymnasium.make("HalfCheetah-v5"))
+
+
+TASKS: dict[str, tuple[str, str | Callable[..., Any]]] = {
+    "pendulum": ("Pendulum-v1", "Pendulum-v1"),
+    "backward": ("HalfCheetah-v5", backward),
+}
+"""the id whose tuned recipe is used, and the task"""
+PREFERENCES = {"pendulum": {"labels": 400, "segment": 25}, "backward": {"labels": 300, "segment": 20}}
+CASES: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "pendulum-true": ("pendulum", None),
+    "pendulum-0.1": ("pendulum", {"errors": 0.1}),
+    "backward-true": ("backward", None),
+    "backward-0": ("backward", {"errors": 0.0}),
+    "backward-0.1": ("backward", {"errors": 0.1}),
+}
+"""task, and the share of wrong labels; None: the task's rewards"""
+
+
+def train_agent(case: str, seed: int, engine: str) -> dict[str, Any]:
+    """One cell."""
+    import surefoot
+    from surefoot.recipes.presets import resolve_recipe
+    from surefoot.runs.api import start
+
+    name, preferences = CASES[case]
+    base, task = TASKS[name]
+    changes: dict[str, Any] = {"steps": STEPS, "seed": seed, "engine": engine, "evaluation": {"episodes": 0}}
+    if preferences is not None:
+        changes["preferences"] = PREFERENCES[name] | preferences
+    rows: list[dict[str, Any]] = []
+    before = time.process_time()
+    agent = start(resolve_recipe(base, changes).recipe, None, task if callable(task) else None, callback=rows.append)
+    seconds = time.process_time() - before
+    score = surefoot.evaluate(agent, task, episodes=EPISODES, seed=SEED)
+    accuracies = [row["label_accuracy"] for row in rows if "label_accuracy" in row]
+    changed = [now for then, now in zip([None, *accuracies], accuracies, strict=False) if now != then]
+    learned = {} if preferences is None else {"labels": rows[-1]["labels_trained"], "accuracies": changed}
+    return {"score": score.mean_return, "returns": score.returns, "cpu_seconds": round(seconds, 1), **learned, **made_with()}
+
+
+def random_return(name: str) -> float:
+    """Mean return of random actions."""
+    task = TASKS[name][1]
+    environment = task() if callable(task) else gymnasium.make(task)
+    environment.action_space.seed(SEED)
+    returns = []
+    for episode in range(EPISODES):
+        environment.reset(seed=SEED + episode)
+        total, ended = 0.0, False
+        while not ended:
+            _, reward, terminated, truncated, _ = environment.step(environment.action_space.sample())
+            total, ended = total + float(reward), terminated or truncated
+        returns.append(total)
+    return mean(returns)
+
+
+def control_table(seeds: list[int]) -> Iterator[str]:
+    """The cells of these seeds, as shares of what the true reward teaches."""
+    cells = read(CONTROL)
+    rows = [["task", "labels", "wrong", *(f"seed {seed}" for seed in seeds), "mean"]]
+    for name in TASKS:
+        low, top = random_return(name), mean(cells[f"{name}-true-{seed}"]["score"] for seed in seeds)
+        yield f"{name}: random actions {low:,.0f}, true reward {top:,.0f}"
+        for case in (case for case, (of, _) in CASES.items() if of == name):
+            scores = [cells[f"{case}-{seed}"]["score"] for seed in seeds if f"{case}-{seed}" in cells]
+            shares = [(score - low) / (top - low) for score in scores]
+            wrong = CASES[case][1]
+            labels = ["–", "–"] if wrong is None else [str(PREFERENCES[name]["labels"]), f"{wrong['errors']:.0%}"]
+            rows.append(
+                [
+                    name,
+                    *labels,
+                    *(f"{score:,.0f} ({share:.2f})" for score, share in zip(scores, shares, strict=True)),
+                    f"{mean(shares):.2f}",
+                ]
+            )
+    yield markdown_table(rows[0], rows[1:])
+
+
+def control(args: argparse.Namespace) -> None:
+    """Train the missing cells, or print the table."""
+    if args.table:
+        for line in control_table(args.seeds):
+            print(line)
+        return
+    for case in args.case or CASES:
+        for seed in args.seeds:
+            cell = CONTROL / f"{case}-{seed}"
+            if not finished(cell):
+                result = train_agent(case, seed, args.engine)
+                write(cell, result)
+                print(case, seed, round(result["score"], 1), result.get("accuracies"), result["cpu_seconds"], flush=True)
+
+
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,6 +282,12 @@ def main() -> None:
     of_text.add_argument("--heads", nargs="+", choices=HEADS)
     of_text.add_argument("--table", action="store_true")
     of_text.set_defaults(run=text)
+    of_control = parts.add_parser("control", help="Agents whose rewards are learned from clips.")
+    of_control.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13, 14, 15])
+    of_control.add_argument("--case", nargs="+", choices=CASES)
+    of_control.add_argument("--engine", default="eager")
+    of_control.add_argument("--table", action="store_true")
+    of_control.set_defaults(run=control)
     args = parser.parse_args()
     args.run(args)
 
