@@ -36,8 +36,9 @@ HEADS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "last, 5 passes": ({}, 5, False),
     "pooled": ({"head": "pooled"}, 5, False),
     "pooled, from others": ({"head": "pooled"}, 5, True),
+    "others alone": ({}, 0, True),
 }
-"""settings, passes over the labels, and whether the trunk is that of the reward model of other people"""
+"""settings, passes over the labels, and whether the trunk is that of the reward model of other people; 0: that model itself"""
 
 
 def shared() -> Path:
@@ -115,9 +116,10 @@ def train_text(head: str, seed: int) -> dict[str, Any]:
         scores = [reviews.gold([p for p, *_ in unseen], [each[side] for each in unseen]) for side in (1, 2)]
         rows = [pair(*each, a > b) for each, a, b in zip(unseen, *scores, strict=True) if a != b]
         write_rows(here / "unseen.jsonl", rows)
-    run = here / head.replace(",", "").replace(" ", "-")
+    run = here / head.replace(",", "").replace(" ", "-") if passes else folder / "others"
     start = folder / ("from-others" if started else "sft")
-    train_reward(folder, here / "labels.jsonl", run, seed, passes * LABELS, settings, start)
+    if passes:
+        train_reward(folder, here / "labels.jsonl", run, seed, passes * LABELS, settings, start)
     rows = [row.columns for row in read_rows(here / "unseen.jsonl")]
     reward, prompts = ModelReward(run), [row["prompt"] for row in rows]
     chosen, rejected = (reward(prompts, [row[name] for row in rows], {}).total for name in ("chosen", "rejected"))
@@ -136,7 +138,7 @@ def text_table(seeds: list[int]) -> Iterator[str]:
             numbers = [f"{share:.1f}" for share in shares]
             rows.append([head.partition(", 5")[0], str(passes), *numbers, f"{mean(shares):.1f} ({low:.1f} to {high:.1f})"])
     yield markdown_table(["head", "passes", *(f"seed {seed}" for seed in seeds), "mean, 95 % interval"], rows)
-    for first, second in (("pooled", "last"), ("pooled, from others", "pooled")):
+    for first, second in (("pooled", "last"), ("pooled, from others", "pooled"), ("pooled, from others", "others alone")):
         both = [
             [cells[f"{head}-{seed}"]["accuracy"] for seed in seeds if f"{head}-{seed}" in cells] for head in (first, second)
         ]

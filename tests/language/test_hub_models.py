@@ -136,18 +136,22 @@ def test_base_model_is_the_hub_model_of_the_first_run(tmp_path: Path, monkeypatc
         assert base_model(recipe) == base
 
 
-def test_a_pushed_reward_model_has_the_same_scores_as_the_run(hub: Hub, command: Command) -> None:
+@pytest.mark.parametrize(("head", "scores"), [("last", "Sequence"), ("pooled", "Token")])
+def test_a_pushed_reward_model_has_the_same_scores_as_the_run(hub: Hub, command: Command, head: str, scores: str) -> None:
     write_rows("pairs.jsonl", [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "x"} for r in ROWS])
-    train(command, "reward", "--model", "pocket", "--steps", "32", "--data.train", "pairs.jsonl", "--name", "rm")
+    words = ("--model", "pocket", "--steps", "32", "--data.train", "pairs.jsonl", "--head", head, "--name", "rm")
+    train(command, "reward", *words)
     code, _, err = command("push", "rm", "org/rm", "--public")
     assert code == 0, err
     files = hub.model("org/rm").files
-    assert "LlamaForSequenceClassification" in files["config.json"].decode()
+    assert f"LlamaFor{scores}Classification" in files["config.json"].decode()
     assert "pipeline_tag: text-classification" in files["README.md"].decode()
+    assert f"AutoModelFor{scores}Classification.from_pretrained" in files["README.md"].decode()
     ours, theirs = surefoot.load("runs/rm"), surefoot.load("hf://org/rm")
     assert isinstance(theirs, RewardModel)
     ids, mask = torch.arange(5).unsqueeze(0) + 10, torch.ones(1, 5, dtype=torch.bool)
-    torch.testing.assert_close(ours(ids, mask), theirs(ids, mask), atol=1e-5, rtol=0)
+    inputs = ids, mask, mask & (ids > 12)
+    torch.testing.assert_close(ours(*inputs), theirs(*inputs), atol=1e-5, rtol=0)
 
 
 def test_a_saved_model_loads_from_its_folder_with_the_same_weights(sft: str, command: Command) -> None:

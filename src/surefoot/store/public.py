@@ -35,7 +35,7 @@ HARMLESS = frozenset(_ARGUMENTS.split())
 """names of arguments of a person's environments and functions, and of parameters in a URL, whose values may be published: of
 chats, servers and judges; of rewards, verifiers and tasks with several turns; of environments"""
 _FIELDS = """
-kind algorithm device engine precision sharding offload task start model demonstrations objective.baseline
+kind algorithm device engine precision sharding offload task start model head demonstrations objective.baseline
 objective.trust_region objective.trust_region.schedule objective.trust_region.kind objective.ratio objective.importance_mode
 objective.normalise_advantages objective.kl_estimator objective.reference_estimator objective.aggregation optimizer.kind
 optimizer.schedule rollout.backend rollout.info rollout.symmetry network.activation network.custom network.actor_parts
