@@ -4,6 +4,7 @@
     python benchmarks/ledger.py run E7 --jobs 2         run the missing cells of one experiment
     python benchmarks/ledger.py run E7 --only CELL …    some of them
     python benchmarks/ledger.py repeat E7.5             run all cells of one claim again, in benchmarks/runs, and compare
+    python benchmarks/ledger.py show E7                 print an experiment with its rules, tables, hardware and sources
     python benchmarks/ledger.py table                   write the page
 
 A finished cell is skipped and an interrupted one continues, so repeat the command until all cells exist. Several commands may
@@ -173,33 +174,41 @@ def why_text(claim: Claim, verdict: Verdict) -> str:
     return f"The interval contains the bound: {'; '.join(open_ones)}."
 
 
+def full(experiment: Experiment) -> str:
+    """All of an experiment: protocol, hardware, claims with their rules, and tables."""
+    results = experiment.results()
+    parts = [f"## {experiment.key}: {experiment.title}", f"Protocol: {experiment.protocol}", made_text(experiment, results)]
+    for claim in experiment.claims:
+        parts += entry(experiment, claim, decided(claim, experiment, results))
+    if tables := list(score_tables(experiment, results)):
+        parts += [f"Scores of {experiment.key}, interquartile means over seeds with their intervals:", *tables]
+    return "\n\n".join([*parts, *experiment.tables(results)])
+
+
 def page() -> str:
-    """Everything between the marks of the page."""
-    rows: list[str] = []
+    """Everything between the marks of the page: first all claims by verdict, then each with its numbers."""
+    by_verdict: dict[str, list[str]] = {word: [] for word in ("confirmed", "refuted", UNDECIDED, OUT_OF_REACH)}
     sections: list[str] = []
-    words: dict[str, int] = {}
     for experiment in EXPERIMENTS.values():
         results = experiment.results()
-        parts = [f"## {experiment.key}: {experiment.title}", f"Protocol: {experiment.protocol}", made_text(experiment, results)]
+        heading = f"{experiment.key}: {experiment.title}"
+        rows = []
         for claim in experiment.claims:
             verdict = decided(claim, experiment, results)
-            word = verdict.word if verdict.text == verdict.word else "undecided because cells are missing"
-            words[word] = words.get(word, 0) + 1
-            rows.append(f"| [{claim.key}](#{anchor(claim)}) | {claim.sentence} | {verdict.text} |")
-            parts += entry(experiment, claim, verdict)
-        if tables := list(score_tables(experiment, results)):
-            parts += [f"Scores of {experiment.key}, interquartile means over seeds with their intervals:", *tables]
-        parts += experiment.tables(results)
-        sections.append("\n\n".join(parts))
-    table = "\n".join(["| | claim | verdict |", "|---|---|---|", *rows])
-    counts = ", ".join(f"{count} {word}" for word, count in sorted(words.items(), key=lambda item: -item[1]))
-    return "\n\n".join([f"Of {len(rows)} claims: {counts}.", table, *sections])
+            by_verdict[verdict.word].append(f"- [{claim.key}](#{anchor(heading)}) {claim.sentence}")
+            measured = bounds_text(verdict.bounds)
+            parts = (why_text(claim, verdict), f"{measured[:1].upper()}{measured[1:]}." if measured else "", f"*{claim.source}*")
+            rows.append(f"- **{claim.key}, {verdict.text}: {claim.sentence}** {' '.join(part for part in parts if part)}")
+        sections.append("\n\n".join([f"## {heading}", experiment.protocol, "\n".join(rows)]))
+    lists = [
+        f"## {word[0].upper()}{word[1:]}: {len(each)}\n\n" + "\n".join(each) for word, each in by_verdict.items() if each
+    ]
+    return "\n\n".join([*lists, *sections])
 
 
-def anchor(claim: Claim) -> str:
-    """GitHub's anchor of a claim's heading."""
-    kept = (c for c in f"{claim.key}: {claim.sentence}".lower() if c.isalnum() or c in "-_ ")
-    return "".join(kept).replace(" ", "-")
+def anchor(heading: str) -> str:
+    """GitHub's anchor of a heading."""
+    return "".join(c for c in heading.lower() if c.isalnum() or c in "-_ ").replace(" ", "-")
 
 
 def made_text(experiment: Experiment, results: dict[str, Result]) -> str:
@@ -289,6 +298,8 @@ def main() -> None:
     for each in (running, repeating):
         each.add_argument("--jobs", type=int, default=1, help="processes; at most one per core")
     verbs.add_parser("list", help="the experiments, claims and verdicts")
+    showing = verbs.add_parser("show", help="print an experiment with its rules and tables")
+    showing.add_argument("experiment", choices=EXPERIMENTS)
     verbs.add_parser("table", help="write docs/ledger.md")
     args = parser.parse_args()
     if args.verb == "run" and args.jobs > 1:
@@ -297,6 +308,9 @@ def main() -> None:
         failures = run_cells(EXPERIMENTS[args.experiment], args.only, RUNS)
     elif args.verb == "repeat":
         failures = repeat(args.claim, args.jobs)
+    elif args.verb == "show":
+        failures = 0
+        print(full(EXPERIMENTS[args.experiment]))
     else:
         failures = 0
         write_page() if args.verb == "table" else print(overview())
