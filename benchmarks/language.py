@@ -1,7 +1,7 @@
 """``surefoot demo language`` on several seeds, with and without the KL penalty, and the table of both.
 
     python benchmarks/language.py train --seeds 1 2 3 4 5     one seed after another; finished seeds are skipped
-    python benchmarks/language.py table                       writes docs/benchmarks/language.md and README.md from the results
+    python benchmarks/language.py table                       writes docs/benchmarks/language.md from the results
 
 Without the KL penalty (β = 0) only the third stage is trained again, on the same data from the same SFT and reward model. Each
 seed has one line of JSON; its runs are in benchmarks/runs/language/SEED.
@@ -24,7 +24,7 @@ from surefoot.demos import in_folder
 from surefoot.demos.language import PPO, UNANCHORED, evaluate_stages
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, README = ROOT / "docs" / "benchmarks" / "language.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks" / "language.md"
 RESULTS = ROOT / "benchmarks" / "results" / "language"
 RUNS = ROOT / "benchmarks" / "runs" / "language"
 ROWS = {
@@ -99,18 +99,6 @@ def tables() -> str:
     return f"{first}\n\nKnown products, seed by seed:\n\n{markdown_table(head, seeds)}"
 
 
-def for_readme() -> str:
-    """Gold on both kinds of products: means over the seeds, and on how many of them it rose."""
-    records = read(RESULTS).values()
-    parts = []
-    for of, label in OF.items():
-        pairs = [(result[of]["start"]["gold"], result[of]["trained"]["gold"]) for result in records]
-        before, after = np.mean(pairs, 0)
-        rose = sum(new > old for old, new in pairs)
-        parts.append(f"from {before:.2f} to {after:.2f} on {label} (it rises on {rose} of {len(records)} seeds)")
-    return f"The output above is one seed. Over {len(records)} seeds, mean gold reward goes {' and '.join(parts)}."
-
-
 def with_part(page: str, text: str) -> str:
     """A page with other text between its marks."""
     begin, end = "<!-- begin: benchmarks/language.py -->\n", "\n<!-- end -->"
@@ -128,8 +116,7 @@ def main() -> None:
             if not finished(RESULTS / str(seed)):
                 write(RESULTS / str(seed), trained(seed))
         return
-    for page, text in ((PAGE, tables()), (README, for_readme())):
-        page.write_text(with_part(page.read_text("utf-8"), text), "utf-8")
+    PAGE.write_text(with_part(PAGE.read_text("utf-8"), tables()), "utf-8")
 
 
 if __name__ == "__main__":

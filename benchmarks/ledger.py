@@ -197,12 +197,14 @@ def page() -> str:
             verdict = decided(claim, experiment, results)
             by_verdict[verdict.word].append(f"- [{claim.key}](#{anchor(heading)}) {claim.sentence}")
             measured = bounds_text(verdict.bounds)
-            parts = (why_text(claim, verdict), f"{measured[:1].upper()}{measured[1:]}." if measured else "", f"*{claim.source}*")
+            parts = (
+                why_text(claim, verdict),
+                f"{measured[:1].upper()}{measured[1:]}." if measured else "",
+                f"*{claim.source}*",
+            )
             rows.append(f"- **{claim.key}, {verdict.text}: {claim.sentence}** {' '.join(part for part in parts if part)}")
         sections.append("\n\n".join([f"## {heading}", experiment.protocol, "\n".join(rows)]))
-    lists = [
-        f"## {word[0].upper()}{word[1:]}: {len(each)}\n\n" + "\n".join(each) for word, each in by_verdict.items() if each
-    ]
+    lists = [f"## {word[0].upper()}{word[1:]}: {len(each)}\n\n" + "\n".join(each) for word, each in by_verdict.items() if each]
     return "\n\n".join([*lists, *sections])
 
 

@@ -17,6 +17,7 @@ import re
 import runpy
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from importlib import resources
@@ -88,6 +89,8 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
         "surefoot.core.optimizer": ("AdamSettings",),
     },
 }
+BRIEF = {"Switches", "The contract between collecting and learning", "The loop and its parts"}
+"""sections with a sentence for each name: their fields are in the page of the recipe, or in the docstrings of short files"""
 METHODS = {
     "Agent": ("predict", "value", "save"),
     "EvaluationResult": ("to_json",),
@@ -134,8 +137,7 @@ def prose(docstring: str) -> str:
     text = re.sub(r":\w+:`([^`]+)`", r"`\1`", docstring)
     done = []
     for number, paragraph in enumerate(text.split("\n\n")):
-        if paragraph.startswith(">>> "):
-            done.append(f"```pycon\n{paragraph}\n```")
+        if paragraph.startswith(">>> "):  # ``help`` shows examples
             continue
         first, *shapes = re.split(r"\s{3,}", paragraph) if number == 0 else [paragraph]
         if re.search(r"\S {2,}\S", first) or "\n " in first:
@@ -271,41 +273,44 @@ def api_page(package: griffe.Module) -> str:
     for title, modules in API.items():
         parts.append(f"## {title}")
         if title == "Switches":
-            parts.append(algorithms_block(package))
+            names = ", ".join(map(code, ALGORITHMS))
+            parts.append(
+                f"Algorithms are values of `Objective`: {names}; `ALGORITHMS` has them by name, `LADDER` the first six in "
+                "order. [The recipe](recipe.md#objective) has every switch, and what each algorithm sets."
+            )
         for module, names in modules.items():
             members = package[module.removeprefix("surefoot.")].members
             folder = f"src/{module.replace('.', '/')}"
             origin = f"{folder}/__init__.py" if (ROOT / folder).is_dir() else f"{folder}.py"
             parts.append(f"From [{origin.removeprefix('src/')}](../../{origin}).")
-            parts += [described(members[name], 3) for name in names]
+            if title in BRIEF:
+                parts.append("\n".join(f"- {code(name)}: {escaped(first_sentence(doc_of(members[name])))}" for name in names))
+            else:
+                parts += [described(members[name], 3) for name in names]
     exported = set(package.exports or ()) - {"functional", "LADDER", "ALGORITHMS", *ALGORITHMS}
     listed = {name for modules in API.values() for names in modules.values() for name in names}
     assert exported <= listed, f"public, but not on the page: {exported - listed}"
     return page("Python API", *parts)
 
 
-def algorithms_block(package: griffe.Module) -> str:
-    """The algorithms as defined in the source."""
-    members = package["core.algorithms"].members
-    lines = [members[name].source for name in (*ALGORITHMS, "LADDER")]
-    return (
-        "Algorithms are values of `Objective`. These are all their differences:\n\n```py\n" + "\n".join(lines) + "\n```\n\n"
-        "`ALGORITHMS` has the same values by name."
-    )
+def first_sentence(docstring: str) -> str:
+    """Up to the first full stop at the end of a word."""
+    return re.split(r"(?<=[.])\s", " ".join(docstring.split()), maxsplit=1)[0].removesuffix(".")
 
 
 # ---- recipe, metrics, command line ------------------------------------------------------------------------------------
 
 
 def recipe_page() -> str:
-    groups: dict[str, list[tuple[str, str, str, str]]] = {}
+    groups: dict[str, list[str]] = {}
     for name, about in recipe_fields():
         section = name.partition(".")[0] if "." in name else ""
         default = "required" if name == "task" else code(shown(about.default))
-        kind = about.type.replace(" | ", " or ")
-        groups.setdefault(section, []).append((code(name), kind, default, escaped(about.meaning)))
+        kind = kind_of(about.type, about.default)
+        groups.setdefault(section, []).append(f"- {code(name)} ({kind}, {default}): {escaped(' '.join(about.meaning.split()))}")
     parts = [
-        "Every field of a recipe. On the command line a field is a flag: `objective.gae_lambda` is `--objective.gae-lambda`. "
+        "Every field of a recipe, with its kind and default. On the command "
+        "line a field is a flag: `objective.gae_lambda` is `--objective.gae-lambda`. "
         "In a TOML file it is a key in a table: `[objective]`, then `gae_lambda = 0.9`. From Python it is a keyword argument: "
         '`objective={"gae_lambda": 0.9}`. The word `none` stands for "not set".',
         "`task` has no flag: it is the WHAT of `surefoot train`. To use these fields, see [recipes](../how-to/recipes.md).",
@@ -317,14 +322,31 @@ def recipe_page() -> str:
                 'The defaults below are those of `algorithm = "custom"`, which is REINFORCE. A named algorithm starts from its '
                 "own values, in the table below. For the effect of each switch on the loss, see " + MATH_PAGE + "."
             )
-        parts.append(table(("field", "kind", "default", "meaning"), rows))
+        parts.append("\n".join(rows))
         if section == "objective":
             parts += ["### What the named algorithms set", named_algorithms()]
-    parts += ["## Presets", "The tuned recipes that `surefoot list` shows, unabridged."]
+    parts += ["## Presets", "`surefoot train NAME --dry-run` prints all of a preset.", preset_list()]
+    return page("Recipe", *parts)
+
+
+def kind_of(kind: str, default: Any) -> str:
+    """The kind of a field in few words."""
+    for words, short in (("whole number", "integer"), ("true | false", "boolean"), (" | ", " or ")):
+        kind = kind.replace(words, short)
+    return kind.removesuffix(" or none") if default is None else kind
+
+
+def preset_list() -> str:
+    """A link to each preset, with the comment that it begins with."""
+    lines = []
     for path in sorted(resources.files("surefoot.recipes.presets").iterdir(), key=lambda path: path.name):
         if path.name.endswith(".toml"):
-            parts.append(f"### `{path.name.removesuffix('.toml')}`\n\n```toml\n{path.read_text('utf-8').rstrip()}\n```")
-    return page("Recipe", *parts)
+            about = re.match(r"(?:#.*\n)*", path.read_text("utf-8"))
+            assert about is not None, "an empty match at least"
+            text = " ".join(line.removeprefix("#").strip() for line in about[0].splitlines())
+            name = path.name.removesuffix(".toml")
+            lines.append(f"- [{code(name)}](../../src/surefoot/recipes/presets/{path.name}): {escaped(first_sentence(text))}")
+    return "\n".join(lines)
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -416,7 +438,9 @@ def metrics_page() -> str:
     for name, metric in METRICS.items():
         remedies = [why for why in dict.fromkeys((metric.why_low, metric.why_high)) if why]
         label = SHOWN[name][0] if name in SHOWN else ""
-        rows.append((code(name), label, escaped(metric.meaning), bounds(metric), escaped("; ".join(remedies))))
+        shown_as = f" ({label})" if label else ""
+        healthy = f" **Healthy: {bounds(metric)}**; else {escaped('; '.join(remedies))}." if remedies else ""
+        rows.append(f"- {code(name)}{shown_as}: {escaped(metric.meaning)}.{healthy}")
     timing = ", ".join(code(name) for name in TIMING)
     return page(
         "Metrics",
@@ -424,8 +448,9 @@ def metrics_page() -> str:
         "TensorBoard have the same names. A value may be `null` if it is not defined, and a key is absent if the algorithm "
         "doesn't have it. To interpret them, see "
         "[read the metrics](../how-to/read-the-metrics.md).",
-        "If a value leaves its healthy range, the display shows the text in the last column. The ranges are rules of thumb.",
-        table(("key", "on the display", "meaning", "healthy", "outside that range"), rows),
+        "In brackets is the label on the display, which shows the text after *else* if a value leaves its healthy range, a "
+        "rule of thumb.",
+        "\n".join(rows),
         f"Two runs of the same recipe and seed on the same machine agree in every key except {timing}.",
     )
 
@@ -445,33 +470,40 @@ def placeholder(parameter: click.Parameter) -> str:
     }.get(kind.name, kind.name.upper())
 
 
-def option_row(option: click.Option) -> tuple[str, str]:
+def option_line(option: click.Option) -> tuple[str, str]:
+    """An option with its value, and its meaning."""
     value = "" if option.is_flag else f" {placeholder(option)}"
     text = option.help or ""
-    if isinstance(option.type, click.IntRange) and option.type.min is not None:
-        text += f" At least {option.type.min}."
     if option.show_default:
         text += f" Default: `{option.default}`."
     return code(f"{', '.join(option.opts)}{value}"), escaped(text.strip())
 
 
-def command_parts(name: str, command: click.Command) -> Iterator[str]:
-    """A section for a command; for a group, one for each of its commands."""
+def own_options(command: click.Command) -> list[tuple[str, str]]:
+    """The lines of a command's options, without the fields of a recipe."""
+    return [option_line(each) for each in command.params if isinstance(each, click.Option) and not is_recipe_flag(each)]
+
+
+def all_commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """A command; for a group, each of its commands."""
     if not isinstance(command, click.Group):
-        yield command_part(name, command)
+        yield name, command
         return
     for own in sorted(command.commands):
-        yield from command_parts(f"{name} {own}", command.commands[own])
+        yield from all_commands(f"{name} {own}", command.commands[own])
 
 
-def command_part(name: str, command: click.Command) -> str:
+def command_part(name: str, command: click.Command, shared: set[tuple[str, str]]) -> str:
     arguments = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-    own = [option for option in options if not is_recipe_flag(option)]
+    own = own_options(command)
     usage = " ".join(["surefoot", name, *(str(argument.name).upper() for argument in arguments), "[OPTIONS]"])
     parts = [f"## `surefoot {name}`", f"```text\n{usage}\n```", *help_parts(inspect.cleandoc(command.help or ""))]
-    if own:
-        parts.append(table(("option", "meaning"), map(option_row, own)))
+    lines = [f"- {flag}: {text}" for flag, text in own if (flag, text) not in shared]
+    if also := [flag for flag, text in own if (flag, text) in shared]:
+        lines.append(f"- [shared options](#shared-options): {', '.join(also)}")
+    if lines:
+        parts.append("\n".join(lines))
     if len(own) < len(options):  # their meanings are in the page of the recipe alone
         parts.append("Also a flag for every field of the [recipe](recipe.md), with its dots. Values are parsed as TOML.")
     return "\n\n".join(parts)
@@ -490,23 +522,25 @@ def is_recipe_flag(option: click.Option) -> bool:
     return option.metavar == "VALUE" or isinstance(option, BooleanOption)
 
 
+SHARED = 3
+"""commands that have the same option, from which on it is described once"""
+
+
 def cli_page() -> str:
     actual = ((name, cli.get_command(click.Context(cli), name)) for name in sorted(COMMANDS))
-    commands = [part for name, command in actual if command is not None for part in command_parts(name, command)]
+    commands = [each for name, command in actual if command is not None for each in all_commands(name, command)]
+    counts = Counter(line for _, command in commands for line in own_options(command))
+    shared = [line for line, count in sorted(counts.items()) if count >= SHARED]
     return page(
         "Command line",
         "`surefoot --help` and `surefoot COMMAND --help` show the same on a terminal; `-h` is short for `--help`. "
         "`python -m surefoot` is the same program.",
-        table(
-            ("exit code", "meaning"),
-            [
-                ("0", "done"),
-                ("1", "`surefoot check` only: the recipe fails a check, or the run has a serious finding"),
-                ("2", "an error; one line on stderr names the field, the value and the remedy"),
-                ("130", "stopped by Ctrl-C or SIGTERM; the run is saved and resumes"),
-            ],
-        ),
-        *commands,
+        "Exit codes: 0, done; 1, only of `surefoot check`: the recipe fails a check, or the run has a serious finding; 2, an "
+        "error: one line on stderr names the field, the value and the remedy; 130, stopped by Ctrl-C or SIGTERM: the run is "
+        "saved and resumes.",
+        "## Shared options",
+        "\n".join(f"- {flag}: {text}" for flag, text in shared),
+        *(command_part(name, command, set(shared)) for name, command in commands),
     )
 
 
@@ -529,13 +563,10 @@ def words(text: str) -> str:
     return escaped(SETTING.sub(lambda match: code(match[0]), text))
 
 
-def described_finding(finding: Finding) -> str:
-    metrics = ", ".join(dict.fromkeys(code(evidence.metric) for evidence in finding.evidence)) or "`metrics.jsonl`"
-    tries = "\n".join(f"{number}. {words(advice)}" for number, advice in enumerate(finding.advice, 1))
-    return (
-        f"{code(finding.name)} ({finding.severity}): {words(finding.what)}.\n\n"
-        f"- **Why:** {words(finding.cause)}.\n- **Look at:** {metrics}.\n\nTry, the likeliest first:\n\n{tries}"
-    )
+def described_cause(finding: Finding) -> str:
+    """A cause, and what to try, the likeliest first."""
+    tries = "; ".join(f"{number}) {words(advice)}" for number, advice in enumerate(finding.advice, 1))
+    return f"- {words(finding.cause)[:1].upper()}{words(finding.cause)[1:]}. **Try** {tries}."
 
 
 def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
@@ -543,7 +574,7 @@ def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
 
     A table in place of rows has the errors of trackers, a text what is wrong with checkpoints or files.
     """
-    parts = [f"### {heading}"]
+    found: list[Finding] = []
     for run in runs:
         lines = run if isinstance(run, list) else []
         others = [tracker_failed(*failed) for failed in run.items()] if isinstance(run, dict) else []
@@ -552,9 +583,13 @@ def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
         history = History("".join("?\n" if row is None else json.dumps(row) + "\n" for row in lines).encode())
         findings = {finding.name: finding for finding in findings_in(history, others=others)}
         assert name in findings, f"the run that is to show {name} shows {list(findings)}"
-        parts.append(described_finding(findings[name]))
+        found.append(findings[name])
+    metrics = ", ".join(dict.fromkeys(code(evidence.metric) for finding in found for evidence in finding.evidence))
     title = Path(more.partition("#")[0]).stem.replace("-", " ")
-    return "\n\n".join([*parts, f"Read more: [{title}]({more})."])
+    first = f"{code(name)} ({found[0].severity}): {words(found[0].what)}."
+    about = f"{first} Look at {metrics or '`metrics.jsonl`'}; [{title}]({more})."
+    causes = dict.fromkeys(described_cause(finding) for finding in found)
+    return "\n\n".join([f"### {heading}", about, "\n".join(causes)])
 
 
 def troubleshooting_page() -> str:

@@ -6,6 +6,7 @@ README.md and every page under docs/ is parsed; README.md, and before a release 
 - a ``python`` or ``toml`` block whose first line is nothing but ``# a_file.py`` or ``# a_file.toml`` is saved under that name;
 - in a ``console`` block the lines that begin with ``$ `` are run: ``surefoot`` commands by the command line's own entry point,
   in this process, which has loaded torch already; others by a shell that finds this environment's programs first;
+- an ``sh`` block, which can be pasted as it stands, is run by a shell;
 - a block after the line ``<!-- parse only -->`` is only parsed: Python by Python, ``surefoot`` commands with their flags and
   their recipe, other commands by their first word.
 """
@@ -146,6 +147,8 @@ def test_examples_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.
                 Path(block.file).write_text(block.text, "utf-8")
             elif block.language == "python" and not block.parse_only:
                 exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), names)
+            elif block.language == "sh":
+                run_command(block.text, tmp_path, monkeypatch)
             elif block.language == "console":
                 for command in block.commands:
                     check_command(command) if block.parse_only else run_command(command, tmp_path, monkeypatch)
