@@ -50,7 +50,7 @@ def display_for(recipe: "Recipe | None", folder: Path, quiet: bool = False, orig
 
 def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
     """The result of a run from its metrics: one line, and its score or None."""
-    from surefoot.diagnostics.metrics import SHOWN
+    from surefoot.diagnostics.metrics import shown
     from surefoot.store.metrics import read_metrics
 
     rows = read_metrics(folder / "metrics.jsonl")
@@ -58,7 +58,7 @@ def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
     name = next((name for name in recipe.scores if last.get(name) is not None), recipe.scores[-1])
     score = last.get(name)
     text = "not known yet" if score is None else number(score)
-    label = SHOWN[name][0] if name in SHOWN else name
+    label = shown(last)[name][0] if name in shown(last) else name
     if name != "held_out_accuracy" and (accuracy := last.get("held_out_accuracy")) is not None:
         text += f", accuracy {accuracy:.1%}"
     before = first_and_best(name, rows)
