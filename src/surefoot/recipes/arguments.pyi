@@ -6,7 +6,7 @@ Written by docs/generate.py from the recipes; change the fields of the recipes i
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from surefoot.core.algorithms import Clip, ClippedWeight, Constraint, Objective, Penalty, Reuse
 from surefoot.recipes.base import CheckpointSettings, OptimizerSettings, TraceSettings, TrackingSettings
-from surefoot.recipes.control import ControlEvaluation, Network, NormaliseSettings, RolloutSettings
+from surefoot.recipes.control import ClipPreferences, ControlEvaluation, Network, NormaliseSettings, RolloutSettings
 from surefoot.recipes.language import CriticSettings, MixingSettings, OnlineEvaluation, ReferenceSettings, SamplingSettings, ServerSettings, TurnSettings
 from surefoot.recipes.models import AdapterSettings, LanguageEvaluation, LanguageOptimizer
 from surefoot.recipes.rewards import JudgeSettings, RewardSettings, RewardTerm
@@ -14,7 +14,7 @@ from surefoot.recipes.rows import DataSettings, PromptSettings
 from surefoot.recipes.supervised import DpoReferenceSettings, PreferenceSettings, RewardPreferenceSettings, SupervisedTraces
 from typing import Any, Literal, TypedDict
 
-AgentTask = Literal["Acrobot-v1", "CartPole-v1", "HalfCheetah-v5", "Hopper-v5", "InvertedDoublePendulum-v5", "InvertedPendulum-v5", "LunarLander-v3", "MountainCarContinuous-v0", "Pendulum-v1", "Reacher-v5", "Swimmer-v5", "Walker2d-v5", "acrobot", "atari", "cartpole", "lunar_lander", "mountain_car_continuous", "mujoco", "pendulum", "swimmer", "tensor/Acrobot-v1", "tensor/CartPole-v1", "tensor/MountainCar-v0", "tensor/Pendulum-v1", "tensor_acrobot", "tensor_cartpole", "tensor_mountain_car", "tensor_pendulum"]
+AgentTask = Literal["Acrobot-v1", "CartPole-v1", "HalfCheetah-v5", "Hopper-v5", "InvertedDoublePendulum-v5", "InvertedPendulum-v5", "LunarLander-v3", "MountainCarContinuous-v0", "Pendulum-v1", "Reacher-v5", "Swimmer-v5", "Walker2d-v5", "acrobot", "atari", "cartpole", "lunar_lander", "mountain_car_continuous", "mujoco", "pendulum", "people_cheetah", "swimmer", "tensor/Acrobot-v1", "tensor/CartPole-v1", "tensor/MountainCar-v0", "tensor/Pendulum-v1", "tensor_acrobot", "tensor_cartpole", "tensor_mountain_car", "tensor_pendulum"]
 """environment ids that a preset is tuned for"""
 ModelTask = Literal["addition", "dpo", "guess", "guess_sft", "language", "reviews", "reviews_sft", "sft", "sorting", "task_sft"]
 """presets that train a language model"""
@@ -146,6 +146,16 @@ class NormaliseSettingsTable(TypedDict, total=False):
     rewards: bool
     actions: bool
     clip: float
+
+class ClipPreferencesTable(TypedDict, total=False):
+    """The fields of ``ClipPreferences``."""
+    judge: Literal["return", "people"]
+    labels: int
+    segment: int
+    first: float
+    refits: int
+    errors: float
+    terminations: Literal["reject", "keep"]
 
 class LanguageOptimizerTable(TypedDict, total=False):
     """The fields of ``LanguageOptimizer``."""
@@ -331,6 +341,7 @@ class ControlArguments(TypedDict, total=False):
     evaluation: ControlEvaluationTable | ControlEvaluation
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: TraceSettingsTable | TraceSettings
+    fingerprints: bool
     trackers: Sequence[Literal["tensorboard", "wandb", "trackio"]]
     tracking: TrackingSettingsTable | TrackingSettings
     environment: Mapping[str, Any]
@@ -338,6 +349,7 @@ class ControlArguments(TypedDict, total=False):
     rollout: RolloutSettingsTable | RolloutSettings
     network: NetworkTable | Network
     normalise: NormaliseSettingsTable | NormaliseSettings
+    preferences: ClipPreferencesTable | ClipPreferences | None
 
 class Arguments(TypedDict, total=False):
     """The fields of recipes of all kinds."""
@@ -353,6 +365,7 @@ class Arguments(TypedDict, total=False):
     evaluation: ControlEvaluationTable | ControlEvaluation | LanguageEvaluationTable | LanguageEvaluation | OnlineEvaluationTable | OnlineEvaluation
     checkpoint: CheckpointSettingsTable | CheckpointSettings
     traces: TraceSettingsTable | TraceSettings | SupervisedTracesTable | SupervisedTraces
+    fingerprints: bool
     trackers: Sequence[Literal["tensorboard", "wandb", "trackio"]]
     tracking: TrackingSettingsTable | TrackingSettings
     environment: Mapping[str, Any]
@@ -360,6 +373,7 @@ class Arguments(TypedDict, total=False):
     rollout: RolloutSettingsTable | RolloutSettings
     network: NetworkTable | Network
     normalise: NormaliseSettingsTable | NormaliseSettings
+    preferences: ClipPreferencesTable | ClipPreferences | None
     model: str
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
