@@ -204,11 +204,8 @@ class _Estimator:
         if s.evaluated > s.responses // s.samples:  # otherwise no more than sampling for training
             phases.append(self._drawing(s.evaluated, 1))
         policy, *critics = self.trained_models  # what is gathered with the policy of a separate critic is in no layer
-        return {
-            **self.whole([policy, *(replace(critic, layers=0) for critic in critics)]),
-            **max(phases, key=total),
-            **self.earlier_rounds,
-        }
+        gathered = self.whole([policy, *(replace(critic, layers=0) for critic in critics)])
+        return gathered | max(phases, key=total) | self.earlier_rounds
 
     @property
     def earlier_rounds(self) -> Parts:
@@ -222,7 +219,7 @@ class _Estimator:
         some, part = chunk_of(prompts, samples, rows)
         first, last = {"reading prompts": passes.prompt_reading(s, some)}, passes.decoding(s, some, part)
         batch = prompts * samples * (PROMPT_BYTES * s.prompt + SAMPLE_BYTES * s.max_tokens)
-        return {**max(last, first, key=total), "batch": batch}
+        return max(last, first, key=total) | {"batch": batch}
 
     def scoring(self) -> Parts:
         s = self.workload
@@ -237,7 +234,7 @@ class _Estimator:
         gathered += [(s.policy, [*rewards, *self.trained_models[:1]]) for _ in s.reward_adapters[:1]]
         needs += [(models, passes.reward_scoring(config, s, texts) + self.brought("reward")) for config, models in gathered]
         phases: list[Parts] = [{**self.whole(models), "passes": peak} for models, peak in needs]
-        return {**max(phases, key=total), "batch": self.rollout, **self.earlier_rounds}
+        return max(phases, key=total) | {"batch": self.rollout} | self.earlier_rounds
 
     def brought(self, role: str) -> int:
         """Bytes of a role's weights that are on the device only in its own passes; sharded ones are gathered in any case."""

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -18,24 +18,22 @@ if TYPE_CHECKING:
 
     from surefoot.recipes.models import AdapterSettings
 
-P, Count = ParamSpec("P"), TypeVar("Count")
+Count = TypeVar("Count", bound=Callable[..., Any])
 _known: dict[tuple[str, ...], Any] = {}
 
 
-def counted_once(count: Callable[P, Count]) -> Callable[P, Count]:
-    """Count the same configuration, the first argument, once in a process, on the meta device."""
+def counted_once(count: Count) -> Count:
+    """Count the same configuration once in a process, on the meta device."""
 
     @wraps(count)
-    def counted(*args: P.args, **kwargs: P.kwargs) -> Count:
-        config: Any = args[0]
-        key = (count.__name__, type(config).__name__, config.to_json_string(), repr(args[1:]))
+    def counted(config: "PreTrainedConfig", *args: Any) -> Any:
+        key = (count.__name__, type(config).__name__, config.to_json_string(), repr(args))
         if key not in _known:
             with quiet_transformers(), torch.device("meta"):
-                _known[key] = count(*args, **kwargs)
-        known: Count = _known[key]
-        return known
+                _known[key] = count(config, *args)
+        return _known[key]
 
-    return counted
+    return cast(Count, counted)
 
 
 @dataclass(frozen=True)
