@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from surefoot.compare.statistics import markdown_table
+from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import sample
 
 FAMILIES = ("llama", "qwen2", "gpt2", "gemma")
@@ -53,16 +54,7 @@ def contestants(model: Any, options: argparse.Namespace, eos: list[int]) -> dict
 
     def ours(path: Any) -> Callable[[], int]:
         def run() -> int:
-            result = sample(
-                model,
-                ids.tolist(),
-                samples=options.samples,
-                max_tokens=options.tokens,
-                eos_ids=eos,
-                pad_id=0,
-                seeds=seeds,
-                path=path,
-            )
+            result = sample(model, Request(ids.tolist(), seeds, options.tokens, eos, 0, samples=options.samples), path=path)
             return int(result.mask.sum())
 
         return run

@@ -26,6 +26,7 @@ from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.critic import Critic, ValueHead
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.online.world import LanguageWorld
+from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import sample
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.models import AdapterSettings
@@ -267,14 +268,14 @@ def test_the_fast_sampler_draws_with_the_adapters_log_probabilities(loaded: tupl
     moved(base, POLICY)
     prompts = [[5, 6, 7], [8, 9]]
     options: dict[str, Any] = {"max_tokens": 8, "eos_ids": [1], "pad_id": 0, "seeds": [1, 2]}
-    drawn = sample(model, prompts, **options)
+    drawn = sample(model, Request(prompts, **options))
     assert drawn.path == "packed"
     with torch.no_grad():
         inputs = {"prompt": drawn.prompt, "prompt_mask": drawn.prompt_mask}
         scored = LanguagePolicy(model, None, 0)(inputs, drawn.actions, drawn.mask).log_probs
     assert (scored - drawn.log_probs)[drawn.mask].abs().max() < 1e-4
     with base.using(None):
-        plain = sample(model, prompts, **options)
+        plain = sample(model, Request(prompts, **options))
     assert not torch.allclose(plain.log_probs[:, 0], drawn.log_probs[:, 0], atol=1e-3)
 
 

@@ -14,6 +14,7 @@ from surefoot.calls import DeadlineExceeded
 from surefoot.language import http_client
 from surefoot.language.online.engine import InProcess
 from surefoot.language.rewards.endpoint import Endpoint
+from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import sample
 
 from .test_endpoint import Server
@@ -116,18 +117,9 @@ def test_requests_that_failed_early_are_sent_again(
 
 def test_on_finished_gets_the_index_and_tokens_of_responses_that_end_early() -> None:
     finished: dict[int, list[int]] = {}
-    drawn = sample(
-        model("llama"),
-        [tokenizer()(text).input_ids for text in ("ab", "c", "dd")],
-        samples=4,
-        max_tokens=40,
-        temperature=1.5,
-        eos_ids=[1],
-        pad_id=0,
-        seeds=range(12),
-        rows=5,
-        on_finished=lambda number, ids: finished.update({number: list(ids)}),
-    )
+    prompts = [tokenizer()(text).input_ids for text in ("ab", "c", "dd")]
+    report = {"on_finished": lambda number, ids: finished.update({number: list(ids)})}
+    drawn = sample(model("llama"), Request(prompts, range(12), 40, [1], 0, samples=4, temperature=1.5, **report), rows=5)
     early = [number for number, length in enumerate(drawn.lengths.tolist()) if length < 40]
     assert 0 < len(early) < 12
     assert finished == {n: drawn.responses()[n] for n in early}

@@ -27,9 +27,7 @@ from .vllm_stand_in import StandIn
 MAKE: dict[str, Callable[[Any], Engine]] = {
     "packed": lambda model: InProcess(model, "packed"),
     "model": lambda model: InProcess(model, "model"),
-    "automatic": InProcess,
     "seven rows": lambda model: InProcess(model, rows=7),
-    "two rows": lambda model: InProcess(model, rows=2),
     "continuous": lambda model: Continuous(model, rows=6),  # a response that ends makes room
 }
 
@@ -40,7 +38,7 @@ def request(count: int = 12, first: int = 100, **changes: Any) -> Request:
     return Request(**{"prompts": PROMPTS, "seeds": range(first, first + count), **settings, **changes})
 
 
-@pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow if "two rows" in name else ()) for name in MAKE), "vllm"])
+@pytest.fixture(params=[*MAKE, "vllm"])
 def engine(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Engine]:
     """Each engine on the same small model; "vllm" uses a stand-in server."""
     if request.param == "vllm":
@@ -59,13 +57,17 @@ def engine(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator
         server.close()
 
 
-def test_responses_have_the_right_shapes_in_prompt_major_order(engine: Engine) -> None:
+def test_responses_are_prompt_major_and_end_at_eos_or_at_the_limit(engine: Engine) -> None:
     drawn = engine.sample(request())
+    assert set(drawn.finish_reasons) == {"stop", "length"}
     assert drawn.prompt.shape == drawn.prompt_mask.shape == (12, 7)
     assert drawn.actions.shape == drawn.mask.shape == drawn.log_probs.shape
     assert len(drawn.actions) == len(drawn.ended) == 12
     assert drawn.mask.shape[1] == drawn.lengths.max() <= 16
-    for row in range(12):
+    for row, (response, reason) in enumerate(zip(drawn.responses(), drawn.finish_reasons, strict=True)):
+        assert not any(token in EOS for token in response[:-1])
+        assert reason == ("stop" if response[-1] in EOS else "length")
+        assert reason == "stop" or len(response) == 16
         assert drawn.prompt[row][drawn.prompt_mask[row]].tolist() == PROMPTS[row // 3]
         length = int(drawn.lengths[row])
         assert drawn.mask[row].tolist() == [t < length for t in range(drawn.mask.shape[1])]
@@ -73,17 +75,6 @@ def test_responses_have_the_right_shapes_in_prompt_major_order(engine: Engine) -
         assert not drawn.log_probs[row, length:].any()
     assert drawn.log_probs.dtype == torch.float32
     assert drawn.missing is None
-
-
-def test_responses_end_only_at_eos_or_at_the_limit(engine: Engine) -> None:
-    drawn = engine.sample(request())
-    reasons = set()
-    for response, reason in zip(drawn.responses(), drawn.finish_reasons, strict=True):
-        assert not any(token in EOS for token in response[:-1])
-        assert reason == ("stop" if response[-1] in EOS else "length")
-        assert reason == "stop" or len(response) == 16
-        reasons.add(reason)
-    assert reasons == {"stop", "length"}
 
 
 def test_on_finished_gets_stopped_responses_except_from_the_continuous_engine(engine: Engine) -> None:
@@ -131,10 +122,9 @@ def test_responses_at_the_limit_are_truncated_unless_they_end_with_eos(engine: E
     assert ended.lengths.tolist() == [1] * 12
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_match_the_trainer(engine: Engine, temperature: float) -> None:
-    drawn = engine.sample(request(temperature=temperature))
-    expect_own_log_probs(engine.model, PROMPTS, drawn, temperature, within=1e-4)  # type: ignore[attr-defined]
+def test_log_probs_match_the_trainer(engine: Engine) -> None:
+    drawn = engine.sample(request(temperature=0.7))
+    expect_own_log_probs(engine.model, PROMPTS, drawn, 0.7, within=1e-4)  # type: ignore[attr-defined]
 
 
 def test_same_seeds_repeat_responses_and_other_seeds_do_not(engine: Engine) -> None:
@@ -176,18 +166,9 @@ def test_sampling_preserves_the_global_generator_training_mode_and_attention_set
     assert model.config._attn_implementation == attention
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompts": [[5], []], "seeds": range(6)}, r"prompts\[1\]: has no tokens"),
-        ({"prompts": [[5] * 113], "seeds": range(3)}, "don't fit into the model's context of 128"),
-        ({"seeds": [1]}, "seeds: 1 given"),
-        ({"stop": [""]}, "non-empty"),
-    ],
-)
-def test_invalid_requests_are_rejected(engine: Engine, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SurefootError, match=message):
-        engine.sample(request(**changes))
+def test_invalid_requests_are_rejected(engine: Engine) -> None:
+    with pytest.raises(SurefootError, match="seeds: 1 given"):
+        engine.sample(request(seeds=[1]))
 
 
 # ---- engines in this process --------------------------------------------------------------------------------------------
@@ -206,6 +187,7 @@ def test_engine_is_chosen_for_the_model_and_states_its_reason() -> None:
 
 def test_wrong_packed_weights_are_an_error_only_if_requested() -> None:
     model = tiny.model("llama")
+    assert InProcess(model, "model").sample(request()).path == "cached"
     model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
     assert InProcess(model).sample(request()).path == "cached"
     with pytest.raises(
@@ -214,21 +196,14 @@ def test_wrong_packed_weights_are_an_error_only_if_requested() -> None:
         InProcess(model, "packed").sample(request())
 
 
-def test_packed_and_model_engines_match_sample_bit_for_bit(family: str) -> None:
-    for name, path in (("packed", "packed"), ("model", "cached")):
-        drawn = InProcess(tiny.model(family), name).sample(request())  # type: ignore[arg-type]
-        direct = sample(tiny.model(family), **vars(request()), path=path)  # type: ignore[arg-type]
-        assert drawn.path == path
-        assert torch.equal(drawn.actions, direct.actions)
-        assert torch.equal(drawn.log_probs, direct.log_probs)
-
-
-@pytest.mark.parametrize(("rows", "look_every"), [(1, 1), (5, 3), (7, 50), (12, 4)])
+@pytest.mark.parametrize(
+    ("family", "rows", "look_every"), [("llama", 1, 1), ("gpt2", 5, 3), ("gemma", 7, 50), ("qwen2", 12, 4)]
+)
 def test_row_limit_and_interval_of_end_checks_change_no_token(family: str, rows: int, look_every: int) -> None:
     model = tiny.model(family)
     for changes in ({}, {"stop": ["e", "ab"], "eos_ids": (1,)}):
-        wanted = sample(model, **vars(request(**changes)))
-        drawn = sample(model, **vars(request(**changes)), rows=rows, look_every=look_every)
+        wanted = sample(model, request(**changes))
+        drawn = sample(model, request(**changes), rows=rows, look_every=look_every)
         for name in ("prompt", "prompt_mask", "actions", "mask", "ended"):
             assert torch.equal(getattr(drawn, name), getattr(wanted, name)), name
         torch.testing.assert_close(drawn.log_probs, wanted.log_probs, atol=5e-5, rtol=0)

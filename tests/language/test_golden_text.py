@@ -21,6 +21,7 @@ from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.policy.critic import Critic
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
+from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import sample
 from surefoot.language.supervised.demonstrations import Rows, demonstration_tensors
 from surefoot.language.supervised.world import RowCollector, SupervisedWorld
@@ -114,9 +115,7 @@ def test_sampler_policy_and_reference_apply_temperature_as_in_the_golden_case() 
         policy = LanguagePolicy(model, None, 0, temperature)
         expect(name, key, policy(inputs, actions).log_probs[0, 0])
         expect(name, key, ReferencePolicy(policy).log_probs(inputs, actions, torch.ones(1, 1, dtype=torch.bool))[0, 0])
-        drawn = sample(
-            model, [prompt], samples=16, max_tokens=1, temperature=temperature, eos_ids=[1], pad_id=0, seeds=range(16)
-        )
+        drawn = sample(model, Request([prompt], range(16), 1, [1], 0, samples=16, temperature=temperature))
         sampled = drawn.log_probs[drawn.actions == actions[0, 0]]
         assert len(sampled) > 1
         expect(name, key, sampled[0])

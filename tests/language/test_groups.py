@@ -17,7 +17,8 @@ from surefoot.language.data.batches import EpochSampler
 from surefoot.language.online import collect
 from surefoot.language.online.responses import choose_groups, rows_of_batch, with_signal
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.sampling.sampler import Samples, concat_samples
+from surefoot.language.sampling.engines import Samples
+from surefoot.language.sampling.sampler import concat_samples
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table

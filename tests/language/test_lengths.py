@@ -15,6 +15,7 @@ from surefoot.language.data.rows import write_rows
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
+from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import prompt_groups, sample
 from surefoot.recipes.reading import make_recipe
 from surefoot.store.metrics import read_metrics
@@ -69,7 +70,7 @@ def generated(model: Any, prompt: list[int], response: list[int]) -> Tensor:
 def test_sampler_reads_rows_as_the_model_does_alone(kind: str, most: int) -> None:
     model = small(kind)
     prompts = PROMPTS if kind == "phi3" else PROMPTS[:3]
-    drawn = sample(model, prompts, samples=2, max_tokens=most, eos_ids=(1,), pad_id=0, seeds=range(2 * len(prompts)))
+    drawn = sample(model, Request(prompts, range(2 * len(prompts)), most, (1,), 0, samples=2))
     for row, response in enumerate(drawn.responses()):
         wanted = generated(model, prompts[row // 2], response)
         torch.testing.assert_close(drawn.log_probs[row, : len(response)], wanted, atol=1e-4, rtol=0)

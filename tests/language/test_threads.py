@@ -11,7 +11,8 @@ from surefoot.language.data.tokens import Tokens
 from surefoot.language.online.turns import Environments
 from surefoot.language.rewards.terms import load_reward
 from surefoot.language.sampling.ends import Ends
-from surefoot.language.sampling.sampler import Samples, sample
+from surefoot.language.sampling.engines import Request, Samples
+from surefoot.language.sampling.sampler import sample
 from surefoot.recipes.language import TurnSettings
 from surefoot.recipes.rewards import RewardTerm
 
@@ -51,7 +52,7 @@ def answer() -> Iterator[Any]:
     model = tiny.model("llama")
 
     def draw(prompts: Any, seeds: Any) -> Samples:
-        return sample(model, prompts, max_tokens=4, eos_ids=(1,), pad_id=0, seeds=seeds)
+        return sample(model, Request(prompts, seeds, 4, (1,), 0))
 
     return draw
 

@@ -15,6 +15,7 @@ import torch
 
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import load_model
+from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import sample
 
 Reply = tuple[int, Any]
@@ -119,8 +120,7 @@ class StandIn:
         if len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": f"max_tokens={body['max_tokens']} is too large"}}
         greedy = body["temperature"] == 0
-        drawn = sample(
-            self.model,
+        request = Request(
             [body["prompt"]],
             max_tokens=body["max_tokens"],
             temperature=body["temperature"] or 1.0,
@@ -131,6 +131,7 @@ class StandIn:
             decode=lambda ids: self.tokens.decode(ids, special=not body["skip_special_tokens"]),
             greedy=greedy,
         )
+        drawn = sample(self.model, request)
         choice: dict[str, Any] = {
             "finish_reason": "stop" if drawn.ended[0] else "length",
             "token_ids": drawn.responses()[0],

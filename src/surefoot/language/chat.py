@@ -10,7 +10,8 @@ from surefoot.language import quiet_transformers
 from surefoot.language.language_model import LanguageModel
 from surefoot.language.models.loading import context_length
 from surefoot.language.sampling.ends import Ends, cut_at_stop
-from surefoot.language.sampling.sampler import Samples, sample
+from surefoot.language.sampling.engines import Request, Samples
+from surefoot.language.sampling.sampler import sample
 
 PARTIAL = "\ufffd"
 """the text of an incomplete character"""
@@ -74,7 +75,7 @@ class Chat:
 def write_response(
     model: LanguageModel, prompt: Sequence[int], ends: Ends, write: Callable[[str], None], **options: Any
 ) -> Samples:
-    """Draw one response with these options of ``sample``; pass its text to ``write``, piece by piece as soon as it is sure."""
+    """Draw one response with these options of a ``Request``; pass its text to ``write``, piece by piece as soon as it is sure."""
     ids: list[int] = []
     written = ""
 
@@ -86,7 +87,7 @@ def write_response(
             write(text[len(written) :])
             written = text
 
-    drawn = sample(model.model, [prompt], on_token=on_token, **options, **ends.options)
+    drawn = sample(model.model, Request([prompt], **options, **ends.options), on_token=on_token)
     write(ends.text(ids)[len(written) :])
     return drawn
 

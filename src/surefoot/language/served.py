@@ -22,8 +22,9 @@ from surefoot.language.models.classifier import classifier_kind
 from surefoot.language.models.loading import HEAD, context_length, read_config
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Prompt
-from surefoot.language.sampling import sampler
 from surefoot.language.sampling.ends import Ends
+from surefoot.language.sampling.engines import Request, check_request
+from surefoot.language.sampling.sampler import sample
 from surefoot.store.hub import local_folder
 from surefoot.store.manifest import is_checkpoint
 
@@ -116,7 +117,9 @@ class ServedPolicy:
         if limit is None:
             context = context_length(self.policy.model)
             limit = TOKENS if context is None else max(1, min(TOKENS, context - max(map(len, ids))))
-        sampler.check_prompts(self.policy.model, ids, limit, self.policy.tokens.eos_ids)
+        check_request(
+            self.policy.model, Request(ids, (), limit, self.policy.tokens.eos_ids, self.policy.tokens.pad_id, greedy=True)
+        )
         samples, stream = number_in(body, "n", 1), bool(body.get("stream"))
         if samples * len(ids) > (most := 1 if stream else MOST):
             raise SurefootError(f"n={samples}: {samples * len(ids)} responses; ask for {most} at a time")
@@ -143,7 +146,7 @@ class ServedPolicy:
         """The completions of each request."""
         ends, options = self._sampling(requests[0])
         ids, seeds = ([one for request in requests for one in request[name]] for name in ("ids", "seeds"))
-        drawn = sampler.sample(self.policy.model, ids, seeds=seeds, rows=AT_ONCE, **options, **ends.options)
+        drawn = sample(self.policy.model, Request(ids, seeds, **options, **ends.options), rows=AT_ONCE)
         ended, answers = iter(zip(drawn.responses(), drawn.finish_reasons, strict=True)), []
         for request in requests:
             own = [next(ended) for _ in request["ids"]]

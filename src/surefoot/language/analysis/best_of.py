@@ -20,7 +20,8 @@ from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Prompt, Reward, Scores
 from surefoot.language.rewards.terms import FunctionReward, check_special_texts, parts_of
 from surefoot.language.sampling.ends import Ends
-from surefoot.language.sampling.sampler import Samples, sample
+from surefoot.language.sampling.engines import Request, Samples
+from surefoot.language.sampling.sampler import sample
 from surefoot.ranks.collectives import in_float64
 
 NO_LIMIT = 2**53
@@ -144,15 +145,9 @@ def _scored_batches(
     for start in range(0, count, size):
         batch = range(start, min(start + size, count))
         repeated = data.repeat_prompts(prompts, batch, n)
-        samples = sample(
-            model.model,
-            repeated.ids[::n],
-            samples=n,
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            seeds=[derived_seed(settings.seed, "best-of-n", row * n + number) for row in batch for number in range(n)],
-            **ends.options,
-        )
+        seeds = [derived_seed(settings.seed, "best-of-n", row * n + number) for row in batch for number in range(n)]
+        options = {"samples": n, "temperature": settings.temperature, **ends.options}
+        samples = sample(model.model, Request(repeated.ids[::n], seeds, settings.max_tokens, **options))
         texts = [ends.text(ids, settings.special_tokens) for ids in samples.responses()]
         yield batch, texts, samples, reward(repeated.prompts, texts, repeated.columns)
 

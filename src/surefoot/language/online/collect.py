@@ -52,9 +52,9 @@ from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
 from surefoot.language.rewards.terms import FunctionReward, function_rewards, parts_of
 from surefoot.language.sampling.ends import Ends
-from surefoot.language.sampling.engines import Engine, OnFinished, Request
+from surefoot.language.sampling.engines import Engine, OnFinished, Request, Samples
 from surefoot.language.sampling.kv_cache import CACHE_TOLERANCE, logits_alone
-from surefoot.language.sampling.sampler import Samples, concat_samples, log_softmax
+from surefoot.language.sampling.sampler import concat_samples, log_softmax
 from surefoot.ranks.collectives import (
     all_max,
     all_sum,

@@ -11,10 +11,10 @@ from surefoot.language.data.tokens import Tokens
 from surefoot.language.language_model import model_folder
 from surefoot.language.memory.available import total_memory
 from surefoot.language.sampling.continuous import Continuous
-from surefoot.language.sampling.engines import Engine, EngineName, Request
+from surefoot.language.sampling.engines import Engine, EngineName, Request, Samples
 from surefoot.language.sampling.fast_decode import why_not_packed
 from surefoot.language.sampling.rows import rows_that_fit
-from surefoot.language.sampling.sampler import Samples, sample
+from surefoot.language.sampling.sampler import sample
 from surefoot.language.sampling.vllm import VllmServer
 from surefoot.recipes.language import LanguageRecipe
 
@@ -46,10 +46,9 @@ class InProcess:
         self.version = version
 
     def sample(self, request: Request) -> Samples:
-        settings = {**vars(request), "seeds": () if request.greedy else request.seeds}
         path: Any = "model" if self.requested == "model" else None
         with self._computing():
-            drawn = sample(self.model, **settings, path=path, rows=self.rows_for(request))
+            drawn = sample(self.model, request, path=path, rows=self.rows_for(request))
         if self.requested == "packed" and drawn.path != "packed" and request.max_tokens > 1:  # the prompts give the first token
             raise SurefootError(
                 "sampling.engine='packed': packed weights give other log-probabilities than the model's forward pass, or its "

@@ -20,7 +20,7 @@ from surefoot.language.online.turns import Conversation, add_turn_rewards, last_
 from surefoot.language.rewards.scores import Reward, Scores, scatter_scores, truncate_texts
 from surefoot.language.rewards.terms import is_dense
 from surefoot.language.sampling.ends import Ends
-from surefoot.language.sampling.sampler import Samples
+from surefoot.language.sampling.engines import Samples
 from surefoot.ranks.collectives import all_sum
 from surefoot.recipes.language import LanguageRecipe
 

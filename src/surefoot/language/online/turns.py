@@ -24,7 +24,7 @@ from surefoot.language.data.rows import fault_in
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.rewards.scores import Prompt, Scores
 from surefoot.language.sampling.ends import Ends
-from surefoot.language.sampling.sampler import DecodedBy, Samples
+from surefoot.language.sampling.engines import DecodedBy, Samples
 from surefoot.recipes.callables import import_object
 from surefoot.recipes.language import TurnSettings
 

@@ -10,8 +10,8 @@ import torch
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers
-from surefoot.language.sampling.engines import EngineName, Request, samples_of
-from surefoot.language.sampling.sampler import Samples, check_options, check_prompts, eval_mode
+from surefoot.language.sampling.engines import EngineName, Request, Samples, check_request, samples_of
+from surefoot.language.sampling.sampler import eval_mode
 
 PAGE = 256
 """tokens of a page of the cache, unless prompt and response are shorter"""
@@ -44,11 +44,7 @@ class Continuous:
 
     def sample(self, request: Request) -> Samples:
         """Raises SurefootError when ``transformers`` fails, or can't batch this model's attention or cache."""
-        check_prompts(self.model, request.prompts, request.max_tokens, request.eos_ids)
-        count = len(request.prompts)
-        check_options(
-            count, request.samples, request.temperature, request.seeds, request.stop, request.decode, request.greedy, None
-        )
+        check_request(self.model, request)
         device = self.model.get_input_embeddings().weight.device
         prompts = [list(prompt) for prompt in request.prompts for _ in range(request.samples)]
         devices = [device] if device.type == "cuda" else []

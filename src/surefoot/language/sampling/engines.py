@@ -6,17 +6,22 @@ trainer computes log-probabilities again; those of an engine that is not exact a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from surefoot.errors import NotFiniteError, SurefootError
+from surefoot.files import check_flags, check_whole
 from surefoot.language.data.batches import left_padded, right_padded
 from surefoot.language.sampling.ends import EndDetector
-from surefoot.language.sampling.sampler import Samples
 
 EngineName = Literal["packed", "model", "continuous", "vllm"]
+DecodingPath = Literal["packed", "cached", "recomputed"]
+"""how tokens are decoded: with packed weights, or by the model's forward pass with or without its cache"""
+DecodedBy = DecodingPath | Literal["continuous", "vllm"]
+"""the path that decoded, or the engine that has no such paths"""
+FinishReason = Literal["stop", "length", "error"]
 OnFinished = Callable[[int, Sequence[int]], None]
 """called with the number and the tokens of a response"""
 
@@ -42,6 +47,50 @@ class Request:
     """the most likely tokens"""
     on_finished: OnFinished | None = None
     """called for a response that ends before others do, where the engine knows; in any thread"""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """N responses, prompt-major: all samples of prompt 0 first. T is the length of the longest."""
+
+    prompt: Tensor
+    """[N, P] padded on the left"""
+    prompt_mask: Tensor
+    """[N, P] True at real tokens"""
+    actions: Tensor
+    """[N, T] padded on the right"""
+    mask: Tensor
+    """[N, T] True at sampled tokens, EOS included"""
+    log_probs: Tensor
+    """[N, T] of the sampled tokens, at the sampling temperature; 0 outside the mask"""
+    ended: Tensor
+    """[N] True if EOS or a stop string ended it; False if it was truncated at the limit"""
+    path: DecodedBy
+    real: Tensor | None = None
+    """[N, T] with several turns: True at sampled tokens and at the tokens of the environment between and after them; else None
+    """
+    missing: Tensor | None = None
+    """[N] True where the engine returned no response, which is then empty; None if all are there"""
+    version: int | None = None
+    """the optimizer steps that the sampled weights had taken; None if the caller did not count them"""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Sampled tokens of each response.   [N]"""
+        return self.mask.sum(-1)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Why each response ended: "stop" by EOS or a stop string, "length" at the limit, "error" if there is none."""
+        missing = [False] * len(self.ended) if self.missing is None else self.missing.tolist()
+        reasons = zip(self.ended.tolist(), missing, strict=True)
+        return ["error" if lost else "stop" if ended else "length" for ended, lost in reasons]
+
+    def responses(self) -> list[list[int]]:
+        """The sampled tokens of each response, without padding."""
+        sampled = self.actions[self.mask].tolist()
+        ends = self.lengths.cumsum(0).tolist()
+        return [sampled[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class Engine(Protocol):
@@ -71,6 +120,38 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release what the engine holds."""
         ...
+
+
+def check_request(model: Any, request: Request) -> None:
+    """Raise SurefootError for a request that is invalid, or that this model can't answer."""
+    r = request
+    if not r.prompts:
+        raise SurefootError("prompts: the list is empty; give at least one prompt")
+    check_whole(1, max_tokens=r.max_tokens, samples=r.samples)
+    check_flags(greedy=r.greedy)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, ids in [("eos_ids", r.eos_ids), *((f"prompts[{index}]", prompt) for index, prompt in enumerate(r.prompts))]:
+        unknown = [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < vocabulary]
+        if unknown:
+            raise SurefootError(
+                f"{name}: token {unknown[0]} is outside the model's vocabulary of {vocabulary}; use the model's own tokenizer"
+            )
+    for index, prompt in enumerate(r.prompts):
+        if not len(prompt):
+            raise SurefootError(f"prompts[{index}]: has no tokens; begin it with at least one, such as BOS")
+        if context and len(prompt) + r.max_tokens > context:
+            raise SurefootError(
+                f"prompts[{index}]: {len(prompt)} tokens and max_tokens={r.max_tokens} don't fit into the model's context of "
+                f"{context}; shorten one of them"
+            )
+    count = len(r.prompts)
+    if not 0 < r.temperature < float("inf"):
+        raise SurefootError(f"temperature={r.temperature}: must be a positive number; for the most likely token, set greedy")
+    if not r.greedy and len(r.seeds) != r.samples * count:
+        raise SurefootError(f"seeds: {len(r.seeds)} given for {count} prompts x samples={r.samples}; give one per response")
+    if r.stop and (isinstance(r.stop, str) or r.decode is None or not all(r.stop)):
+        raise SurefootError(f"stop={r.stop!r}: needs a list of non-empty strings, and decode=, which turns tokens into text")
 
 
 Answer = tuple[list[int], list[float], bool] | None

@@ -1,8 +1,7 @@
 """The engine "vllm": a running vLLM server samples, by its OpenAI-compatible completions with token ids and log-probabilities.
 
-New weights go through a folder that both read: the server pauses, loads them, drops its
-cache of prefixes and goes on. A version names the weights on the server; a probe compares its log-probabilities with the
-trainer's.
+New weights go through a folder that both read: the server pauses, loads them, drops its cache of prefixes and goes on. A
+version names the weights on the server; a probe compares its log-probabilities with the trainer's.
 The server needs ``VLLM_SERVER_DEV_MODE=1``, which adds the endpoints for weights, so it must not be open to others.
 """
 
@@ -29,8 +28,8 @@ from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import HttpClient, is_local
 from surefoot.language.models.loading import save_model
 from surefoot.language.sampling.ends import Ends
-from surefoot.language.sampling.engines import Answer, EngineName, Request, detector_for, samples_of
-from surefoot.language.sampling.sampler import Samples, check_options, check_prompts, eval_mode, log_softmax
+from surefoot.language.sampling.engines import Answer, EngineName, Request, Samples, check_request, detector_for, samples_of
+from surefoot.language.sampling.sampler import eval_mode, log_softmax
 from surefoot.ranks.collectives import from_first, rank
 from surefoot.recipes.language import LanguageRecipe, ServerSettings
 
@@ -201,9 +200,8 @@ class VllmServer:
         A response that the server does not return, or returns truncated, is missing. Raises SurefootError if all are, or if the
         weights were changed meanwhile.
         """
-        check_prompts(self.model, request.prompts, request.max_tokens, request.eos_ids)
+        check_request(self.model, request)
         count, samples = len(request.prompts), request.samples
-        check_options(count, samples, request.temperature, request.seeds, request.stop, request.decode, request.greedy, None)
         ends, down = time.monotonic() + self.settings.timeout, threading.Event()
         problems: list[str] = []
         device = self.model.get_input_embeddings().weight.device
@@ -368,25 +366,12 @@ def serve_command(recipe: LanguageRecipe, folder: str, longest: int) -> str:
     """
     settings = recipe.server or ServerSettings()
     parts = urlsplit(settings.url)
-    words = [
-        "vllm",
-        "serve",
-        folder,
-        "--served-model-name",
-        settings.model,
-        "--dtype",
-        "float32" if recipe.precision == "float32" else "bfloat16",
-        "--max-model-len",
-        str(longest),
-        "--host",
-        parts.hostname or "127.0.0.1",
-        "--port",
-        str(parts.port or (443 if parts.scheme == "https" else 80)),
-        "--generation-config",
-        "vllm",
-        "--logprobs-mode",
-        "processed_logprobs",
-        *(["--trust-remote-code"] if recipe.trust_remote_code else []),
-    ]
+    dtype = "float32" if recipe.precision == "float32" else "bfloat16"
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    code = " --trust-remote-code" if recipe.trust_remote_code else ""
     key = "" if settings.token_from is None else f' --api-key "${settings.token_from}"'
-    return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}{key}"
+    return (
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {shlex.quote(folder)} --served-model-name {shlex.quote(settings.model)} "
+        f"--dtype {dtype} --max-model-len {longest} --host {parts.hostname or '127.0.0.1'} --port {port} "
+        f"--generation-config vllm --logprobs-mode processed_logprobs{code}{key}"
+    )
