@@ -75,7 +75,7 @@ class Chat:
 def write_response(
     model: LanguageModel, prompt: Sequence[int], ends: Ends, write: Callable[[str], None], **options: Any
 ) -> Samples:
-    """Draw one response with these options of a ``Request``; pass its text to ``write``, piece by piece as soon as it is sure."""
+    """Draw one response with these options of a request; pass its text to ``write``, piece by piece as soon as it is sure."""
     ids: list[int] = []
     written = ""
 

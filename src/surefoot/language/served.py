@@ -117,9 +117,8 @@ class ServedPolicy:
         if limit is None:
             context = context_length(self.policy.model)
             limit = TOKENS if context is None else max(1, min(TOKENS, context - max(map(len, ids))))
-        check_request(
-            self.policy.model, Request(ids, (), limit, self.policy.tokens.eos_ids, self.policy.tokens.pad_id, greedy=True)
-        )
+        ends = Ends(self.policy.tokens, tuple(stop)).options
+        check_request(self.policy.model, Request(ids, (), limit, greedy=True, **ends))
         samples, stream = number_in(body, "n", 1), bool(body.get("stream"))
         if samples * len(ids) > (most := 1 if stream else MOST):
             raise SurefootError(f"n={samples}: {samples * len(ids)} responses; ask for {most} at a time")
