@@ -16,7 +16,7 @@ from surefoot.cli.ranks import launch_ranks, ranks_option
 from surefoot.errors import SurefootError
 from surefoot.files import writing
 
-DEMOS = ("control", "language", "verifier", "people")
+DEMOS = ("control", "language", "verifier", "people", "tools")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -75,11 +75,12 @@ def _json_lines(rows: list[dict[str, str]]) -> str:
 @option("--judge", type=click.Choice(("people", "gold")), help="People: who labels, you or a program. [default: people]")
 @ranks_option
 def demo(which: str, run_dir: Path, seed: int, no_anchor: bool, judge: str | None) -> None:
-    """Run a demo of control, language, a verifier or labels of people.
+    """Run a demo of control, language, a verifier, labels of people or tools.
 
     control: PPO on CartPole-v1, one minute. language: SFT, a reward model and PPO on short reviews, five minutes. verifier:
     PPO and GRPO teach a model to sort, two minutes. people: you compare 60 reviews, and a reward model and PPO follow; five
-    minutes of labels, and as many of training. Repeat the command to go on.
+    minutes of labels, and as many of training. Repeat the command to go on. tools: PPO and GRPO teach a model to call a
+    calculator, five minutes.
     """
     if no_anchor and which != "language":
         raise SurefootError("--no-anchor: is for the language demo; run: surefoot demo language --no-anchor")

@@ -77,6 +77,9 @@ METRICS: dict[str, Metric] = {
         "share of responses with special tokens besides their end, which rewards don't get; not with reward.special_tokens"
     ),
     "turns": Metric("mean turns of the model in a conversation, where an environment answers"),
+    "tool_calls": Metric("mean calls of tools in a conversation"),
+    "tool_calls_failed": Metric("share of the calls whose result is an error: of the tool, or an unknown name or argument"),
+    "tool_calls_malformed": Metric("share of the turns with a call that can't be read; such a turn is a final answer"),
     "distinct_2": Metric("different bigrams / all bigrams of the iteration's responses; a fall to half is mode collapse"),
     "repeated": Metric(
         "share of responses that are equal to another one of the iteration",

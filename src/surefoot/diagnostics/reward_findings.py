@@ -77,7 +77,7 @@ def scores_of_ended(curves: RunCurves, recipe: Recipe | None) -> tuple[Curve, Ar
         not isinstance(recipe, LanguageRecipe)
         or recipe.reward.missing_eos != "penalty"
         or recipe.reward.overlong is not None
-        or recipe.turns.environment is not None
+        or recipe.turns.conversations
         or missing.values.any()
         or not len(mean) == len(spread) == len(ended)
     ):

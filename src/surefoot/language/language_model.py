@@ -169,7 +169,7 @@ def check_compatible(
     context = context_length(model)
     if context is not None and longest > context:
         knobs = "data.max_length or sampling.max_tokens" if isinstance(policy, LanguageRecipe) else "data.max_length"
-        if isinstance(policy, LanguageRecipe) and policy.turns.environment is not None:
+        if isinstance(policy, LanguageRecipe) and policy.turns.conversations:
             knobs = "turns.max_length"
         raise SurefootError(
             f"{field}={name!r}: prompts with their responses have up to {longest} tokens and its context is {context}; lower "

@@ -23,12 +23,18 @@ Functions = Mapping[str, Callable[..., Any]]
 GOLD = "reward.gold"
 NETWORK = "network.custom"
 SYMMETRY = "rollout.symmetry"
+TURNS = "turns.environment"
 SCHEDULE, CLIP_SCHEDULE = "optimizer.schedule", "objective.trust_region.schedule"
 
 
 def term_field(place: int) -> str:
     """The field of a term's function."""
     return f"reward.terms[{place}].function"
+
+
+def tool_field(place: int) -> str:
+    """The field of a tool."""
+    return f"turns.tools[{place}]"
 
 
 def object_path(thing: Any) -> str:
@@ -64,6 +70,8 @@ def _keyword(field: str) -> str:
     """The argument of ``train`` that passes a field's function: ``reward=function``, ``network={"custom": function}``."""
     table, *names = field.split(".")
     value = "function"
+    if field.endswith("]") and table == "turns":
+        return 'turns={"tools": [function]}'
     for name in () if table == "reward" else reversed(names):
         value = f'{{"{name}": {value}}}'
     return f"{table}={value}"
@@ -92,8 +100,11 @@ def take_objects(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, C
     taken, functions = dict(fields), dict[str, Callable[..., Any]]()
     if "reward" in fields:
         taken["reward"], functions = take_functions(fields["reward"])
-    for field in (NETWORK, SYMMETRY, SCHEDULE, CLIP_SCHEDULE):
+    for field in (NETWORK, SYMMETRY, SCHEDULE, CLIP_SCHEDULE, TURNS):
         taken = _taken(taken, field.split("."), field, functions)
+    if isinstance(turns := taken.get("turns"), Mapping) and isinstance(tools := turns.get("tools"), (list, tuple)):
+        functions |= {tool_field(place): tool for place, tool in enumerate(tools) if callable(tool)}
+        taken["turns"] = {**turns, "tools": [object_path(tool) if callable(tool) else tool for tool in tools]}
     if isinstance(optimizer := taken.get("optimizer"), Mapping) and callable(rate := optimizer.get("learning_rate")):
         raise SurefootError(
             f"optimizer.learning_rate={object_path(rate)!r}: is a function; set the largest rate, and optimizer.schedule to a "

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from surefoot.core.algorithms import MAX_LENGTH, Objective
 from surefoot.recipes.base import Count, Recipe, Seconds, Section, Size, check_shares
-from surefoot.recipes.callables import GOLD, term_field
+from surefoot.recipes.callables import GOLD, TURNS, term_field, tool_field
 from surefoot.recipes.models import LanguageEvaluation, ModelRecipe
 from surefoot.recipes.rewards import RewardSettings
 from surefoot.recipes.rows import PromptSettings
@@ -85,7 +85,20 @@ class TurnSettings(Section):
     """Conversations of several turns with an environment."""
 
     environment: str | None = None
-    """module:Class or file.py:Class; an object of it answers each turn of a conversation; none: responses are one turn"""
+    """module:Class or file.py:Class; an object of it answers each turn of a conversation, with step or with public methods as
+    tools; none: responses are one turn, unless there are tools"""
+    tools: tuple[str, ...] = ()
+    """typed functions with docstrings that the model can call, such as ["calc.py:multiply"]"""
+    response_template: str | dict[str, Any] | None = None
+    """how the model writes its calls, for tokenizers without a response template of their own: the table of transformers, or a
+    JSON file that contains it"""
+    tool_deadline: Seconds = 10.0
+    """seconds for each call of a tool"""
+    max_calls: Count = 100
+    """most calls of tools in a conversation; further ones get an error as their result"""
+    tolerated: float = Field(0.5, ge=0, le=1)
+    """largest share of a batch's calls in which a tool may raise, hang or return something unusable; calls with arguments that
+    don't fit are the model's errors and don't count"""
     arguments: dict[str, Any] = Field({})
     """keyword arguments of the class, such as { patience = 3 }"""
     at_once: Count = 64
@@ -96,13 +109,19 @@ class TurnSettings(Section):
     """longest conversation in tokens, with the prompt and the environment's answers. A turn starts only if
     sampling.max_tokens more fit; none: the model's context"""
 
+    @property
+    def conversations(self) -> bool:
+        """Whether responses may have several turns."""
+        return bool(self.environment or self.tools)
+
 
 def reward_functions(recipe: Recipe) -> dict[str, str | None]:
-    """The names of a recipe's reward functions, by field; none if it is of another kind."""
+    """The names of a recipe's reward functions, tools and environment, by field; none if it is of another kind."""
     if not isinstance(recipe, LanguageRecipe):
         return {}
     terms = {term_field(place): term.function for place, term in enumerate(recipe.reward.terms)}
-    return {**terms, GOLD: recipe.reward.gold}
+    tools = {tool_field(place): path for place, path in enumerate(recipe.turns.tools)}
+    return {**terms, **tools, GOLD: recipe.reward.gold, TURNS: recipe.turns.environment}
 
 
 class ReferenceSettings(Section):
@@ -201,7 +220,8 @@ class LanguageRecipe(ModelRecipe):
         if objective.get("aggregation") == "constant" and objective.get("aggregation_length") is None:
             turns = table.get("turns", {})
             longest = table["sampling"].get("max_tokens", SamplingSettings().max_tokens)
-            number = turns.get("max_turns", TurnSettings().max_turns) if turns.get("environment") else 1
+            several = turns.get("environment") or turns.get("tools")
+            number = turns.get("max_turns", TurnSettings().max_turns) if several else 1
             if isinstance(longest, int) and isinstance(number, int):  # else they are errors
                 table = {**table, "objective": {**objective, "aggregation_length": longest * number}}
         return table
@@ -256,4 +276,4 @@ class LanguageRecipe(ModelRecipe):
     @property
     def max_response_tokens(self) -> int:
         """Most tokens of a response, over all its turns, without the environment's answers."""
-        return self.sampling.max_tokens * (1 if self.turns.environment is None else self.turns.max_turns)
+        return self.sampling.max_tokens * (self.turns.max_turns if self.turns.conversations else 1)

@@ -46,6 +46,7 @@ FIELDS_FOR: FieldsFor = (
     ("server", "sampling.engine", ("auto", "vllm")),
     ("sampling.ahead", "sampling.engine", ("auto", "vllm")),
     ("sampling.ahead", "turns.environment", (None,)),
+    ("sampling.ahead", "turns.tools", ((),)),
     ("sampling.ahead", "sampling.rounds", (1,)),
     ("sampling.ahead", "sampling.old_log_probs", ("trainer",)),
     ("sampling.rounds", "objective.baseline", ("group", "leave_one_out", "pair")),

@@ -89,7 +89,7 @@ class RoundsSettings:
     def __post_init__(self) -> None:
         if self.recipe.model == "pocket":
             raise SurefootError("model='pocket': rounds start from a trained model; name a run of kind 'sft'")
-        if self.recipe.turns.environment is not None:
+        if self.recipe.turns.conversations:
             raise SurefootError(
                 f"turns.environment={self.recipe.turns.environment!r}: rounds compare single answers; train this recipe alone"
             )

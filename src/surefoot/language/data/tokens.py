@@ -9,10 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, missing_extra
 from surefoot.language.data.chat import (
+    CALL,
     ChatTemplate,
     Dialogue,
     Messages,
@@ -22,7 +24,7 @@ from surefoot.language.data.chat import (
     tokens_within,
     within_time,
 )
-from surefoot.language.data.rows import WEIGHT
+from surefoot.language.data.rows import CALLS, TOOLS, WEIGHT, common_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,6 +124,7 @@ class Tokens(ChatTemplate):
         turn: Sequence[int],
         ends: Collection[int] = (),
         options: Mapping[str, Any] | None = None,
+        called: str | None = None,
     ) -> list[int]:
         """The ids between two turns of the model: the environment's reply and the beginning of the next turn.
 
@@ -131,6 +134,7 @@ class Tokens(ChatTemplate):
         turn    ids of the model's turn. The end that the template writes after it is left out if the turn has one
         ends    ids that end a turn, besides EOS
         options of the chat template
+        called  name of the tool that the turn calls; the reply has results then, and the mark is in the call's arguments
 
         Raises SurefootError if there is no template, or if it rejects the messages or omits the assistant's text or the reply.
         """
@@ -138,7 +142,8 @@ class Tokens(ChatTemplate):
             return self._text_after.encode(reply)[0]
         options = options or {}
         mark = placeholder(self._template(options), repr(reply))
-        before = Dialogue([{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}], options)
+        said = {"role": "assistant", "content": mark} if called is None else _call(called, {"x": mark})
+        before = Dialogue([{"role": "user", "content": "?"}, said], options)
         written, control = self._text(Dialogue([*before, *reply], options), add_generation_prompt=True)
         _, *behind = written.split(mark)
         if not behind:
@@ -149,6 +154,8 @@ class Tokens(ChatTemplate):
             )
         self._check_reply(before, reply)
         ids = (control.encode(behind[0], follows=True) if control else self._text_after.encode(behind[0]))[0]
+        if called is not None:
+            ids = ids[self._closing(self._text(before)[0].rpartition(mark)[2], ids) :]
         if turn and turn[-1] in self.eos_ids and ids and ids[0] in self.special_ids and self._ends_otherwise(before, ids):
             return ids[1:]
         both = {*self.eos_ids, *ends}
@@ -159,6 +166,69 @@ class Tokens(ChatTemplate):
         common = (n for n in range(min(len(turn), len(ids)), 0, -1) if list(turn[-n:]) == ids[:n])
         count = next((n for n in common if not self.special_ids.isdisjoint(ids[:n])), 0)
         return ids[count:]
+
+    def _closing(self, alone: str, ids: Sequence[int]) -> int:
+        """How many ids close a call, up to EOS. ``alone``: the text after its arguments when no result follows."""
+        closing = self._text_after.encode(alone)[0]
+        shared = common_length(closing, ids)
+        return next((place for place, token in enumerate(closing[:shared]) if token in self.eos_ids), shared)
+
+    def parse(self, ids: Sequence[int], before: Sequence[int], tools: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """The assistant's message with the calls that the ids of a turn write, by the tokenizer's response template; None if a
+        call is malformed.
+
+        before  all ids before the turn
+        """
+        try:
+            parsed = self.tokenizer.parse_response([*ids] or "", prefix=[*before], tools=list(tools))
+            calls = [call["function"] for call in parsed.get(CALLS, ())]
+        except Exception:  # of json, or of a transform
+            return None
+        calls = [{**call, "arguments": call.get("arguments") or {}} for call in calls]
+        if not all(isinstance(call.get("name"), str) and isinstance(call["arguments"], dict) for call in calls):
+            return None
+        numbered = [{"id": f"call{place:05}", "type": "function", "function": call} for place, call in enumerate(calls)]
+        end = self.decode(ids[-1:], special=True) if ids and ids[-1] in self.eos_ids else ""
+        content = str(parsed.get("content") or "").removesuffix(end)  # where no field of the template closes with EOS
+        return {**parsed, "role": "assistant", "content": content, **({CALLS: numbered} if calls else {})}
+
+    def check_calls(self) -> None:
+        """Raise SurefootError unless the response template reads a call that the chat template writes, and reads none after its
+        result.
+        """
+        if "tools" not in signature(self.tokenizer.parse_response).parameters:
+            raise missing_extra("transformers 5.15 or newer", "tools", "turns: calling tools")
+        if getattr(self.tokenizer, "response_template", None) is None:
+            raise SurefootError(
+                "turns.response_template: is missing, and the tokenizer has none, so no call could be read; set it (the how-to "
+                '"Train with tools" has those of common models)'
+            )
+        name, key, value = CALL
+        schema = {"type": "object", "properties": {key: {"type": "string", "description": "?"}}, "required": [key]}
+        tools = [{"type": "function", "function": {"name": name, "description": "?", "parameters": schema}}]
+        said = [{"role": "user", "content": "?"}, _call(name, {key: value})]
+        result = {"role": "tool", "name": name, "content": "!", "tool_call_id": said[1][CALLS][0]["id"]}
+        written = self._text(Dialogue(said, {TOOLS: tools}))[0]
+        if written.count(value) != 1:
+            raise SurefootError(
+                "turns: the chat template omits the model's calls of tools; use another model, or its own template"
+            )
+        read, after = (
+            self.parse([], self.render(Dialogue(messages, {TOOLS: tools}), add_generation_prompt=len(messages) > 2), tools)
+            or {}
+            for messages in (said, [*said, result])
+        )
+        if [call["function"] for call in read.get(CALLS, ())] != [{"name": name, "arguments": {key: value}}]:
+            raise SurefootError(
+                f"turns.response_template: does not read the call that the chat template writes ({written[-80:]!r}); fix its "
+                f"fields.{CALLS}"
+            )
+        if CALLS in after:
+            raise SurefootError(
+                "turns.response_template: reads a call again after its result; let start_anchor match the beginning of the "
+                "turn that follows"
+            )
+        self.encode_reply([result], [self.eos_id], (), {TOOLS: tools}, called=name)
 
     def _check_reply(self, before: Messages, reply: Messages) -> None:
         """Raise SurefootError if the template omits a message of a reply, as one of a tool that was not called."""
@@ -368,6 +438,12 @@ class Tokens(ChatTemplate):
         if ends_in_answer and ids[-1] not in self.eos_ids:
             return [*ids, self.eos_id], [*settled, True]
         return ids, settled
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A message that calls a tool."""
+    call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", CALLS: [call]}
 
 
 def _dense(text: str) -> str:

@@ -21,14 +21,37 @@ SPECIALS = (PAD, EOS, UNK, *(f"⟨{role}⟩" for role in ROLES))
 WIDTH, LAYERS, HEADS, FEED_FORWARD, CONTEXT = 128, 4, 4, 352, 1024
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('the roles are system, user and assistant') }}{% endif %}"
-    "{{ '⟨' + message['role'] + '⟩' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('the roles are system, user, assistant and tool') }}{% endif %}"
+    "{{ '⟨' + ('system' if message['role'] == 'tool' else message['role']) + '⟩' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function']['name'] }}({% for name, value in "
+    "call['function']['arguments'].items() %}{{ ',' if not loop.first }}{{ name }}={{ value | tojson }}{% endfor %})"
+    "{{ '\\n' if not loop.last }}"
+    "{% else %}{{ message['content'] }}{% endfor %}"
+    "{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '⟨assistant⟩' }}{% endif %}"
 )
+RESPONSE_TEMPLATE = {
+    "start_anchor": "⟨assistant⟩",
+    "fields": {
+        "content": {"close": EOS},
+        "tool_calls": {
+            "open_pattern": r"(?P<name>[A-Za-z_]\w*)\(",
+            "close_pattern": rf"\)(?=\n|{EOS}|\Z)",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r'(?P<key>\w+)=(?P<value>"(?:[^"\\]|\\.)*"|.*?(?=,\w+=|\Z))',
+                "value_parser": {"name": "json", "args": {}},
+            },
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}
+"""calls are written ``name(argument=JSON,…)``, one a line"""
 
 
 def pocket(alphabet: str = ALPHABET, seed: int = 1) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
@@ -93,6 +116,7 @@ def character_tokenizer(alphabet: str = ALPHABET, context: int = CONTEXT) -> "Pr
         unk_token=UNK,
         extra_special_tokens=list(SPECIALS[3:]),
         chat_template=TEMPLATE,
+        response_template=RESPONSE_TEMPLATE,
         model_max_length=context,
         clean_up_tokenization_spaces=False,
     )

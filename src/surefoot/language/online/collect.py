@@ -47,7 +47,7 @@ from surefoot.language.online.responses import (
     token_rewards,
     with_signal,
 )
-from surefoot.language.online.turns import Conversation, Environments, as_samples, mean_turns
+from surefoot.language.online.turns import Conversation, Environments, as_samples, mean_turns, tool_metrics
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
 from surefoot.language.rewards.terms import FunctionReward, function_rewards, parts_of
@@ -469,6 +469,7 @@ class LanguageCollector:
         self.last_samples = responses.rows(columns)
         if responses.conversations is not None:
             metrics["turns"] = mean_over_ranks(mean_turns(responses.conversations), count)
+            metrics |= {name: mean_over_ranks(x, count) for name, x in tool_metrics(responses.conversations).items()}
         if self.recipe.reward.overlong is not None:
             metrics["overlong_penalty"] = mean_over_ranks(float(length_penalty(responses.samples, self.recipe).mean()), count)
         if self.recipe.objective.compares_in_groups:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,14 +19,23 @@ from torch import Tensor
 from surefoot.calls import DeadlineExceeded, in_threads, left_behind
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
+from surefoot.files import read_table
 from surefoot.language.data.batches import left_padded, right_padded
-from surefoot.language.data.chat import Messages
-from surefoot.language.data.rows import fault_in
+from surefoot.language.data.chat import Dialogue, Messages, options_of
+from surefoot.language.data.rows import CALLS, TOOLS, fault_in
 from surefoot.language.data.tokens import Tokens
+from surefoot.language.online.tools import (
+    InvalidReply,
+    Rows,
+    ToolEnvironment,
+    check_faults,
+    checked_schemas,
+    load_tools,
+)
 from surefoot.language.rewards.scores import Prompt, Scores
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import DecodedBy, Samples
-from surefoot.recipes.callables import import_object
+from surefoot.recipes.callables import TURNS, Functions, load_function
 from surefoot.recipes.language import TurnSettings
 
 A = TypeVar("A")
@@ -33,7 +43,6 @@ T = TypeVar("T")
 Draw = Callable[[Sequence[Sequence[int]], Sequence[int]], Samples]
 """samples one response to each prompt of token ids, each with its seed"""
 
-FIELD = "turns.environment"
 SEED = "seed"
 """what an environment gets besides the columns of its row"""
 NO_RESPONSE = "got no response from the sampling engine"
@@ -59,6 +68,10 @@ class Conversation:
     """the model's turns as text, with special tokens, such as tool markers, but for EOS"""
     answers: list[str] = field(default_factory=list)
     """the same without what ended them"""
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    """with tools: the model's turns as messages, with their calls"""
+    malformed: int = 0
+    """turns with a call that can't be read"""
     replies: list[str | Messages] = field(default_factory=list)
     """the environment's reply to each turn"""
     rewards: list[float] = field(default_factory=list)
@@ -94,19 +107,24 @@ class Conversation:
             pairs = zip(self.turns[:-1], self.replies, strict=False)
             return self.start + "".join(turn + str(reply) for turn, reply in pairs)
         messages = list(self.start)
-        for answer, reply in zip(self.answers[:-1], self.replies, strict=False):
-            messages += [{"role": "assistant", "content": answer}, *_messages(reply)]
+        for place, reply in enumerate(self.replies[: len(self.answers) - 1]):
+            own = self.messages[place] if self.messages else {"role": "assistant", "content": self.answers[place]}
+            messages += [own, *_messages(reply)]
         return messages
 
     @property
     def transcript(self) -> str:
-        """Everything after the prompt, for display: text unchanged; messages one per line, without the role of the first."""
+        """Everything after the prompt, for display: text unchanged; messages one per line, without the role of the first; with
+        tools, calls and the rewards of turns too.
+        """
         if isinstance(self.start, str):
             return "".join(turn + str(reply) for turn, reply in self._pairs(self.turns))
         lines: list[str] = []
-        for answer, reply in self._pairs(self.answers):
+        for place, (answer, reply) in enumerate(self._pairs(self.answers)):
             lines.append(f"assistant: {answer}" if lines else answer)
             lines += [f"{message['role']}: {message['content']}" for message in _messages(reply)]
+            if self.messages and place < len(self.rewards) and self.rewards[place]:
+                lines.append(f"reward: {self.rewards[place]:g}")
         return "\n".join(lines)
 
     def _pairs(self, turns: Sequence[str]) -> Iterable[tuple[str, str | Messages]]:
@@ -116,6 +134,10 @@ class Conversation:
     def add_turn(self, ids: list[int], log_probs: list[float], ends: Ends, path: DecodedBy) -> None:
         """Add a turn of the model."""
         self.path = path
+        if tools := options_of(self.start).get(TOOLS):
+            message = ends.tokens.parse(ids, self.prompt + self.ids, tools)
+            self.malformed += message is None
+            self.messages.append(message or {"role": "assistant", "content": ends.text(ids, special=True)})
         self.ids += ids
         self.own += [True] * len(ids)
         self.log_probs += log_probs
@@ -195,17 +217,15 @@ def _messages(reply: str | Messages) -> Messages:
     return [] if isinstance(reply, str) else reply
 
 
-class InvalidReply(Exception):
-    """What an environment returned can't be used; in a few words."""
-
-
 class Environments:
     """Makes an environment for each conversation, and guards every call of it: environments are user code.
 
-    An environment has ``reset(row)``, which returns the prompt; ``row`` has the columns of the row and ``seed``, a number of
-    this conversation alone. ``step(response)`` returns the reply, the reward of the turn, and whether the conversation is over.
-    Prompt and replies are text, which follows unchanged, or messages, which the chat template writes. It may have ``close()``.
+    An environment whose public methods are tools is described at ``ToolEnvironment``. Any other has ``reset(row)``, which
+    returns the prompt; ``row`` has the columns of the row and ``seed``, a number of this conversation alone. ``step(response)``
+    returns the reply, the reward of the turn, and whether the conversation is over. Prompt and replies are text, which follows
+    unchanged, or messages, which the chat template writes. It may have ``close()``.
 
+    functions   passed from Python, by field
     room        the most tokens of a prompt, and of a conversation before its last turn
     deadline    seconds for one turn's calls of all conversations together
     tolerated   share of the conversations whose environment may fail; those are not trained on
@@ -214,19 +234,52 @@ class Environments:
     """
 
     def __init__(
-        self, settings: TurnSettings, limits: tuple[int, int], *, deadline: float = 60.0, tolerated: float = 0.1
+        self,
+        settings: TurnSettings,
+        limits: tuple[int, int],
+        functions: Functions | None = None,
+        *,
+        deadline: float = 60.0,
+        tolerated: float = 0.1,
     ) -> None:
-        assert settings.environment is not None
-        self.token_limits = limits
-        self.settings, self.path, self.deadline, self.tolerated = settings, settings.environment, deadline, tolerated
-        self.make = import_object(FIELD, self.path)
+        self.token_limits, self.settings, self.deadline, self.tolerated = limits, settings, deadline, tolerated
+        self.field = "turns.tools" if settings.environment is None else TURNS
+        self.path = settings.environment or ", ".join(settings.tools)
+        self.make: Any = Rows
+        self.functions = load_tools(settings, functions or {})
+        if settings.environment is not None:
+            self.make = load_function(TURNS, settings.environment, functions or {})
         if not callable(self.make):
             raise self._error(f"is a {type(self.make).__name__}; name a class with reset and step")
-        first = self._checked(self._make, "can't be made: {}; check turns.arguments")
-        missing = [name for name in ("reset", "step") if not callable(getattr(first, name, None))]
-        if missing:
-            raise self._error(f"has no method {missing[0]}; add reset(row) and step(response)")
+        first = self._checked(lambda: self.make(**settings.arguments), "can't be made: {}; check turns.arguments")
+        if not callable(getattr(first, "reset", None)):
+            raise self._error("has no method reset; add reset(row) and step(response)")
+        self.schemas: list[dict[str, Any]] | None = None
+        """of methods and functions that are tools; None for environments with ``step``"""
+        if not callable(getattr(first, "step", None)):
+            self.schemas = checked_schemas(first, self.functions, self._place)
+        elif self.functions or hasattr(first, "get_reward"):
+            other = "turns.tools is set, and" if self.functions else "it has get_reward, and"
+            raise self._error(f"{other} step(response) answers whole turns; rename step if it is a tool")
+        self.rewards = self.schemas is None or hasattr(first, "get_reward")
+        """whether the environment gives rewards"""
         self._checked(lambda: _close(first), "close before any reset raised {}; make close safe without reset")
+
+    def check(self, tokens: Tokens, scored: bool) -> None:
+        """Raise SurefootError if the tokenizer can't call tools, or if nothing rewards a conversation.
+
+        scored  whether ``reward.terms`` do
+        """
+        template = self.settings.response_template
+        if self.schemas is None:
+            return
+        if isinstance(template, str):
+            template = read_table(Path(template))
+        if template is not None:
+            tokens.tokenizer.response_template = template
+        tokens.check_calls()
+        if not self.rewards and not scored:
+            raise self._error("gives no rewards; add get_reward(), or set reward.terms")
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise SurefootError if a column has the name of the environment's seed."""
@@ -257,24 +310,34 @@ class Environments:
                 contexts,
                 [conversation.seed if turn == 0 else derived_seed(conversation.seed, "turn", turn) for conversation in going],
             )
+            last = turn + 1 == self.settings.max_turns
             answers = zip(going, drawn.responses(), drawn.log_probs.tolist(), drawn.finish_reasons, strict=True)
             for conversation, ids, log_probs, reason in answers:
                 if reason == "error":
                     conversation.failure = NO_RESPONSE
                 else:
                     conversation.add_turn(ids, log_probs[: len(ids)], ends, drawn.path)
-            self._each(going, _step)
+            stops = {id(one) for one, ended in zip(going, drawn.ended.tolist(), strict=True) if last or not ended}
+            limit = self.deadline if self.schemas is None else math.inf  # each call of a tool has its own
+            self._each(going, lambda conversation, stops=stops: _step(conversation, id(conversation) in stops), seconds=limit)  # type: ignore[misc]
             finished = zip(going, drawn.ended.tolist(), strict=True)
             going = [conversation for conversation, ended in finished if self._goes_on(conversation, ended, turn + 1, ends)]
+        if self.schemas is not None:
+            self._each([conversation for conversation in conversations if conversation.rewards], _settle)
         self._close_all(conversations)
         self._check(conversations)
         return conversations
 
     def _error(self, what: str) -> SurefootError:
-        return SurefootError(f"{FIELD}={self.path!r}: {what}")
+        return SurefootError(f"{self._place}: {what}")
+
+    @property
+    def _place(self) -> str:
+        return f"{self.field}={self.path!r}"
 
     def _make(self) -> Any:
-        return self.make(**self.settings.arguments)
+        made = self.make(**self.settings.arguments)
+        return made if self.schemas is None else ToolEnvironment(made, self.functions, self.schemas, self.settings)
 
     def _checked(self, call: Callable[[], T], message: str) -> T:
         """A call for one object; the cause of an error takes the place of ``{}`` in the message."""
@@ -307,7 +370,10 @@ class Environments:
             conversation.ended = conversation.ended and ended
             return False
         own = [conversation.ids[place] for place in conversation.last]
-        new = self._encoded(lambda: ends.tokens.encode_reply(conversation.replies[-1], own, ends.ids))
+        options = dict(options_of(conversation.start))
+        calls = conversation.messages[-1].get(CALLS) if conversation.messages else None
+        called = calls[0]["function"]["name"] if calls else None
+        new = self._encoded(lambda: ends.tokens.encode_reply(conversation.replies[-1], own, ends.ids, options, called))
         length = len(conversation.prompt) + len(conversation.ids) + len(new)
         if length > self.token_limits[1]:  # not added for V either: it may not fit into the context
             return False
@@ -321,24 +387,29 @@ class Environments:
             raise self._error(str(error)) from None
 
     def _each(
-        self, conversations: Sequence[Conversation], call: Callable[[Conversation], None], at_once: int | None = None
+        self,
+        conversations: Sequence[Conversation],
+        call: Callable[[Conversation], None],
+        at_once: int | None = None,
+        seconds: float | None = None,
     ) -> None:
         """Make the call for every conversation whose environment has not failed, within the deadline.
 
         at_once   calls at the same time; None: ``turns.at_once``
+        seconds   another deadline
         """
 
         def one(conversation: Conversation) -> None:
             try:
                 call(conversation)
             except SurefootError as error:
-                raise error if str(error).startswith(FIELD) else self._error(str(error)) from None
+                raise error if str(error).startswith("turns.") else self._error(str(error)) from None
             except (Exception, SystemExit) as error:
                 conversation.failure = str(error) if isinstance(error, InvalidReply) else f"raised {cause_of(error)}"
 
         fine = [conversation for conversation in conversations if conversation.failure is None]
         with any_algorithm():  # once for all threads
-            self._timed(one, fine, f"{len(conversations)} conversations", at_once or self.settings.at_once)
+            self._timed(one, fine, f"{len(conversations)} conversations", at_once or self.settings.at_once, seconds)
 
     def _close_all(self, conversations: Sequence[Conversation]) -> None:
         """Close every environment; errors of those that have failed are ignored."""
@@ -351,10 +422,12 @@ class Environments:
         self._each(conversations, lambda conversation: _close(conversation.environment))
         self._timed(close, failed, f"{len(failed)} conversations")
 
-    def _timed(self, call: Callable[[A], T], items: Sequence[A], what: str, at_once: int = 1) -> list[T]:
+    def _timed(
+        self, call: Callable[[A], T], items: Sequence[A], what: str, at_once: int = 1, seconds: float | None = None
+    ) -> list[T]:
         with_gradients = torch.set_grad_enabled(torch.is_grad_enabled())
         try:
-            return in_threads(with_gradients(call), items, at_once, self.deadline, self.path)
+            return in_threads(with_gradients(call), items, at_once, seconds or self.deadline, self.path)
         except DeadlineExceeded as error:
             raise self._error(
                 f"took longer than reward.deadline={self.deadline:g} s for {what}{left_behind(error)}; make it faster, or "
@@ -362,6 +435,9 @@ class Environments:
             ) from None
 
     def _check(self, conversations: Sequence[Conversation]) -> None:
+        check_faults(
+            [one.environment for one in conversations if isinstance(one.environment, ToolEnvironment)], self.settings.tolerated
+        )
         failures = Counter(one.failure for one in conversations if one.failure not in (None, NO_RESPONSE))
         if failures.total() > self.tolerated * len(conversations) + 1e-9:
             raise self._error(
@@ -371,8 +447,34 @@ class Environments:
             )
 
 
-def _step(conversation: Conversation) -> None:
-    """Pass the last turn to the environment and record its reply."""
+def tool_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
+    """Calls of tools per conversation, the share of calls without a result, and of turns with a malformed call; none without
+    tools.
+    """
+    tools = [one.environment for one in conversations if isinstance(one.environment, ToolEnvironment)]
+    calls, turns = sum(one.calls for one in tools), sum(len(one.messages) for one in conversations)
+    if not tools:
+        return {}
+    return {
+        "tool_calls": calls / len(conversations),
+        "tool_calls_failed": sum(one.failed for one in tools) / max(1, calls),
+        "tool_calls_malformed": sum(one.malformed for one in conversations) / max(1, turns),
+    }
+
+
+def _settle(conversation: Conversation) -> None:
+    """Add the reward of the whole conversation to the last turn's."""
+    conversation.rewards[-1] += conversation.environment.get_reward()
+
+
+def _step(conversation: Conversation, last: bool) -> None:
+    """Pass the last turn to the environment and record its reply. ``last``: no turn can follow."""
+    if isinstance(conversation.environment, ToolEnvironment):
+        results, reward, done = conversation.environment.step(conversation.messages[-1], last)
+        conversation.replies.append(results)
+        conversation.rewards.append(reward)
+        conversation.ended = done
+        return
     returned = conversation.environment.step(conversation.answer)
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise InvalidReply(f"step returned {_kind(returned)} instead of reply, reward and done")
@@ -402,7 +504,8 @@ def _text_or_messages(value: Any, method: str) -> str | list[dict[str, Any]]:
         for message in value:
             if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
                 raise InvalidReply(f"{method} returned a message without a role and a content of text")
-        value = [dict(message) for message in value]
+        messages = [dict(message) for message in value]
+        value = Dialogue(messages, value.options) if isinstance(value, Dialogue) else messages
     if fault := fault_in(value):
         raise InvalidReply(f"{method} returned {fault}")
     return value  # type: ignore[no-any-return]

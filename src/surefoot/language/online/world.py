@@ -162,11 +162,12 @@ class LanguageWorld:
         bounds: dict[str, Any] = {"deadline": settings.deadline, "tolerated": settings.tolerated}
         self.environments, self.limit = None, context
         """the environments of turns; and the most tokens of prompt and response together, None: no limit"""
-        if recipe.turns.environment is not None:
+        if recipe.turns.conversations:
             self.limit = min(context or sys.maxsize, recipe.turns.max_length or sys.maxsize)
             before_turn = self.limit - recipe.sampling.max_tokens
             limits = min(recipe.data.max_length, before_turn), before_turn
-            self.environments = Environments(recipe.turns, limits, **bounds)
+            self.environments = Environments(recipe.turns, limits, self.functions, **bounds)
+            self.environments.check(self.tokens, scored=bool(settings.terms))
         self.reward: Reward = NoReward()
         if settings.terms:
             read = None if self.base is None else partial(reward_role, self.base)
@@ -342,8 +343,8 @@ class LanguageWorld:
             frozen = f"{parameter_count(self.policy) - count:,} frozen, which all roles share"
         epochs, minibatches = recipe.objective.passes
         iterations = -(-recipe.steps // recipe.responses)
-        environment, most = recipe.turns.environment, recipe.turns.max_turns
-        turns = [] if environment is None else [f"turns: at most {most} per conversation, with {environment}"]
+        answers = ", ".join([*filter(None, [recipe.turns.environment]), *recipe.turns.tools])
+        turns = [f"turns: at most {recipe.turns.max_turns} per conversation, with {answers}"] if answers else []
         at_most = (
             f", fewer with more than one of sampling.rounds = {recipe.sampling.rounds}" if recipe.sampling.rounds > 1 else ""
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, did_you_mean, missing_extra
-from surefoot.language.tasks import countdown, guess, successors
+from surefoot.language.tasks import calculator, countdown, guess, successors
 from surefoot.language.tasks.task import ADDITION, BRACKETS, COUNTING, HELD_OUT, REVERSING, SORTING, Row, Task, is_answer
 
 TASKS: dict[str, Task] = {
@@ -23,7 +23,7 @@ TASKS: dict[str, Task] = {
     "countdown": countdown.TASK,
     "successors": successors.TASK,
 }
-GAMES = {"guess": guess}
+GAMES = {"guess": guess, "calculator": calculator}
 """tasks of several turns: an environment scores them, not ``verify``"""
 REASONING_GYM = "reasoning_gym/"
 """prefix of that package's tasks. Only those with one right answer: others score a response with a program that may run it"""
