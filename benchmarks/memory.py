@@ -312,14 +312,11 @@ def measured(name: str, table: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "parameters": count_parameters(setup.policy).total, "stays": estimated.permanent, "phases": phases}
 
 
-def lines(cell: dict[str, Any]) -> Iterator[list[str]]:
-    """Rows of the table."""
-    for phase in PHASES:
-        if phase in cell["phases"]:
-            peaks = cell["phases"][phase]
-            sizes = (cell["stays"], peaks["estimate"], peaks["allocator"])
-            error = peaks["estimate"] / peaks["allocator"] - 1
-            yield [TITLES[cell["name"]], phase, *(f"{x / 1e6:,.0f}" for x in sizes), f"{error:+.1%}"]
+def line(cell: dict[str, Any]) -> list[str]:
+    """A row of the table: what stays, and for each phase the measured peak with the error of the estimate."""
+    peaks = [cell["phases"].get(phase) for phase in PHASES]
+    shown = [x and f"{x['allocator'] / 1e6:,.0f} ({x['estimate'] / x['allocator'] - 1:+.1%})" for x in peaks]
+    return [TITLES[cell["name"]], f"{cell['stays'] / 1e6:,.0f}", *(x or "" for x in shown)]
 
 
 def main() -> None:
@@ -334,9 +331,9 @@ def main() -> None:
             if name in options.only and not finished(RESULTS / name):
                 write(RESULTS / name, measured(name, recipe() if callable(recipe) else recipe))
                 print(finished(RESULTS / name), flush=True)
-    header = ["run", "phase", "stays", "estimate", "measured", "error"]
+    header = ["run", "stays", *PHASES]
     cells = [cell for name in TITLES if (cell := finished(RESULTS / name))]
-    table = markdown_table(header, [line for cell in cells for line in lines(cell)])
+    table = markdown_table(header, [line(cell) for cell in cells])
     text = PAGE.read_text("utf-8")
     begin, end = "<!-- begin: benchmarks/memory.py -->", "<!-- end -->"
     PAGE.write_text(f"{text.partition(begin)[0]}{begin}\n{table}\n{end}{text.partition(end)[2]}", "utf-8")
