@@ -153,3 +153,9 @@ def test_training_on_a_verifier_raises_accuracy(tmp_path: Path) -> None:
     report = attempts_at(trained("ppo", "sorting", {**changes, "sampling": {"max_tokens": 4}}), data / "test.jsonl")
     assert 0.3 < report["start"]["sampled_accuracy"] < 0.65
     assert report["trained"]["sampled_accuracy"] > report["start"]["sampled_accuracy"] + 0.1  # .16 to .31 with seeds 1 to 5
+
+
+def test_a_curve_of_blocks_rises_and_falls_as_its_values_do() -> None:
+    assert reviews.curve_of([0.0, 1.0, 2.0, 0.0]) == "▁▅█▁  0.00, at most 2.00, at the end 0.00"
+    assert reviews.curve_of([3.0] * 100).startswith("▁" * 40 + "  3.00")
+    assert reviews.curve_of([float(i) for i in range(400)]).count("█") == 5

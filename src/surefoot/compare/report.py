@@ -41,6 +41,7 @@ from surefoot.compare.statistics import (
     present,
     with_interval,
 )
+from surefoot.diagnostics.metrics import title_of
 from surefoot.errors import missing_extra, to_install
 from surefoot.files import write_bytes, write_text
 from surefoot.recipes.base import SCHEDULES
@@ -316,9 +317,10 @@ def page(runs: Sequence[SavedRun], tasks: TaskComparison | None = None) -> str:
 
 def _overview(runs: Sequence[SavedRun]) -> dict[str, Any]:
     scores = [metric for metric in SCORES if any(run.last(metric) is not None for run in runs)][:4]
+    titles = [title_of(name) for name in scores]
     return {
-        "header": ["run", "seed", "state", "time", *scores],
-        "classes": dict.fromkeys(["seed", "time", *scores], "n"),
+        "header": ["run", "seed", "state", "time", *titles],
+        "classes": dict.fromkeys(["seed", "time", *titles], "n"),
         "rows": [
             [run.name, run.recipe.seed, run.state, duration(run.seconds), *(number(run.last(name)) for name in scores)]
             for run in runs

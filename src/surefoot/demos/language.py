@@ -4,8 +4,10 @@ Every stage is an ordinary run from files that stay in the folder, so you can re
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from surefoot.demos import Demo, Stage, command_here
@@ -94,6 +96,15 @@ def evaluate_stages(ppo: Path, data: Path) -> dict[str, dict[str, Any]]:
     return {"known_products": evaluate_run(ppo, rows=128), "other_products": others}
 
 
+def curve_of(values: Sequence[float], width: int = 40) -> str:
+    """A curve in one line of blocks from its least to its largest value, with its first, its largest and its last value."""
+    count = min(width, len(values))
+    means = [fmean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
+    low, span = min(means), max(means) - min(means) or 1.0
+    blocks = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (value - low) / span))] for value in means)
+    return f"{blocks}  {means[0]:.2f}, at most {max(means):.2f}, at the end {means[-1]:.2f}"
+
+
 def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
     """Print SFT and PPO on the held-out prompts, some answers, and what to try next."""
     from surefoot.store.metrics import read_metrics
@@ -123,6 +134,10 @@ def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
     print()
     for row in known["samples"][:4] + others["samples"][:2]:
         print(f"  {row['prompt'].strip():12} SFT: {row['start']}\n{'':15}PPO: {row['response']}")
+    print("\nDuring PPO, on training prompts:")
+    history = read_metrics(ppo / "metrics.jsonl")
+    for name, label in (("reward", "proxy reward (learned)"), ("gold", "gold reward (the truth)")):
+        print(f"{label:28}{curve_of([row[name] for row in history if row.get(name) is not None])}")
     print("\nTry next:")
     here, run = command_here(), visible(str(ppo))
     print(f"  {here} inspect {run}       # every token and its arithmetic, in a browser")

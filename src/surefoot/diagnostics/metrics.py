@@ -336,6 +336,14 @@ SHOWN = {
 """what a newcomer should look at while a run goes on: its label and its format"""
 
 
+_TITLES = {"cpu_cores": "CPU cores", "memory_gb": "memory, GB", "gpu_memory_gb": "GPU memory, GB", "gpu_percent": "GPU load, %"}
+
+
+def title_of(metric: str) -> str:
+    """The name of a metric in words, for pages and tables."""
+    return _TITLES.get(metric) or (SHOWN[metric][0] if metric in SHOWN else metric.replace("_", " "))
+
+
 def shown(metrics: Iterable[str]) -> dict[str, tuple[str, str]]:
     """``SHOWN`` for a run with these metrics: the loss of SFT, reward models and DPO is no policy loss."""
     label, form = SHOWN["policy_loss"]

@@ -14,10 +14,11 @@ from typing import Any
 
 import filelock
 
+from surefoot.diagnostics.metrics import title_of
 from surefoot.errors import SurefootError
 from surefoot.files import read_table, read_toml, write_text, writing
 from surefoot.inspector.curves import Results
-from surefoot.inspector.folders import recipe_summary, title_of
+from surefoot.inspector.folders import recipe_summary
 from surefoot.store.reading import FINISHED, LOCK, acquire, in_use
 
 TRASH = ".trash"

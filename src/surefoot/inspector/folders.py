@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from surefoot.diagnostics.metrics import METRICS, SHOWN, TIMING
+from surefoot.diagnostics.metrics import METRICS, TIMING, title_of
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
@@ -17,7 +17,6 @@ from surefoot.store.manifest import read_listed_table
 from surefoot.store.reading import FINISHED, PROFILE, SUMMARY, TRACKERS_FILE, check_is_run, read_samples, samples_in, traces_in
 
 LONGEST_TEXT = 20_000
-TITLES = {"cpu_cores": "CPU cores", "memory_gb": "memory, GB", "gpu_memory_gb": "GPU memory, GB", "gpu_percent": "GPU load, %"}
 UNITS = {"control": "environment steps", "language": "responses", "sft": "rows", "reward": "rows", "dpo": "rows"}
 """what a step of the budget is, by kind of run"""
 
@@ -199,11 +198,6 @@ def metric_descriptions(names: list[str]) -> dict[str, dict[str, Any]]:
         name: {"title": title_of(name), "meaning": of.meaning, "machine": name in TIMING, "low": of.low, "high": of.high}
         for name, of in known.items()
     }
-
-
-def title_of(metric: str) -> str:
-    """The name of a metric on the page."""
-    return TITLES.get(metric) or (SHOWN[metric][0] if metric in SHOWN else metric.replace("_", " "))
 
 
 def run_names(paths: list[Path]) -> list[str]:
