@@ -87,6 +87,7 @@ def compare(
     from surefoot.compare.plots import draw_profiles
     from surefoot.compare.report import across_tasks_text, comparison_text, require_matplotlib
     from surefoot.compare.runs import Comparison, compare_runs, read_run
+    from surefoot.store.reading import FINGERPRINTS
 
     if len(runs) < 2:
         raise SurefootError(f"compare {runs[0]}: is only one run; name two or more")
@@ -109,9 +110,31 @@ def compare(
         echo_json(comparison.to_json())
     else:
         echo(comparison_text(comparison) if isinstance(comparison, Comparison) else across_tasks_text(comparison))
+        if len(runs) == 2 and all((run / FINGERPRINTS).is_file() for run in runs):
+            echo(f"\nthe first place where they part: surefoot diff {runs[0]} {runs[1]}")
     if figure is not None and tasks is not None:
         figure.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(figure, draw_profiles(tasks, "png" if figure.suffix == ".png" else "svg"))
+
+
+@click.command()
+@click.argument("a", type=RUN)
+@click.argument("b", type=RUN)
+@json_option
+@click.pass_context
+def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
+    """Find the first iteration and stage in which runs A and B part, and the cause.
+
+    Exits with 0 if all iterations that both have are the same to the last bit, and 1 if they differ.
+    """
+    from surefoot.diagnostics.differences import compare_runs
+
+    difference = compare_runs(a, b)
+    if as_json:
+        echo_json(difference.to_json())
+    else:
+        echo("\n".join(difference.lines))
+    ctx.exit(int(not difference.same))
 
 
 def _range(text: str) -> tuple[str, tuple[float, float]]:

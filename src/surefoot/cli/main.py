@@ -32,6 +32,7 @@ COMMANDS = {
     "compare-algorithms": "surefoot.cli.compare:compare_algorithms",
     "data": "surefoot.cli.language:data",
     "demo": "surefoot.cli.new:demo",
+    "diff": "surefoot.cli.compare:diff",
     "evaluate": "surefoot.cli.agents:evaluate",
     "export": "surefoot.cli.agents:export",
     "generate": "surefoot.cli.language:generate",
@@ -51,13 +52,14 @@ COMMANDS = {
     "serve": "surefoot.cli.language:serve",
     "train": "surefoot.cli.train:train",
     "tune": "surefoot.cli.compare:tune",
+    "verify": "surefoot.cli.train:verify",
     "watch": "surefoot.cli.agents:watch",
 }
 """module and name of each command; a command is imported when it is called, so that ``--help`` is fast"""
 GROUPS = {
     "Start": ("demo", "new", "list", "check", "train", "resume"),
-    "Look": ("inspect", "evaluate", "watch", "report"),
-    "Compare": ("compare", "compare-algorithms", "ladder", "tune"),
+    "Look": ("inspect", "evaluate", "watch", "report", "verify"),
+    "Compare": ("compare", "diff", "compare-algorithms", "ladder", "tune"),
     "Language": ("data", "memory", "rounds", "label", "generate", "chat", "best-of-n", "score", "serve", "merge"),
     "Share": ("export", "push", "pull"),
 }
@@ -67,7 +69,7 @@ RESUMABLE = ("train", "resume", "demo", "ladder", "compare-algorithms", "rounds"
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: 0, 1 if ``check`` fails, 2 for a user error, 130 after Ctrl-C or SIGTERM."""
+    """Run the command line and exit: 0, 1 if a check fails or runs differ, 2 for a user error, 130 after a signal."""
     try:
         join_if_ranked(sys.argv[1:])
         with in_command(), phases_shown(on_terminal):

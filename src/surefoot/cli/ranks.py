@@ -19,7 +19,7 @@ from surefoot.processes import exit_cause
 from surefoot.ranks.launching import DEFAULT_TIMEOUT, TIMEOUT, launch_of, note, restarts
 from surefoot.signals import STOPPING
 
-RANKED = ("train", "resume", "rounds", "demo")
+RANKED = ("train", "resume", "rounds", "demo", "verify")
 """commands that several ranks run together"""
 RANK_OPTIONS = ("--ranks", "--max-restarts", "--rank-timeout")
 AGENT = "SUREFOOT_AGENT"
@@ -76,14 +76,17 @@ rank_options = together(
 """``launch_ranks`` reads what they set"""
 
 
-def launch_ranks() -> bool:
+def launch_ranks(default: int | None = None) -> bool:
     """Run this command line as several ranks and return True when they have ended; False if this process is to run it.
+
+    default   their number, if the command line gives none
 
     Raises SurefootError if a launcher has started another number of ranks, or if a rank died.
     """
     given = click.get_current_context().meta
     ranks, max_restarts, rank_timeout = (given.get(f"ranks.{name}") for name in ("ranks", "max_restarts", "rank_timeout"))
     launch = launch_of(os.environ)
+    ranks = default if ranks is None and launch is None else ranks
     if launch is not None:
         if ranks is not None and ranks != launch.size:
             raise SurefootError(f"--ranks {ranks}: {launch.launcher} has started {launch.size}; leave it out")

@@ -187,6 +187,36 @@ def resume(
 
 
 @click.command()
+@click.argument("run", type=RUN)
+@option("--iteration", type=COUNT, metavar="K", help="Verify this iteration. [default: the last one]")
+@option("--all", "every", is_flag=True, help="Verify every iteration, from the start.")
+@json_option
+@click.pass_context
+def verify(ctx: click.Context, run: Path, iteration: int | None, every: bool, as_json: bool) -> None:
+    """Execute iterations of RUN again and compare them with its fingerprints.
+
+    It begins at the nearest earlier checkpoint, else at the start, with the run's number of ranks, and writes nothing to RUN.
+
+    Exits with 0 if they repeat to the last bit, or, on another machine, are close; with 1 if they differ.
+    """
+    with lasting_imports():
+        from surefoot.ranks.collectives import rank
+        from surefoot.runs import verify as verifying
+
+    if iteration is not None and every:
+        raise SurefootError(f"--iteration {iteration}: --all has every iteration; give one of the two")
+    plan = verifying.plan_of(run, iteration, every)
+    if launch_ranks(plan.ranks):
+        return
+    if rank() == 0:
+        echo(plan.line, err=as_json)
+    verified = verifying.verify(plan)
+    if rank() == 0:
+        echo_json(verified.to_json()) if as_json else echo(verified.line)
+    ctx.exit(int(not verified.passed))
+
+
+@click.command()
 @click.argument("recipe", type=PATH)
 @option("--rounds", "count", type=COUNT, default=3, help="Total number of rounds.")
 @option(

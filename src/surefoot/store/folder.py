@@ -38,6 +38,7 @@ from surefoot.files import (
     copy_file,
     is_temporary,
     made_from,
+    package_source,
     read_table,
     read_text,
     read_toml,
@@ -529,6 +530,7 @@ def machine(recipe: Recipe, ranks: int = 1) -> dict[str, Any]:
         "threads": recipe.threads,
         "engine": recipe.engine,
         "ranks": ranks,
+        "surefoot source": package_source(),
     }
 
 

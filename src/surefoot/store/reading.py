@@ -144,7 +144,7 @@ def replay_failure(video: Path) -> Path:
 
 STAGES = {
     "weights": "the weights before the update",
-    "inputs": "what the policy read",
+    "inputs": "the inputs of the policy",
     "actions": "the actions",
     "log_probs": "the log-probabilities of the actions",
     "rewards": "the rewards",

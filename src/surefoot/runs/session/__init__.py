@@ -386,7 +386,8 @@ class Session:
         run_folder, steps, traces = self.folder.path, self.state.steps, self.recipe.traces
         self.row_files = [metrics_file(run_folder, self.state.iteration - (self.pending is not None), self.message)]
         if self.learner.fingerprints is not None:
-            self.row_files.append(fingerprints_file(run_folder, self.state.iteration, machine(self.recipe, world_size())))
+            here = {**machine(self.recipe, world_size()), "steps": self.recipe.steps}
+            self.row_files.append(fingerprints_file(run_folder, self.state.iteration, here))
         if traces.rows:
             self.learner.recorder = Recorder(self.recipe.trace_every, traces.rows, self.world.row_details)
         return [

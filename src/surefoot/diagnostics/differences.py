@@ -1,0 +1,162 @@
+"""The first place where two runs part, by the fingerprints of their iterations, and what could explain it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import SurefootError
+from surefoot.files import read_toml
+from surefoot.recipes.reading import make_recipe
+from surefoot.store.checkpoint import checkpoints_in
+from surefoot.store.folder import CHANGE_NOTHING, differences, table_differences, with_own_rows
+from surefoot.store.manifest import fault_of, read_listed_table
+from surefoot.store.metrics import FILE, read_history
+from surefoot.store.reading import FINGERPRINTS, STAGES, Fingerprinted, check_is_run, read_fingerprints
+
+Rows = Mapping[int, Mapping[str, Sequence[Any]]]
+CLOSE = 1e-4
+"""relative distance of the sums up to which another processor or version explains a difference"""
+IRRELEVANT = ("checkpoint.", "traces.", "evaluation.", *(f"{name}: " for name in CHANGE_NOTHING))
+"""beginnings of lines about fields of the recipe that change no fingerprint"""
+WHY = {
+    "weights": "the first weights: another start, or code that sets them",
+    "inputs": "the task or the data: another environment, other rows, or their order",
+    "actions": "the sampling of actions: its random numbers, or the sampler",
+    "log_probs": "how log-probabilities are computed: the network, its precision or the reference",
+    "rewards": "the reward: its code, a reward model, or a normaliser",
+    "advantages": "the critic's values, or how advantages are computed",
+    "order": "the random numbers that shuffle the rows",
+    "gradient": "the loss, or how its gradient is computed",
+    "updated": "the optimizer: its settings or state, or a callback",
+}
+"""what a stage rests on that those before it do not"""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first stage in which two runs differ."""
+
+    iteration: int
+    stage: str
+    distance: float
+    """of the sums, relative to the norm; infinite where one is not finite"""
+
+    @property
+    def text(self) -> str:
+        """The place in words."""
+        return f"iteration {self.iteration:,}, {STAGES[self.stage]}: relative difference {self.distance:.1g}"
+
+
+def parting(a: Rows, b: Rows) -> Parting | None:
+    """The first stage of the first iteration that both have in which they differ; None where they are the same."""
+    for iteration in sorted(a.keys() & b.keys()):
+        for stage in STAGES:
+            one, other = a[iteration].get(stage), b[iteration].get(stage)
+            if (one and one[0]) != (other and other[0]):
+                return Parting(iteration, stage, _distance(one, other))
+    return None
+
+
+def largest_distance(a: Rows, b: Rows) -> Parting | None:
+    """The stage whose sums differ most, of all iterations that both have; None where they are the same."""
+    places = [
+        Parting(iteration, stage, _distance(one, b[iteration].get(stage)))
+        for iteration in sorted(a.keys() & b.keys())
+        for stage, one in a[iteration].items()
+        if one[0] != b[iteration].get(stage, ("",))[0]
+    ]
+    return max(places, key=lambda place: place.distance, default=None)
+
+
+def _distance(one: Sequence[Any] | None, other: Sequence[Any] | None) -> float:
+    if one is None or other is None or None in one or None in other:
+        return math.inf
+    apart: float = max(abs(x - y) for x, y in zip(one[1:], other[1:], strict=True))
+    return apart / scale if (scale := max(abs(one[1]), abs(other[1]))) else apart
+
+
+def machine_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """How versions, processors, threads, engine and ranks differ, each as ``name: old -> new``."""
+    return differences({**before, "steps": None}, {**after, "steps": None})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The comparison of two runs."""
+
+    a: Path
+    b: Path
+    compared: list[int]
+    """iterations of which both have fingerprints"""
+    first: Parting | None
+    before: int
+    """the last compared iteration before the first difference; 0: none"""
+    causes: list[str]
+    """what they differ in besides their numbers"""
+    damaged: list[str]
+    """files of theirs that are not what a run wrote"""
+
+    @property
+    def same(self) -> bool:
+        """Whether no difference was found."""
+        return self.first is None and not self.damaged
+
+    @property
+    def lines(self) -> list[str]:
+        """The result in words: where they part, then the causes."""
+        if not self.compared:
+            return [f"{self.a} and {self.b} have no iteration with fingerprints in common", *self.causes, *self.damaged]
+        last = self.compared[-1]
+        if self.first is None:
+            part = f"the same to the last bit, iterations {self.compared[0]:,}–{last:,}"
+            return [part, *(f"although {line}" for line in self.causes), *self.damaged]
+        after = f", after {self.before:,}, which is the same" if 0 < self.before < self.first.iteration - 1 else ""
+        why = [f"cause: {line}" for line in self.causes] or [f"no cause is recorded; look at {WHY[self.first.stage]}"]
+        return [f"part in {self.first.text}{after}", *why, *self.damaged]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain values."""
+        place = None if self.first is None else vars(self.first)
+        lists = {"causes": self.causes, "damaged": self.damaged, "lines": self.lines}
+        return {"a": str(self.a), "b": str(self.b), "same": self.same, "compared": len(self.compared), "first": place, **lists}
+
+
+def compare_runs(a: Path, b: Path) -> Difference:
+    """Where two runs part, and the causes that can be named. Raises SurefootError if one of them is no run."""
+    for run in (a, b):
+        check_is_run(run)
+    one, other = read_fingerprints(a), read_fingerprints(b)
+    first, compared = parting(one.rows, other.rows), sorted(one.rows.keys() & other.rows.keys())
+    at = compared[-1] if first is None and compared else first.iteration if first else 1
+    before = max((iteration for iteration in compared if iteration < at), default=0)
+    fields = table_differences(_table(a), _table(b))
+    found = [f"recipe: {line}" for line in fields if not line.startswith(IRRELEVANT)]
+    for part, name in (("sources", "data and base weights"), ("code", "code")):
+        found += [f"{name}: {line}" for line in differences(_in_checkpoint(a, part), _in_checkpoint(b, part))]
+    # Of a run that was resumed elsewhere, the machine counts that computed the iteration.
+    found += machine_differences(one.machine_of(at), other.machine_of(at))
+    return Difference(a, b, compared, first, before, found, [*damaged_in(a, one), *damaged_in(b, other)])
+
+
+def _table(run: Path) -> dict[str, Any]:
+    return make_recipe(with_own_rows(read_toml(run / "config.toml"), run)).table
+
+
+def _in_checkpoint(run: Path, part: str) -> dict[str, Any]:
+    """Hashes in the newest checkpoint: of rows and base weights, or of the user's code and its packages; empty if unknown."""
+    with suppress(SurefootError, IndexError):
+        table = read_listed_table(checkpoints_in(run / "checkpoints")[-1] / f"{part}.json")
+        return {key: value for key, value in table.items() if part != "code" or key in ("code", "packages")}
+    return {}
+
+
+def damaged_in(run: Path, record: Fingerprinted) -> list[str]:
+    """The files of a run that are not what it wrote."""
+    found = [f"{run / FINGERPRINTS} {record.fault}"] if record.fault else []
+    if fault := read_history(run).fault:
+        found.append(f"{run / FILE} {fault}")
+    folders = [*checkpoints_in(run / "checkpoints"), *checkpoints_in(run / "best")]
+    return found + [f"{folder}: {fault}" for folder in folders if (fault := fault_of(folder))]

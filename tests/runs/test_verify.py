@@ -1,0 +1,133 @@
+"""``verify`` executes iterations again: what it proves, what it finds, and that it leaves the run alone."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from killing import fingerprints
+
+import surefoot
+from surefoot import SurefootError
+from surefoot.cli.main import cli
+from surefoot.core.steps.eager import EagerPasses
+from surefoot.runs.verify import plan_of, verify
+from surefoot.store.reading import FINGERPRINTS
+
+FIELDS: dict[str, Any] = {
+    "preset": "none",
+    "steps": 384,
+    "engine": "eager",
+    "display": False,
+    "rollout": {"environments": 4, "steps": 16},
+    "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
+    "normalise": {"observations": True, "rewards": True},
+    "optimizer": {"schedule": "linear"},
+    "network": {"hidden": [8]},
+    "evaluation": {"every": 128, "episodes": 1},
+    "checkpoint": {"every": 128},
+}
+
+
+assert fingerprints.SHARE > 1, "of every iteration"
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("verified") / "run"
+    surefoot.train("CartPole-v1", run_dir=path, **FIELDS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("iteration", "every", "compared"), [(None, False, [5, 6]), (4, False, [1, 2, 3, 4]), (None, True, [1, 2, 3, 4, 5, 6])]
+)
+def test_a_run_repeats_from_the_nearest_earlier_checkpoint_and_is_left_as_it_was(
+    run: Path, iteration: int | None, every: bool, compared: list[int]
+) -> None:
+    before = files_of(run)
+    verified = verify(plan_of(run, iteration, every))
+    assert verified.compared == compared
+    assert verified.first is None
+    assert verified.line.endswith("repeat to the last bit")
+    assert files_of(run) == before
+
+
+def test_a_run_that_was_extended_repeats_the_iterations_of_both_budgets(run: Path, tmp_path: Path) -> None:
+    """Its schedule ended with the first budget, and goes on with the second."""
+    longer = tmp_path / "longer"
+    shutil.copytree(run, longer)
+    surefoot.resume(longer, steps=512, display=False)
+    for iteration, every in ((6, False), (8, False), (None, True)):
+        assert verify(plan_of(longer, iteration, every)).first is None
+
+
+def test_other_arithmetic_fails_at_its_stage_with_exit_code_1(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = EagerPasses.add
+
+    def add(self: EagerPasses, *arguments: Any) -> Any:
+        sums = original(self, *arguments)
+        for parameter in self.policy.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 + 1e-6)
+        return sums
+
+    monkeypatch.setattr(EagerPasses, "add", add)
+    result = CliRunner().invoke(cli, ["verify", str(run), "--json"])
+    assert result.exit_code == 1, result.output
+    told = json.loads(result.stdout)
+    assert (told["result"], told["first"]["iteration"], told["first"]["stage"]) == ("different", 5, "gradient")
+    assert "the same machine and recipe" in told["line"]
+
+
+def pulled(run: Path, folder: Path, factor: float) -> Path:
+    """A run as another machine gets it: no checkpoints; there another processor computed numbers that far from ours."""
+    folder.mkdir()
+    for name in ("config.toml", "environment.json", "manifest.json"):
+        shutil.copy(run / name, folder / name)
+    lines = [json.loads(line) for line in (run / FINGERPRINTS).read_text().splitlines()]
+    lines[0]["machine"]["processor"] = "Another, AVX2"
+    for row in lines[1:]:
+        _, norm, signed = row["gradient"]
+        row["gradient"] = ["0" * 16, norm * factor, signed]
+    (folder / FINGERPRINTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_on_another_machine_close_numbers_pass_but_are_never_the_same(run: Path, tmp_path: Path) -> None:
+    close = verify(plan_of(pulled(run, tmp_path / "close", 1 + 3e-7)))
+    assert close.compared == [1, 2, 3, 4, 5, 6], "from the start, without a checkpoint"
+    assert close.passed
+    assert close.to_json()["result"] == "close"
+    assert "processor: Another, AVX2 -> " in close.line
+    far = verify(plan_of(pulled(run, tmp_path / "far", 1.01)))
+    assert not far.passed
+    assert far.to_json()["result"] == "different"
+
+
+def test_without_fingerprints_or_with_damaged_ones_there_is_one_line(run: Path, tmp_path: Path) -> None:
+    surefoot.train("CartPole-v1", run_dir=tmp_path / "off", **{**FIELDS, "fingerprints": False})
+    assert not (tmp_path / "off" / FINGERPRINTS).exists()
+    with pytest.raises(SurefootError, match="train it again with fingerprints = true"):
+        plan_of(tmp_path / "off")
+    with pytest.raises(SurefootError, match="iteration 9: has no fingerprints; the nearest one that has is 6"):
+        plan_of(run, 9)
+    shutil.copytree(run, tmp_path / "copy")
+    content = bytearray((tmp_path / "copy" / FINGERPRINTS).read_bytes())
+    content[-9] ^= 1
+    (tmp_path / "copy" / FINGERPRINTS).write_bytes(content)
+    with pytest.raises(SurefootError, match="is not what the run wrote"):
+        plan_of(tmp_path / "copy")
+
+
+def test_the_switch_changes_no_number(run: Path, tmp_path: Path) -> None:
+    surefoot.train("CartPole-v1", run_dir=tmp_path / "off", **{**FIELDS, "fingerprints": False})
+    weights = [surefoot.load(path).policy.state_dict() for path in (run, tmp_path / "off")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
