@@ -103,7 +103,8 @@ class Fingerprints:
         """of the last update; None if it was not due, or not finished"""
         self._parts: list[tuple[str, int, Any, Any, Any]] = []
         """stage and factor of what ``measure`` returned"""
-        self._seconds, self._iterations, self._began = 0.0, 0, time.perf_counter()
+        self.seconds, self.iterations, self._began = 0.0, -1, time.perf_counter()
+        """what they have taken since the first iteration, which may have compiled programs, and of how many"""
 
     def due(self, state: LearnerState) -> bool:
         """Whether the iteration that is being updated has fingerprints; the same on all ranks."""
@@ -131,7 +132,7 @@ class Fingerprints:
         self._add("log_probs", *decided(rollout.old_log_probs, rollout.behaviour_log_probs, rollout.ref_log_probs))
         self._add("rewards", *decided(rollout.rewards))
         self._add("advantages", *decided(credit.advantages))
-        self._seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - began
 
     def first_step(self, step: PendingStep, order: Sequence[Tensor]) -> None:
         """Add the first step of an update before it is taken, and the order in which rows were drawn for it.
@@ -144,7 +145,7 @@ class Fingerprints:
         numbers = torch.tensor([*step.norms.values(), *step.terms.values()], dtype=torch.float64)
         gradients = [group.parts(gradients=True) for group in step.gradients_of]
         self._add("gradient", *gradients or [[(numbers, 0)] if rank() == 0 else []])
-        self._seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - began
 
     def end(self, groups: Iterable[Group]) -> None:
         """Add the stage after an update, and sum up those of all ranks."""
@@ -169,13 +170,18 @@ class Fingerprints:
                 for factor, *measured in measure(x, start):
                     self._parts.append((stage, factor * _factor(-100 - number), *measured))
 
+    @property
+    def share(self) -> float:
+        """What they take of the time since the first iteration."""
+        return self.seconds / (time.perf_counter() - self._began)
+
     def _measure(self, seconds: float) -> None:
-        """Decide how often, from the share of the time since the first iteration, the largest of any rank."""
-        self._iterations, self._seconds = self._iterations + 1, self._seconds + seconds
-        if self._iterations == 1:  # which may have compiled programs
-            self._seconds, self._began = 0.0, time.perf_counter()
-        if self.every is None and self._iterations > MEASURED:
-            share = float(all_max(torch.tensor(self._seconds / (time.perf_counter() - self._began))))
+        """Decide how often, from the largest share of any rank."""
+        self.iterations, self.seconds = self.iterations + 1, self.seconds + seconds
+        if self.iterations == 0:
+            self.seconds, self._began = 0.0, time.perf_counter()
+        if self.every is None and self.iterations == MEASURED:
+            share = float(all_max(torch.tensor(self.share)))
             self.every = 1 << math.ceil(math.log2(max(1.0, share / SHARE)))
             if self.every > 1:
                 self.message = (
