@@ -73,7 +73,7 @@ def test_a_reward_model_is_compared_with_the_labels_that_decide() -> None:
     margins = {"1": 2.0, "2": 1.0, "3": 0.0, "4": 5.0, "5": -5.0, "6": -3.0}
     model = with_model(labels, margins)
     assert (model["count"], model["of"]) == (2.5, 4)
-    assert model["differ"] == ["2"]
+    assert [each["key"] for each in model["differ"]] == ["2"]
     report = {"people": {}, "between": {}, "model": model}
     assert [(each.name, each.severity) for each in findings(report)] == [("reward_model_at_chance", "serious")]
     assert findings({**report, "model": share(90, 100)}) == []

@@ -5,12 +5,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from language.tiny import write_folder
 
 pytest.importorskip("starlette")
 
@@ -29,10 +31,10 @@ def pairs(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(pairs: Path, who: str) -> Iterator[tuple[str, Any]]:
-    """The command that serves the page; its address and its process."""
-    words = [sys.executable, "-m", "surefoot", "label", str(pairs), "--who", who, "--no-browser"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+def served(*words: str | Path) -> Iterator[tuple[str, Any]]:
+    """A command that serves a page; its address and its process."""
+    command = [sys.executable, "-m", "surefoot", *map(str, words), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip(), process
@@ -41,34 +43,38 @@ def served(pairs: Path, who: str) -> Iterator[tuple[str, Any]]:
 
 
 def answer(page: Any, done: int, choose: Any) -> None:
-    """Choose by ``choose(left text)``, a key or the id of a button, and wait for the next pair."""
+    """Choose by ``choose(left text, right text)``, a key or the id of a button, and wait for the next pair."""
     page.wait_for_selector("#left, header")
-    key = choose(page.inner_text("#left .said"))
+    key = choose(*(page.inner_text(f"#{side} .said") for side in ("left", "right")))
     page.wait_for_timeout(170)  # keys are ignored for a moment
     page.click(f"#{key}") if len(key) > 2 and key.islower() else page.keyboard.press(key)
     page.wait_for_selector(f"#progress:has-text('{done} of 22')")
 
 
+def label_all(chromium: Any, what: Path, who: str, kills: tuple[int, ...], choose: Any) -> None:
+    """Label twenty pairs and two repeats, with ``choose(number, left text, right text)``; kill the server in between."""
+    done = 0
+    for until in (*kills, 22):
+        with served("label", what, "--who", who) as (address, process):
+            page = chromium.new_page()
+            page.goto(address)
+            page.wait_for_selector(f"#progress:has-text('{done} of 22')")
+            for number in range(done, until):
+                answer(page, number + 1, partial(choose, number))
+            done = until
+            if until < 22:
+                process.send_signal(signal.SIGKILL)
+            else:
+                assert "these were all pairs" in page.inner_text("h1")
+                assert "Every pair has a label" in page.inner_text("#after")
+            assert page.title() == "Which is better?"
+            page.close()
+
+
 def test_two_people_label_the_same_pairs_with_kills_between_and_nothing_is_lost(pairs: Path, chromium: Any) -> None:
-    careful = ["ArrowLeft", "ArrowRight"], ["1", "2"], ["left", "right"]
-    for who, kills in (("ann", (7, 15)), ("lefty", (10,))):
-        done = 0
-        for until in (*kills, 22):
-            with served(pairs, who) as (address, process):
-                page = chromium.new_page()
-                page.goto(address)
-                page.wait_for_selector(f"#progress:has-text('{done} of 22')")
-                while done < until:
-                    keys = careful[done % 3] if who == "ann" else ["ArrowLeft"] * 2
-                    answer(page, done + 1, lambda text, keys=keys: keys[text != "good"])
-                    done += 1
-                if until < 22:
-                    process.send_signal(signal.SIGKILL)
-                else:
-                    assert "these were all pairs" in page.inner_text("h1")
-                    assert "Every pair has a label" in page.inner_text("#after")
-                assert page.title() == "Which is better?"
-                page.close()
+    keys = ["ArrowLeft", "ArrowRight"], ["1", "2"], ["left", "right"]
+    label_all(chromium, pairs, "ann", (7, 15), lambda number, left, _: keys[number % 3][left != "good"])
+    label_all(chromium, pairs, "lefty", (10,), lambda *_: "ArrowLeft")
     queue = Queue(pairs)
     labels = labels_of_all(queue, pairs.with_name("pairs-labels"))
     assert len(labels) == 44
@@ -80,15 +86,70 @@ def test_two_people_label_the_same_pairs_with_kills_between_and_nothing_is_lost(
     assert re.search(r"^warning: lefty chose the left answer in 22 of 22 pairs", report, re.MULTILINE)
 
 
+RECIPE = """
+kind = "language"
+model = "llama"
+steps = 16
+data = { train = "prompts.jsonl", held_out = "prompts.jsonl", max_length = 16 }
+sampling = { prompts = 8, max_tokens = 12 }
+evaluation = { rows = 8 }
+reward = { terms = [{ model = "reward" }] }
+optimizer = { learning_rate = 1e-3 }
+"""
+
+
+@pytest.mark.slow
+def test_labels_of_two_people_with_kills_between_train_the_reward_model_and_ppo_follows(
+    tmp_path: Path, chromium: Any, page: Any, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    pytest.importorskip("transformers")
+    write_folder(tmp_path / "llama", "llama")
+    rows = {"prompts": [{"prompt": f"{n} says "} for n in range(20)], "first": []}
+    rows["first"] = [{"prompt": f"{n} ", "chosen": "aeiou", "rejected": "bcdfg"} for n in range(6)]
+    for name, of in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of))
+    (tmp_path / "ppo.toml").write_text(RECIPE)
+    words = ("train", "reward", "--run-dir", "reward", "--model", "llama", "--data.train", "first.jsonl", "--steps", "6")
+    assert command(*words, "--data.max-length", "32", "--data.batch", "3")[0] == 0
+    rounds = ("rounds", "ppo.toml", "--rounds", "1", "--pairs", "20", "--judge", "people", "--run-dir", "mine", "--quiet")
+    code, out, err = command(*rounds)
+    assert (code, "round-1: 0 of 20 pairs are labelled; label them with: surefoot label mine" in out) == (0, True), out + err
+
+    def vowels(text: str) -> int:
+        return sum(map(text.count, "aeiou"))
+
+    def careful(_: int, left: str, right: str) -> str:
+        return "ArrowDown" if vowels(left) == vowels(right) else "ArrowLeft" if vowels(left) > vowels(right) else "ArrowRight"
+
+    label_all(chromium, tmp_path / "mine", "ann", (6, 13), careful)
+    label_all(chromium, tmp_path / "mine", "lefty", (10,), lambda *_: "ArrowLeft")
+    code, out, err = command(*rounds)
+    assert code == 0, err
+    assert "lefty chose the left answer in 22 of 22 pairs" in out
+    assert "ann chose the left" not in out
+    here = tmp_path / "mine" / "round-1"
+    trained = [json.loads(line) for line in (here / "pairs.jsonl").read_text().splitlines()][2 * len(rows["first"]) :]
+    assert len(trained) == 2 * 40, "two rows for each label of both people, none for repeats"
+    assert all((here / run / "model").is_dir() for run in ("reward", "ppo"))
+    assert json.loads((here / "round.json").read_text())["labels"] == 40
+    with served("inspect", "mine/round-1/ppo") as (address, _):
+        page.goto(address)
+        page.click("nav a[data-view=labels]")
+        page.wait_for_selector("[data-round=round-1]")
+        assert page.inner_text(".finding.warning h3").endswith("lefty chose the left answer in 22 of 22 pairs")
+        assert page.locator(".people tbody th").all_inner_texts() == ["ann", "lefty"]
+        assert "lefty agree on" in page.inner_text("#labels")
+
+
 def test_undo_equal_skip_pause_and_the_last_labels_can_be_changed(pairs: Path, chromium: Any) -> None:
-    with served(pairs, "ann") as (address, _):
+    with served("label", pairs, "--who", "ann") as (address, _):
         page = chromium.new_page(viewport={"width": 390, "height": 800})
         page.goto(address)
         page.wait_for_selector("#left")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        answer(page, 1, lambda _: "ArrowDown")
-        answer(page, 2, lambda _: "s")
-        answer(page, 3, lambda _: "equal")
+        answer(page, 1, lambda *_: "ArrowDown")
+        answer(page, 2, lambda *_: "s")
+        answer(page, 3, lambda *_: "equal")
         page.keyboard.press("Backspace")
         page.wait_for_selector("#progress:has-text('2 of 22')")
         page.click("#pause")
@@ -97,7 +158,7 @@ def test_undo_equal_skip_pause_and_the_last_labels_can_be_changed(pairs: Path, c
         page.keyboard.press("p")
         page.click("summary")
         page.click(".last li:first-child button")
-        answer(page, 2, lambda _: "ArrowRight")
+        answer(page, 2, lambda *_: "ArrowRight")
         page.close()
     rows = (pairs.with_name("pairs-labels") / "ann.jsonl").read_text().splitlines()[1:]
     assert [json.loads(row).get("choice", "undo") for row in rows] == ["equal", "skip", "equal", "undo", "right"]

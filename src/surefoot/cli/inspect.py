@@ -17,7 +17,7 @@ from surefoot.cli.options import PATH, RUN, IntRange, option
 from surefoot.cli.output import echo, echo_json
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import RUNS, write_text, writing
-from surefoot.people.log import CLOSED, LABELS, QUEUE, Queue, Round, check_person, labels_of_all, pair_rows
+from surefoot.people.log import CLOSED, LABELS, Queue, Round, check_person, labels_of_all, pair_rows, rounds_of
 from surefoot.terminal import is_terminal
 
 QUESTION = "Which is better?"
@@ -177,14 +177,6 @@ def place_of(what: Path) -> tuple[Queue, Path, Round | None]:
     if not what.exists():
         raise SurefootError(f"{what}: no such file or folder; name a folder of rounds, or a file of pairs")
     return Queue(what), what.with_name(f"{what.stem}-{LABELS}"), None
-
-
-def rounds_of(folder: Path) -> list[Round]:
-    """The rounds of a folder that have a queue, in order."""
-    if (folder / QUEUE).is_file():
-        return [Round(folder)]
-    found = [path.parent for path in folder.glob(f"round-*/{QUEUE}") if path.parent.name.removeprefix("round-").isdecimal()]
-    return [Round(path) for path in sorted(found, key=lambda path: int(path.name.removeprefix("round-")))]
 
 
 def _report(queue: Queue, labels: Path, as_json: bool) -> None:

@@ -13,6 +13,9 @@ from surefoot.diagnostics.metrics import METRICS, TIMING, title_of
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
+from surefoot.people import agreement
+from surefoot.people.agreement import AGREEMENT
+from surefoot.people.log import Round, rounds_of
 from surefoot.store.manifest import read_listed_table
 from surefoot.store.reading import FINISHED, PROFILE, SUMMARY, TRACKERS_FILE, check_is_run, read_samples, samples_in, traces_in
 
@@ -78,6 +81,7 @@ class RunFolders:
             "samples": sample_steps(path),
             "videos": [file.name for file in self.videos(run)],
             "profiled": profile_file(path).is_file(),
+            "labelled": bool(labelled_rounds(path)),
         }
 
     def curves(
@@ -147,6 +151,24 @@ class RunFolders:
             counts = {key: summary[key] for key in ("iterations", "counted", "seconds", "first")}
             return {**counts, "sections": sections, "traces": [str(file.parent / str(name)) for name in summary["traces"]]}
 
+    def labels(self, run: int) -> list[dict[str, Any]]:
+        """The labels of the rounds that a run belongs to, as far as training has read them: how well they agree, findings, and
+        the pairs in which the reward model before the round prefers the other answer.
+        """
+        rounds = []
+        for at in labelled_rounds(self.path(run)):
+            report = read_listed_table(at.folder / AGREEMENT)
+            differ = []
+            for one in report["model"]["differ"]:
+                pair, other = at.queue[one["key"]], "b" if one["preferred"] == "a" else "a"
+                sides = {
+                    name: as_text(pair.get(side, "a clip")) for name, side in (("chosen", one["preferred"]), ("other", other))
+                }
+                differ.append({**one, **sides, "prompt": as_text(pair.get("prompt", ""))})
+            found = [finding.to_json() for finding in agreement.findings(report)]
+            rounds.append({**report, "name": at.folder.name, "findings": found, "differ": differ})
+        return rounds
+
     # ---- samples and videos
 
     def samples(self, run: int, steps: int) -> list[dict[str, Any]]:
@@ -170,6 +192,11 @@ class RunFolders:
         if number >= len(videos):
             raise SurefootError(f"video={number}: unknown; there are {len(videos)}")
         return videos[number]
+
+
+def labelled_rounds(run: Path) -> list[Round]:
+    """The rounds that a run belongs to whose labels training has read."""
+    return [at for at in rounds_of(run.absolute().parent.parent) if (at.folder / AGREEMENT).is_file()]
 
 
 def profile_file(path: Path) -> Path:

@@ -76,7 +76,7 @@ def application(
 
 
 def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
-    """Runs, curves, findings, recipes, profiles, samples and videos."""
+    """Runs, curves, findings, labels, recipes, profiles, samples and videos."""
 
     def runs(request: Request) -> Any:
         numbers = None
@@ -107,6 +107,7 @@ def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
         Route("/api/curves", json_route(curves)),
         Route("/api/runs/{run:int}/findings", json_route(by_path(folders.findings))),
         Route("/api/runs/{run:int}/recipe", json_route(by_path(folders.recipe))),
+        Route("/api/runs/{run:int}/labels", json_route(by_path(folders.labels))),
         Route("/api/runs/{run:int}/profile", json_route(by_path(folders.profile))),
         Route("/api/runs/{run:int}/samples/{steps:int}", json_route(by_path(folders.samples))),
         Route("/api/runs/{run:int}/videos/{number:int}", video_route(by_path(folders.video))),

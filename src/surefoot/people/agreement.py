@@ -17,6 +17,10 @@ FEWEST_REPEATS = 20
 """from which on the agreement with oneself is shown"""
 FEWEST_LABELS = 100
 """from which on a bias is shown"""
+MOST_DIFFERENT = 10
+"""pairs that are listed because a reward model contradicts people"""
+AGREEMENT = "agreement.json"
+"""the file of a round with the report, written once training has read the labels"""
 BIASED, CERTAIN = 0.01, 0.0001
 """p of an exact test below which there is a bias: with enough labels, and with any number of them"""
 
@@ -111,12 +115,21 @@ def with_model(labels: Sequence[Label], margins: Mapping[str, float]) -> dict[st
     """How often a reward model prefers the answer that people do; a tie of its scores counts half.
 
     margins   score of a minus score of b, by key
+
+    ``differ`` has the pairs in which it contradicts people most: the score of their answer minus that of the other.
     """
     judged = [label for label in labels if label.preference in ("a", "b") and not label.repeat and label.key in margins]
-    right = sum(0.5 if margins[label.key] == 0 else (margins[label.key] > 0) == (label.preference == "a") for label in judged)
-    differ = sorted(judged, key=lambda label: margins[label.key] * (-1 if label.preference == "b" else 1))
-    wrong = [label.key for label in differ if margins[label.key] * (-1 if label.preference == "b" else 1) < 0]
-    return {**share(right, len(judged)), "differ": list(dict.fromkeys(wrong))[:10]}
+    ahead = [(margins[label.key] * (1 if label.preference == "a" else -1), label) for label in judged]
+    right = sum(0.5 if margin == 0 else margin > 0 for margin, _ in ahead)
+    wrong: dict[tuple[float, str, str | None], list[str]] = {}
+    for margin, label in ahead:
+        if margin < 0:
+            wrong.setdefault((margin, label.key, label.preference), []).append(label.who)
+    differ = [
+        {"margin": margin, "key": key, "preferred": side, "who": ", ".join(wrong[margin, key, side])}
+        for margin, key, side in sorted(wrong)[:MOST_DIFFERENT]
+    ]
+    return {**share(right, len(judged)), "differ": differ}
 
 
 def findings(report: Mapping[str, Any]) -> list[Finding]:

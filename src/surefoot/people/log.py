@@ -380,3 +380,11 @@ class Round:
                     sizes[path.name] = int(expected["size"])
             found.append((each.queue, labels_of_all(each.queue, each.folder / LABELS, sizes)))
         return found
+
+
+def rounds_of(folder: Path) -> list[Round]:
+    """The rounds of a folder that have a queue, in order."""
+    if (folder / QUEUE).is_file():
+        return [Round(folder)]
+    found = [path.parent for path in folder.glob(f"round-*/{QUEUE}") if path.parent.name.removeprefix("round-").isdecimal()]
+    return [Round(path) for path in sorted(found, key=lambda path: int(path.name.removeprefix("round-")))]

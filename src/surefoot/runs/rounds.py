@@ -56,8 +56,8 @@ PEOPLE = "people"
 """the judge that waits for labels of people; a folder of this name is ./people"""
 POLL = 2.0
 """seconds between two looks at the labels, with ``wait``"""
-PAIRS, AGREEMENT = "pairs.jsonl", "agreement.json"
-"""files of a round: the rows that its reward model trains on, and how well the labels agree"""
+PAIRS = "pairs.jsonl"
+"""the file of a round with the rows that its reward model trains on"""
 OTHER = "other"
 """the column of the other answer of a pair, for ``judge.against``"""
 CHANGES = ("reward", "gold", "kl", "length")
@@ -315,7 +315,7 @@ def _predict(settings: RoundsSettings, folder: Path, number: int, at: Round, log
     margins = {str(key): float(margin) for key, margin in enumerate((first - second).tolist(), 1)}
     labels = at.labels
     report = {**agreement.of_people(at.queue, labels), "model": agreement.with_model(labels, margins)}
-    write_listed(at.folder / AGREEMENT, json.dumps(report, indent=1))
+    write_listed(at.folder / agreement.AGREEMENT, json.dumps(report, indent=1))
     for finding in agreement.findings(report):
         log(f"round {number}: {finding.line}")
         if finding.name == "reward_model_at_chance" and settings.stop_at_chance:
@@ -485,7 +485,7 @@ def _evaluate(folder: Path, number: int, recipe: LanguageRecipe) -> dict[str, An
     here = folder / f"round-{number}"
     report = evaluate_run(here / "ppo", data=recipe.data.held_out or recipe.data.train)
     kept = {name: {when: report[when].get(name) for when in ("start", "trained")} for name in CHANGES}
-    judged = read_listed_table(here / AGREEMENT)
+    judged = read_listed_table(here / agreement.AGREEMENT)
     count = sum(person["labels"] for person in judged["people"].values())
     predicted = {name: judged["model"][name] for name in ("share", "low", "high", "of")}
     return {"labels": count, "predicted": predicted, **kept, "win_rate_gold": report.get("win_rate_gold")}

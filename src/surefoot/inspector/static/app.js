@@ -5,6 +5,7 @@ import { makeClip } from "./clip_view.js";
 import { makeCurves } from "./curves.js";
 import { h, show, themeButton } from "./dom.js";
 import { makeFindings } from "./findings_view.js";
+import { makeLabels } from "./labels_view.js";
 import { makeProfile } from "./profile_view.js";
 import { makeRecipe } from "./recipe_view.js";
 import { makeRuns } from "./runs_view.js";
@@ -24,6 +25,7 @@ const VIEWS = {
   clip: { title: "Clip", make: makeClip, for: () => true },
   samples: { title: "Samples", make: makeSamples, for: (run) => run.samples.length || run.videos.length },
   findings: { title: "Findings", make: makeFindings, for: () => true },
+  labels: { title: "Labels", make: makeLabels, for: (run) => run.labelled },
   recipe: { title: "Recipe", make: makeRecipe, for: () => true },
   profile: { title: "Profile", make: makeProfile, for: (run) => run.profiled },
 };
@@ -31,6 +33,7 @@ const VIEWS = {
 const EMPTY = {
   steps: "These runs have no traces yet. Runs write them during training unless traces.rows = 0.",
   samples: "These runs have no samples and no videos. surefoot watch records a video of an agent; runs of language models save samples before training and at each evaluation.",
+  labels: "These runs belong to no rounds whose labels were trained on. surefoot rounds begins some.",
   profile: "These runs have no profile. surefoot train … --profile measures where the seconds of an iteration go, and writes it when training ends.",
 };
 

@@ -16,15 +16,8 @@ export function makeFindings(state) {
   function section(run, i, check) {
     return h("section", { "data-run": run.name }, state.runs.length > 1 ? h("h2", {}, h("span", { class: `dot run-${i % 6}` }), ` ${run.name}`) : null,
       check.error ? h("p", { class: "damage" }, check.error) : [
-        check.findings.length ? check.findings.map(finding) : h("p", { class: "verdict" }, `${check.verdict[0].toUpperCase()}${check.verdict.slice(1)}.`),
+        check.findings.length ? check.findings.map((one) => finding(one, evidence)) : h("p", { class: "verdict" }, `${check.verdict[0].toUpperCase()}${check.verdict.slice(1)}.`),
         check.changed.length ? h("p", { class: "hint" }, `changed since the checkpoint: ${check.changed.join("; ")}.`) : null]);
-  }
-
-  function finding(one) {
-    const line = (title, items) => (items.length ? h("div", {}, h("dt", {}, title), h("dd", {}, items.length > 1 ? h("ul", {}, items.map((item) => h("li", {}, item))) : items)) : null);
-    return h("article", { class: `finding ${one.severity}`, "data-finding": one.name },
-      h("h3", {}, h("span", { class: "severity" }, one.severity), ` ${one.what}`),
-      h("dl", {}, line("why", one.cause ? [one.cause] : []), line("seen", one.evidence.map(evidence)), line("try", one.advice)));
   }
 
   function evidence(one) {
@@ -39,4 +32,11 @@ export function makeFindings(state) {
   show(element, h("p", { class: "hint" }, "checking …"));
   refresh();
   return { element, refresh };
+}
+
+export function finding(one, evidence = () => null) {
+  const line = (title, items) => (items.length ? h("div", {}, h("dt", {}, title), h("dd", {}, items.length > 1 ? h("ul", {}, items.map((item) => h("li", {}, item))) : items)) : null);
+  return h("article", { class: `finding ${one.severity}`, "data-finding": one.name },
+    h("h3", {}, h("span", { class: "severity" }, one.severity), ` ${one.what}`),
+    h("dl", {}, line("why", one.cause ? [one.cause] : []), line("seen", one.evidence.map(evidence)), line("try", one.advice)));
 }

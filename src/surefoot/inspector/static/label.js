@@ -3,7 +3,7 @@ import { getJson, post } from "./api.js";
 import { h, show, themeButton } from "./dom.js";
 
 const KEYS = { ArrowLeft: "left", 1: "left", ArrowRight: "right", 2: "right", ArrowDown: "equal", 0: "equal", s: "skip" };
-const WORDS = { left: "the left one", right: "the right one", equal: "equal", skip: "can't say" };
+const WORDS = { left: "answer 1", right: "answer 2", equal: "equal", skip: "can't say" };
 const DEAF = 150; // milliseconds after drawing in which keys are ignored
 const page = document.getElementById("page");
 const theme = themeButton();
@@ -14,13 +14,14 @@ function answer(side, what) {
     ? h("video", { src: what.video, loop: true, playsinline: true, preload: "auto" })
     : h("span", { class: "said" }, what.text || "(no text)");
   if (what.video) inside.muted = true;
-  const key = side === "left" ? "← or 1" : "→ or 2";
+  const [name, key] = side === "left" ? ["Answer 1", "← or 1"] : ["Answer 2", "→ or 2"];
   return h("button", { type: "button", id: side, class: "answer", "aria-pressed": String(state.pair.chosen === side),
-    "aria-label": `Choose the ${side} answer: ${what.text ?? "a clip"}`, onclick: () => choose(side) },
-  h("span", { class: "key" }, key), inside);
+    "aria-label": `Choose ${name}, on the ${side}: ${what.text ?? "a clip"}`, onclick: () => choose(side) },
+  h("b", {}, name, keyed(key)), inside);
 }
 
-const button = (id, title, act) => h("button", { type: "button", id, onclick: act }, title);
+const keyed = (key) => h("span", { class: "key" }, ` (${key})`);
+const button = (id, title, key, act) => h("button", { type: "button", id, onclick: act }, title, keyed(key));
 
 function left() {
   const seconds = (state.total - state.done) * state.seconds;
@@ -35,13 +36,14 @@ function draw(next) {
     h("p", { class: "hint", id: "progress", role: "status" }, `${state.done} of ${state.total}${state.pair ? left() : ""}`),
     h("progress", { max: state.total, value: state.done, "aria-hidden": "true" }), enough,
   ];
-  const undoing = button("undo", "Undo (Backspace)", undo);
+  const undoing = button("undo", "Undo", "Backspace", undo);
   const middle = !state.pair ? [h("div", { class: "choices" }, undoing)]
-    : paused ? [h("p", {}, "Paused."), h("div", { class: "choices" }, button("pause", "Go on (P)", pause))]
-      : [h("p", { class: "prompt", id: "prompt" }, state.pair.prompt),
+    : paused ? [h("p", {}, "Paused."), h("div", { class: "choices" }, button("pause", "Go on", "P", pause))]
+      : [state.done ? null : h("p", { id: "how" }, "Choose the better answer: click it, or press its key. Each choice is saved at once; you may stop at any time."),
+        h("p", { class: "prompt", id: "prompt" }, state.pair.prompt),
         h("div", { class: "answers" }, answer("left", state.pair.left), answer("right", state.pair.right)),
-        h("div", { class: "choices" }, button("equal", "Equal (↓)", () => choose("equal")), button("skip", "Can't say (S)", () => choose("skip")),
-          undoing, button("pause", "Pause (P)", pause))];
+        h("div", { class: "choices" }, button("equal", "Equal", "↓", () => choose("equal")), button("skip", "Can't say", "S", () => choose("skip")),
+          undoing, button("pause", "Pause", "P", pause))];
   show(page, top, middle, h("p", { class: "error", id: "error", role: "alert" }), last());
   for (const source of state.next) fetch(source, { method: "HEAD" }).catch(() => {}); // the server makes these clips now
   drawnAt = performance.now();
