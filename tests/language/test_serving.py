@@ -254,7 +254,7 @@ def labelled(judge: str, reward: Path, folders: dict[str, Path], folder: Path) -
     table |= {"data": {"train": str(folder / "prompts.jsonl"), "max_length": 16}, "reward": {"terms": [{"model": str(reward)}]}}
     recipe = make_recipe({**table, "sampling": {"prompts": 8, "max_tokens": 12}})
     assert isinstance(recipe, LanguageRecipe)
-    _labelled(RoundsSettings(recipe, judge, pairs=20), folder, 1, print, False)
+    _labelled(RoundsSettings(recipe, judge, pairs=20), folder, 1, print)
     return Round(folder / "round-1")
 
 
