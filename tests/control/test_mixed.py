@@ -247,7 +247,7 @@ def test_an_exported_file_acts_as_the_agent_does(format: str, lstm: int | None, 
 
 def test_check_steps_masks_and_compares_them() -> None:
     findings = check_environment(Arm, {})
-    assert [finding.text for finding in findings if finding.severity == "serious"] == []
+    assert [finding.what for finding in findings if finding.severity == "serious"] == []
 
 
 @pytest.mark.slow

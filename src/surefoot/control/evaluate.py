@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from surefoot.control.agent import Agent, with_lstm_state
 from surefoot.control.environments import make_environments, task_name
+from surefoot.control.environments.agents import AgentEnvironments
 from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, episode_seed
 from surefoot.control.environments.observations import (
     RESUME_OR_REPEAT,
@@ -27,6 +28,8 @@ from surefoot.errors import NotFiniteError, SurefootError, announce
 from surefoot.files import check_flags, check_whole
 from surefoot.ranks.collectives import exchange, rank, together, world_size
 
+Episode = tuple[float, int, dict[str, float]]
+"""return, length and numbers in the last info"""
 EVALUATION_ENVIRONMENTS = 10
 """environments that step together, at most"""
 MAX_EPISODE_STEPS = 1_000_000
@@ -81,7 +84,7 @@ def evaluate_agent(
     width = min(episodes, EVALUATION_ENVIRONMENTS)
     environments = make_environments(task, arguments, width, seed, "evaluation")
     try:
-        if not isinstance(environments, LoopedEnvironments):
+        if not isinstance(environments, LoopedEnvironments | AgentEnvironments):
             raise SurefootError(f"task={task_name(task)!r}: evaluation needs single environments, not a vector environment")
         note = check_same_spaces(agent, environments, task_name(task))
         return replace(_run(agent, environments, episodes, seed, deterministic, shared), note=note)
@@ -90,17 +93,24 @@ def evaluate_agent(
 
 
 def _run(
-    agent: Agent, environments: LoopedEnvironments, episodes: int, seed: int, deterministic: bool, shared: bool
+    agent: Agent,
+    environments: LoopedEnvironments | AgentEnvironments,
+    episodes: int,
+    seed: int,
+    deterministic: bool,
+    shared: bool,
 ) -> EvaluationResult:
-    width = environments.count
+    size, returns = (environments.size, environments.returns) if isinstance(environments, AgentEnvironments) else (1, ())
+    width = environments.count // size
     quota = np.array([len(range(b, episodes, width)) for b in range(width)])
     if shared:
         quota[[b for b in range(width) if b % world_size() != rank()]] = 0
         with together():
-            mine = _finished_episodes(agent, environments, quota, seed, deterministic)
-        ended = [list(chain(*of_ranks)) for of_ranks in zip(*exchange(mine), strict=True)]
+            mine = _finished_episodes(agent, environments, quota.repeat(size), seed, deterministic)
+        rows = [list(chain(*of_ranks)) for of_ranks in zip(*exchange(mine), strict=True)]
     else:
-        ended = _finished_episodes(agent, environments, quota, seed, deterministic)
+        rows = _finished_episodes(agent, environments, quota.repeat(size), seed, deterministic)
+    ended = [list(map(_of_agents, zip(*rows[at : at + size], strict=True))) for at in range(0, len(rows), size)]
     ordered = [ended[i % width][i // width] for i in range(episodes)]
     values = [row[0] for row in ordered]
     return EvaluationResult(
@@ -110,19 +120,25 @@ def _run(
         lengths=[row[1] for row in ordered],
         episodes=episodes,
         seed=seed,
-        info=mean_numbers((row[2] for row in ordered), agent.recipe.rollout.info),
+        info=mean_numbers((row[2] for row in ordered), agent.recipe.rollout.info, returns),
     )
 
 
+def _of_agents(episodes: tuple[Episode, ...]) -> Episode:
+    """The episodes of the agents of a copy as one: their mean return, the longest length, and all numbers."""
+    totals, lengths, numbers = zip(*episodes, strict=True)
+    return float(np.mean(totals)), max(lengths), {name: x for each in numbers for name, x in each.items()}
+
+
 def _finished_episodes(
-    agent: Agent, environments: LoopedEnvironments, quota: Array, seed: int, deterministic: bool
-) -> list[list[tuple[float, int, dict[str, float]]]]:
+    agent: Agent, environments: LoopedEnvironments | AgentEnvironments, quota: Array, seed: int, deterministic: bool
+) -> list[list[Episode]]:
     """Return, length and numbers of the episodes of each environment, of which ``quota`` has the number.
 
     An environment without episodes stays in the batch: the last bits of a matrix product depend on the number of rows.
     """
     width = environments.count
-    ended: list[list[tuple[float, int, dict[str, float]]]] = [[] for _ in range(width)]
+    ended: list[list[Episode]] = [[] for _ in range(width)]
     running, length = np.zeros(width), np.zeros(width, np.int64)
     normalise, convert, policy = agent.normaliser(), agent.action_converter(), agent.policy
     generator = stream(seed, "evaluation")
@@ -136,7 +152,7 @@ def _finished_episodes(
         actions = distribution.mode() if deterministic else distribution.sample(generator)
         step = take_step(convert(actions.cpu()), active)
         running += step.rewards if step.scores is None else step.scores
-        length += active
+        length += ~step.ignored
         bad = non_finite(step.observations, step.final_observations, step.rewards, step.scores)
         _check(environments.name, bad, length)
         starts = step.done
@@ -243,7 +259,9 @@ def _failure(name: str, error: Exception, call: str, episode: int, step: int) ->
     return SurefootError(f"task={name!r}: {what}, episode {episode}, step {step}; fix the environment")
 
 
-def check_same_spaces(agent: Agent, environment: gymnasium.Env[Any, Any] | LoopedEnvironments, name: str) -> str:
+def check_same_spaces(
+    agent: Agent, environment: gymnasium.Env[Any, Any] | LoopedEnvironments | AgentEnvironments, name: str
+) -> str:
     """A note if the bounds of observations differ from those that the agent was trained on; else an empty text.
 
     Raises SurefootError if something else differs.

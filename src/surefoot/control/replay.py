@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from surefoot.control.environments.looped import LoopedEnvironments, episode_seed
-from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.evaluate import EpisodeStep
 from surefoot.control.spaces import Array, Observations
 from surefoot.core.rollout import Rollout
@@ -24,7 +23,7 @@ from surefoot.errors import SurefootError
 MAX_ACTIONS_BEFORE = 20_000
 """largest number of actions before the first traced step that a trace keeps"""
 
-NOT_REPLAYABLE = "it can't be replayed: it is from a vector environment, or too long after a reset"
+NOT_REPLAYABLE = "it can't be replayed: it is from a vector environment or of several agents, or too long after a reset"
 
 
 class ReplayMismatchError(SurefootError):
@@ -52,7 +51,7 @@ def origin(
     before     the actions sent to the environment before that [step, ...]
     observed   the fingerprint of the observations before each of these steps
     """
-    if isinstance(environments, VectorEnvironments):
+    if not hasattr(environments, "actions_before_mark"):
         return {}
     episode, lead = environments.actions_before_mark(row)
     ends = np.flatnonzero(raw.done[row, : steps.start])

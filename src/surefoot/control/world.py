@@ -13,6 +13,7 @@ from surefoot.control.collect.preferences import Judge, Preferences
 from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.collect.tensors import TensorCollector
 from surefoot.control.environments import is_id, make_environments, making_error, spec_of, task_name
+from surefoot.control.environments.agents import AgentEnvironments
 from surefoot.control.environments.atari import ATARI, make_atari_vector
 from surefoot.control.environments.looped import Environments, MakeEnvironment, close_all
 from surefoot.control.environments.tensor import TensorEnvironments
@@ -256,6 +257,12 @@ def training_environments(
     if rollout.backend == "envpool":
         return _vector(task, recipe, numbers, EnvPool)
     made = make_environments(task, arguments, count, seed, first=first, device=recipe.device)
+    if isinstance(made, AgentEnvironments) and not replaced and (made.count != count or first % made.size):
+        close_all([made])
+        raise SurefootError(
+            f"rollout.environments={rollout.environments}: {task_name(task)} has {made.size} agents, a row each in every "
+            f"copy; set it to a multiple of {made.size * world_size()}"
+        )
     if isinstance(made, VectorEnvironments | TensorEnvironments):
         try:
             _check_vector(recipe, task_name(task), isinstance(made, VectorEnvironments))

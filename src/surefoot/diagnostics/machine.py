@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "box2d": ("Box2D",),
     "atari": ("ale_py", "cv2"),
     "envpool": ("envpool",),
+    "pettingzoo": ("pettingzoo",),
     "video": ("imageio_ffmpeg", "pygame"),
     "export": ("onnx", "onnxscript"),
     "plots": ("matplotlib",),

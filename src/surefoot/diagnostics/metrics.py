@@ -24,7 +24,10 @@ METRICS: dict[str, Metric] = {
     "iteration": Metric("how many times collect -> credit -> update has run"),
     "steps": Metric("environment steps, or rows or responses, used so far, of the budget"),
     "updates": Metric("optimizer steps taken so far"),
-    "episode_return": Metric("mean undiscounted return of the last 100 training episodes (actions sampled)"),
+    "episode_return": Metric(
+        "mean undiscounted return of the last 100 training episodes (actions sampled); of several agents also that of each, "
+        "`episode_return_NAME`"
+    ),
     "episode_length": Metric("mean length of those episodes, in steps"),
     "episode_is_success": Metric("mean of `is_success` in the last info of those episodes; other numbers with rollout.info"),
     "episode_success": Metric("the same of `success`"),

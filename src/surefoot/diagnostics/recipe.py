@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 
 from surefoot.control.collect.scoring import constant_parts, steps_outside
 from surefoot.control.environments import is_tensor_environment, make_environments, maker, task_name
+from surefoot.control.environments.agents import copies_of
 from surefoot.control.environments.looped import MakeEnvironment, Step, closing
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite, with_masks
 from surefoot.control.environments.records import ENDS, MASKS, OBSERVATIONS, REWARDS, Record
@@ -137,6 +138,9 @@ def check_environment(
         TensorEnvironments(environment, torch.device(environment.device), seed, name).close()
         what = f"{name} is a tensor environment; every step of a run checks its tensors"
         return [check_result("environment", "ok", what), *_repeated(task, arguments, seed, environment.device)]
+    if copies := copies_of(environment):
+        environment.close()
+        return _agents(task, arguments, seed, len(copies[0].possible_agents))
     if not isinstance(environment, gymnasium.Env):
         environment.close()
         what = f"{name} is a vector environment; Gymnasium's checker can't check it"
@@ -154,6 +158,27 @@ def check_environment(
         what = f"close() raised {cause_of(error)}; training ignores it"
         findings.append(check_result("environment", "warning", what, "fix the environment"))
     return findings
+
+
+def _agents(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int, count: int) -> list[Finding]:
+    """Random steps of an environment with several agents."""
+    try:
+        with closing(make_environments(task, arguments, count, seed)) as environments:
+            draw, running, observations = np.random.default_rng(seed), np.zeros(environments.count), environments.reset()
+            environments.action_space.seed(seed)
+            rewards: list[float] = []
+            returns: list[float] = []
+            for _ in range(STEPS):
+                step: Any = environments.step(_actions(environments, observations, draw))
+                observations, running = step.observations, running + step.rewards
+                rewards += step.rewards[~step.ignored].tolist()
+                returns += running[step.done].tolist()
+                running[step.done] = 0
+    except SurefootError as error:
+        return [failure("environment", error)]
+    what = f"{task_name(task)} has {count} agents, a row each, which share one policy"
+    earned = _earned(np.array(rewards), np.array([*returns, 0.0]), len(returns))
+    return [check_result("environment", "ok", what), earned, *_repeated(task, arguments, seed)]
 
 
 class _AsTrained(gymnasium.Wrapper[Any, Any, Any, Any]):

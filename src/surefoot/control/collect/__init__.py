@@ -65,7 +65,8 @@ class ControlCollector:
         self.discounted = torch.zeros(count, dtype=torch.float64)  # the running return of the reward normaliser
         self.running_return = np.zeros(count)
         self.running_length = np.zeros(count, np.int64)
-        self.log = EpisodeLog(environments.name, environments.first, agent.recipe.rollout.info)
+        returns = getattr(environments, "returns", ())  # of single agents
+        self.log = EpisodeLog(environments.name, environments.first, agent.recipe.rollout.info, returns)
         self.steps_taken = 0
         self.lost: Lost = {}
         self.lstm_state = agent.policy.initial_lstm_state(count)

@@ -23,10 +23,11 @@ class EpisodeLog:
     task    in errors
     first   the number of this rank's first environment
     names   ``rollout.info`` of the recipe
+    more    names of numbers that some episodes have: the returns of single agents
     """
 
-    def __init__(self, task: str, first: int, names: tuple[str, ...] | None) -> None:
-        self.task, self.first, self.names = task, first, names
+    def __init__(self, task: str, first: int, names: tuple[str, ...] | None, more: tuple[str, ...] = ()) -> None:
+        self.task, self.first, self.names, self.more = task, first, names, more
         self.finished: deque[Episode] = deque(maxlen=RECENT_EPISODES)
         """the recent episodes of all ranks"""
         self.finished_count = 0
@@ -58,13 +59,13 @@ class EpisodeLog:
                 f"episode's last step (environment {self.first + index}){did_you_mean(missing[0], numbers)} "
                 f"(numbers there: {', '.join(map(repr, numbers)) or 'none'})"
             )
-        return {name: numbers[name] for name in (SUCCESS if names is None else names) if name in numbers}
+        return {name: numbers[name] for name in (*(SUCCESS if names is None else names), *self.more) if name in numbers}
 
     def metrics(self) -> Metrics:
         """Means over the recent episodes, and the number of all."""
         returns = [row[0] for row in self.finished]
         lengths = [row[1] for row in self.finished]
-        numbers = mean_numbers((row[2] for row in self.finished), self.names)
+        numbers = mean_numbers((row[2] for row in self.finished), self.names, self.more)
         return {
             "episode_return": float(np.mean(returns)) if returns else None,
             "episode_length": float(np.mean(lengths)) if lengths else None,

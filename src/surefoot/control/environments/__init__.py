@@ -1,9 +1,10 @@
-"""Make the environments of a task: a Gymnasium id, ``module:function``, or a callable.
+"""Make the environments of a task: a Gymnasium id, ``module:function`` (or ``pettingzoo/module:function``), or a callable.
 
 MuJoCo's warnings go to Python's logging, each once; by default MuJoCo prints every one and writes MUJOCO_LOG.TXT.
 """
 
 import importlib
+import importlib.util
 import inspect
 import logging
 import re
@@ -15,11 +16,12 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, find_highest_version
 from gymnasium.vector import VectorEnv
 
+from surefoot.control.environments.agents import AgentEnvironments, Seat, copies_of, is_turn_based
 from surefoot.control.environments.atari import ATARI, make_atari
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment, close_all
 from surefoot.control.environments.observations import masks_elsewhere, with_masks
 from surefoot.control.environments.vector import VectorEnvironments
-from surefoot.errors import SurefootError, cause_of, place_of, to_install
+from surefoot.errors import SurefootError, cause_of, missing_extra, place_of, to_install
 from surefoot.recipes.callables import append_working_folder, import_object
 from surefoot.recipes.control import TENSOR
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used, because work
 MUJOCO_LOGGER = logging.getLogger("surefoot.mujoco")
 EXTRAS = {"mujoco": "mujoco", "box2d": "box2d", "ale_py": "atari", "ale-py": "atari", "opencv": "atari"}
 """words in import errors -> the extra to install"""
+PETTINGZOO = "pettingzoo/"
+"""may begin the name of an environment with several agents: then ``environment`` may have the arguments of ``Seat``"""
 _logged: set[str] = set()
 
 
@@ -42,7 +46,7 @@ def make_environments(
     device: str = "cpu",
 ) -> "Environments | TensorEnvironments":
     """B environments of a task: a Gymnasium id, ``module:function``, or a callable that makes an Env, a VectorEnv or a tensor
-    environment.
+    environment; or of several agents: B rows, B copies in evaluation.
 
     first    the number of the first one, if these are a slice of more
     device   of the tensors of tensor environments
@@ -55,6 +59,10 @@ def make_environments(
         try:
             make = maker(task, arguments, purpose, count, device)
             made.append(make())
+            if copies := copies_of(made[0]):
+                waiting = iter(made)
+                rows = count if purpose == "training" else count * len(copies[0].possible_agents)
+                return AgentEnvironments(lambda: next(waiting, None) or make(), rows, seed, name, purpose, first)
             several = isinstance(made[0], VectorEnv) or is_tensor_environment(made[0])
             while len(made) < count and not several:
                 made.append(make())
@@ -88,7 +96,12 @@ def maker(
 
     A tensor environment has ``count`` rows on the device. In evaluation it is a Gymnasium environment with its only row.
     """
-    training = purpose == "training"
+    training, seat = purpose == "training", {}
+    if isinstance(task, str) and task.startswith(PETTINGZOO):
+        seat = {key: value for key, value in arguments.items() if key in ("seat", "opponent")}
+        task, arguments = task.removeprefix(PETTINGZOO), {key: x for key, x in arguments.items() if key not in seat}
+        if task.startswith("pettingzoo.") and importlib.util.find_spec("pettingzoo") is None:
+            raise missing_extra("pettingzoo", "pettingzoo", f"task={PETTINGZOO + task!r}")
     make = _maker(task, arguments, purpose, count if training else 1, device if training else "cpu")
 
     def make_and_log() -> Any:
@@ -99,6 +112,8 @@ def maker(
             from surefoot.control.environments.adapters import RslRlEnvironment
 
             made = RslRlEnvironment(made, name)
+        if is_turn_based(made):
+            made = Seat(made, name=name, **seat)
         if is_tensor_environment(made) and not training:
             from surefoot.control.environments.tensor import SingleEnvironment
 

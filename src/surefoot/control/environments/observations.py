@@ -302,16 +302,21 @@ def final_numbers(infos: Mapping[str, Any], ended: Array) -> dict[int, dict[str,
     return numbers
 
 
-def mean_numbers(episodes: Iterable[Mapping[str, float]], names: Sequence[str] | None) -> dict[str, float | None]:
+def mean_numbers(
+    episodes: Iterable[Mapping[str, float]], names: Sequence[str] | None, more: Sequence[str] = ()
+) -> dict[str, float | None]:
     """The mean of each number over the episodes that have it; None if none has it, or if it is not finite.
 
     names   None: those of ``SUCCESS`` that any episode has
+    more    further names, of numbers that some episodes have
     """
     rows = list(episodes)
-    columns = {name: [row[name] for row in rows if name in row] for name in (SUCCESS if names is None else names)}
+    columns = {name: [row[name] for row in rows if name in row] for name in (*(SUCCESS if names is None else names), *more)}
     with np.errstate(over="ignore", invalid="ignore"):
         means = {name: float(np.mean(column)) if column else math.nan for name, column in columns.items()}
-    return {name: mean if math.isfinite(mean) else None for name, mean in means.items() if names is not None or columns[name]}
+    return {
+        name: mean if math.isfinite(mean) else None for name, mean in means.items() if columns[name] or name in (names or ())
+    }
 
 
 def _number(value: Any) -> float | None:
