@@ -36,7 +36,7 @@ TROUBLES: dict[str, Symptoms] = {
         ),
         "observation_constant": (
             "The observation never changes",
-            "how-to/your-own-environment.md#spaces",
+            "how-to/observations-and-actions.md#spaces",
             [rows(100, observations_constant=1.0, **SURE), rows(100, observations_constant=2.0, **SURE)],
         ),
         "few_groups_with_signal": (

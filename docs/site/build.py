@@ -117,6 +117,8 @@ def write_pages(folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in COPIED:
             shutil.copy(path, target)
+            if path.suffix == ".html":  # alone, as on a reader's disk, its links name files instead
+                target.write_text(path.read_text("utf-8").replace("<html ", "<html data-site ", 1), "utf-8", newline="\n")
             continue
         text, linked = text_of(path), {file for file in path.iterdir() if file.suffix in LANGUAGES} if path.is_dir() else set()
         if is_page(path):
@@ -171,12 +173,20 @@ def broken(site: Path) -> Iterator[str]:
                 yield f"{name}: {link} leads nowhere"
 
 
+def version() -> str:
+    """Surefoot's, read without importing it."""
+    found = re.search(r'^__version__ = "(.+)"', (ROOT / "src" / "surefoot" / "__init__.py").read_text("utf-8"), re.M)
+    assert found is not None, "the package has one"
+    return found[1]
+
+
 def build(folder: Path) -> list[str]:
     """Write ``folder``/site/, and return what is broken in it. Raises CalledProcessError where a page can't be made."""
     for old in ("pages", "site"):
         shutil.rmtree(folder / old, ignore_errors=True)
     write_pages(folder / "pages")
-    shutil.copy(HERE / "zensical.toml", folder)
+    config = (HERE / "zensical.toml").read_text("utf-8")
+    (folder / "zensical.toml").write_text(config.replace("VERSION", version()), "utf-8", newline="\n")
     subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=folder, check=True)
     for page in (folder / "site").rglob("*.html"):
         copy = os.path.relpath(folder / "site" / "assets" / "iframe-worker" / "shim.js", page.parent)

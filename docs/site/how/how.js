@@ -8,6 +8,11 @@ import { makeStairs } from "./stairs_view.js";
 const data = JSON.parse(document.getElementById("samples").textContent);
 const page = document.getElementById("page");
 
+/** A link within the site; in a copy of this page alone, the name of the file. */
+function link(href, text) {
+  return document.documentElement.dataset.site === undefined ? `${text} (docs/${href.replace(".html", href.includes("clip") ? ".html" : ".md")})` : h("a", { href }, text);
+}
+
 function section(title, intro, element) {
   return h("section", {}, h("h2", {}, title), intro.map((text) => h("p", {}, text)), element);
 }
@@ -30,6 +35,6 @@ show(
   section("What each fix adds: the ladder", [
     "Six algorithms, each one switch above the one before; the first two learn from whole episodes, which they need. Return in training over environment steps: mean and range over seeds.",
   ], makeLadder(data.ladder)),
-  h("p", { class: "hint" }, "Each claim here has a row in ", h("a", { href: "ledger.html" }, "the ledger"), "; the formulas are in ",
-    h("a", { href: "math.html" }, "the math"), ", and the clip has ", h("a", { href: "reference/clip-table.html" }, "a table of its own"), "."),
+  h("p", { class: "hint" }, "Each claim here has a row in ", link("ledger.html", "the ledger"), "; the formulas are in ",
+    link("math.html", "the math"), ", and the clip has ", link("reference/clip-table.html", "a table of its own"), "."),
 );

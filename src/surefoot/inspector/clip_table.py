@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from surefoot import __version__
 from surefoot.errors import SurefootError
 from surefoot.files import read_text
 
@@ -67,6 +68,7 @@ def single_page(title: str, script: str, data: Any, styles: Sequence[str], own: 
 </head>
 <body>
 <main id="page"></main>
+<footer><p class="hint">Surefoot {__version__}</p></footer>
 <script type="application/json" id="samples">{held}</script>
 <script>
 {bundle(script, own)}

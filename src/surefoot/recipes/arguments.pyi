@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict
 
 AgentTask = Literal["Acrobot-v1", "CartPole-v1", "HalfCheetah-v5", "Hopper-v5", "InvertedDoublePendulum-v5", "InvertedPendulum-v5", "LunarLander-v3", "MountainCarContinuous-v0", "Pendulum-v1", "Reacher-v5", "Swimmer-v5", "Walker2d-v5", "acrobot", "atari", "cartpole", "lunar_lander", "mountain_car_continuous", "mujoco", "pendulum", "people_cheetah", "swimmer", "tensor/Acrobot-v1", "tensor/CartPole-v1", "tensor/MountainCar-v0", "tensor/Pendulum-v1", "tensor_acrobot", "tensor_cartpole", "tensor_mountain_car", "tensor_pendulum"]
 """environment ids that a preset is tuned for"""
-ModelTask = Literal["addition", "dpo", "guess", "guess_sft", "language", "reviews", "reviews_sft", "sft", "sorting", "task_sft"]
+ModelTask = Literal["addition", "calculator", "calculator_sft", "dpo", "guess", "guess_sft", "language", "reviews", "reviews_sft", "sft", "sorting", "task_sft"]
 """presets that train a language model"""
 RewardModelTask = Literal["reviews_people", "reviews_reward", "reward"]
 """presets that train a reward model"""
@@ -266,6 +266,11 @@ class ServerSettingsTable(TypedDict, total=False):
 class TurnSettingsTable(TypedDict, total=False):
     """The fields of ``TurnSettings``."""
     environment: str | None
+    tools: Sequence[str]
+    response_template: str | Mapping[str, Any] | None
+    tool_deadline: float
+    max_calls: int
+    tolerated: float
     arguments: Mapping[str, Any]
     at_once: int
     max_turns: int
