@@ -116,12 +116,6 @@ def _request():
     return json.dumps({"command": "compare-algorithms", "seeds": 1, "episodes": 2, "recipes": recipe_tables(recipes)})
 
 
-@pytest.mark.release
-def test_processes_in_parallel_give_the_same_numbers(whole, tmp_path):
-    report = compare_algorithms("CartPole-v1", ["A2C", "PPO_CLIP"], CHANGES, 1, tmp_path / "run", episodes=2, jobs=2)
-    assert numbers(report) == whole
-
-
 def test_a_run_that_would_stop_before_its_budget_is_rejected(tmp_path):
     with pytest.raises(SurefootError, match=r"A2C: evaluation\.patience=2: would end a run before the budget"):
         compared(tmp_path / "run", evaluation={"episodes": 2, "every": 64, "patience": 2})
@@ -176,14 +170,6 @@ def test_what_a_killed_write_leaves_does_not_make_a_folder_someone_elses(tmp_pat
     with locked_folder(tmp_path, {"a": 1}):
         assert json.loads((tmp_path / "request.json").read_text()) == {"a": 1}
     assert {path.name for path in tmp_path.iterdir()} <= {"request.json", ".lock"}
-
-
-def test_a_folder_of_something_else_keeps_its_temporary_files(tmp_path):
-    for name in (".lock", "letter.txt", ".letter.tmp"):
-        (tmp_path / name).touch()
-    with pytest.raises(SurefootError, match="other files"), locked_folder(tmp_path, {"a": 1}):
-        pass
-    assert {path.name for path in tmp_path.iterdir()} >= {"letter.txt", ".letter.tmp"}
 
 
 def test_a_cell_without_its_recipe_is_kept(whole, tmp_path):

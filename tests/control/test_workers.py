@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from forked import left_of
 
 import surefoot
 from surefoot import Interrupted, SurefootError
@@ -376,17 +377,7 @@ def test_workers_end_when_their_parent_is_killed_even_the_one_that_hangs(tmp_pat
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    until = time.monotonic() + 60
-    while any(alive(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert [pid for pid in pids if alive(pid)] == []
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert left_of(pids) == []
 
 
 OWN = """

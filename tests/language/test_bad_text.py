@@ -233,7 +233,7 @@ def failed(name: str, command: Command, models: Path) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_failing_reward_function_is_named_and_the_last_checkpoint_is_sound(
+def test_a_failing_reward_function_is_named_and_the_run_goes_on_once_it_is_fixed(
     name: str, command: Command, models: Path, tmp_path: Path
 ) -> None:
     result = failed(name, command, models)
@@ -241,22 +241,11 @@ def test_a_failing_reward_function_is_named_and_the_last_checkpoint_is_sound(
     kept = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in kept.iterdir()) == ["4", "8"]
     load_checkpoint(kept / "8")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hangs",
-    ],
-)
-def test_a_run_whose_reward_function_failed_resumes_once_it_is_fixed(
-    name: str, command: Command, models: Path, tmp_path: Path
-) -> None:
-    assert failed(name, command, models)[0] == 2
-    (tmp_path / "fixed").touch()
-    code, out, err = command("resume", "run", "--quiet")
-    assert (code, err) == (0, "")
-    assert "after 16 steps" in out
+    if name == "hangs":
+        (tmp_path / "fixed").touch()
+        code, out, err = command("resume", "run", "--quiet")
+        assert (code, err) == (0, "")
+        assert "after 16 steps" in out
 
 
 def test_single_responses_without_a_number_are_masked_and_counted_up_to_the_set_rate(

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -338,34 +337,3 @@ def test_an_interrupt_while_processes_start_ends_them(two: None, monkeypatch: py
 
 def test_work_that_cannot_be_pickled_is_done_in_this_process(two: None) -> None:
     assert list(processes.in_processes(lambda rows: sum(rows), range(5), 2)) == [([0, 1, 2], 3), ([3, 4], 7)]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs, and is not only waiting for its parent to notice its end."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-WAITING = """
-import time
-import surefoot.language.data.processes as p
-
-receive = p.Child.receive
-p.Child.receive = lambda self, seconds: (receive(self, seconds), print(self.process.pid, flush=True))[0]
-list(p.in_processes(len, (time.sleep(60) for _ in "a"), 2))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-def test_processes_end_with_the_one_that_started_them() -> None:
-    with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        pids = [int(process.stdout.readline()) for _ in range(2)]
-        assert all(alive(pid) for pid in pids)
-        process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in pids)

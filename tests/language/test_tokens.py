@@ -70,11 +70,6 @@ def test_position_ids_count_only_real_tokens(rows: list[list[int]]) -> None:
         assert [p[m].tolist() for p, m in zip(positions(mask), mask, strict=True)] == [[*range(len(row))] for row in rows]
 
 
-def test_no_rows_make_an_empty_batch() -> None:
-    assert left_padded([], 0)[0].shape == (0, 0)
-    assert right_padded([[], []], 0)[1].shape == (2, 0)
-
-
 # ---- pad and EOS ------------------------------------------------------------------------------------------------------
 
 
@@ -170,10 +165,6 @@ def test_text_trains_all_tokens_but_the_first_and_ends_with_eos() -> None:
 
 
 # ---- conversations ----------------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_of_messages_ends_where_the_assistant_begins() -> None:
-    assert POCKET.tokenizer.decode(POCKET.encode_prompt(BEGUN)) == "⟨user⟩2+2?⟨assistant⟩"
 
 
 def templates() -> dict[str, str]:
@@ -452,9 +443,6 @@ def test_reply_is_rejected_if_the_template_omits_or_repeats_the_answer() -> None
     ]:
         with pytest.raises(SurefootError, match=message):
             tokens_with(template).encode_reply(REPLY, [1])
-
-
-# ---- BOS, EOS, time limits --------------------------------------------------------------------------------------------
 
 
 # ---- templates that edit messages -------------------------------------------------------------------------------------

@@ -286,21 +286,6 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "192"
 
 
-def test_a_full_disk_of_the_first_rank_ends_all_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    before = saving.write_snapshot
-
-    def full(path, *rest):
-        if path.name == "288":
-            raise SurefootError(f"{path}: no space left on device")
-        before(path, *rest)
-
-    monkeypatch.setattr(saving, "write_snapshot", full)
-    first, second = trained(tmp_path / "run")
-    assert "no space left" in first
-    assert second.startswith("SurefootError: rank 0: ")
-    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "192"
-
-
 def test_too_few_environments_for_the_ranks_are_rejected_before_the_folder_is_made(tmp_path):
     results = trained(tmp_path / "run", rollout={"environments": 1, "steps": 32})
     assert all("rollout.environments=1: too few for 2 ranks; set at least 2" in result for result in results)

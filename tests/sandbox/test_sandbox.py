@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import children, left_of
 
 from surefoot import sandbox
 from surefoot.errors import SurefootError
@@ -176,10 +177,7 @@ def test_a_sandbox_dies_with_the_process_that_started_it(source: str) -> None:
     process, pid = started(source)
     process.kill()
     process.communicate()
-    ends = time.monotonic() + 60
-    while alive(pid) and time.monotonic() < ends:
-        time.sleep(0.02)
-    assert not alive(pid)
+    assert left_of([pid]) == []
 
 
 def started(source: str) -> tuple[subprocess.Popen[bytes], int]:
@@ -196,20 +194,6 @@ def started(source: str) -> tuple[subprocess.Popen[bytes], int]:
         time.sleep(0.02)
     process.kill()
     raise AssertionError("no sandbox has started")
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def test_rejected_system_calls_are_not_permitted() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import children
 
 from surefoot.errors import SurefootError
 from surefoot.language.rewards.terms import FunctionReward
@@ -24,9 +25,7 @@ def _leave_no_process():  # type: ignore[no-untyped-def]
 
 def workers() -> list[int]:
     """The processes that check answers."""
-    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
-        pids = [int(pid) for pid in file.read().split()]
-    return [pid for pid in pids if b"surefoot.verifiers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children(os.getpid()) if b"surefoot.verifiers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_answers_that_are_equal_as_mathematics() -> None:
