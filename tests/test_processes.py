@@ -14,7 +14,6 @@ from forked import left_of
 
 from surefoot.processes import Child, ChildEnded, ChildLate, end, exit_cause, let_in, parent_gone
 
-
 PLACES = [str(Path(__file__).parent), str(Path(__file__).parent / "runs")]
 
 

@@ -11,7 +11,7 @@ from gymnasium import spaces
 import surefoot
 from surefoot import LADDER, SurefootError
 from surefoot.compare.ladder import sample_gradients
-from surefoot.compare.statistics import noise_of
+from surefoot.compare.statistics import _mean_over_pairs, noise_of
 
 
 class Corridor(gymnasium.Env):
@@ -97,6 +97,13 @@ def test_variance_and_signal_are_the_trace_of_the_covariance_and_the_unbiased_sq
         assert noise.signal == pytest.approx(float((rows.mean(0) ** 2).sum() - trace / 40), rel=1e-10)
         assert noise.noise_to_signal == pytest.approx(trace / noise.signal)
         assert noise.variance_interval[0] < trace < noise.variance_interval[1]
+
+
+def test_a_resample_is_the_mean_over_pairs_of_different_batches_as_often_as_both_were_drawn():
+    matrix, drawn = np.random.default_rng(0).normal(size=(5, 5)), [0, 0, 2, 3, 3, 3]
+    pairs = [matrix[a, b] for a in drawn for b in drawn if a != b]
+    weights = np.array([[drawn.count(batch) for batch in range(5)]], float)
+    assert _mean_over_pairs(matrix, weights) == pytest.approx(np.mean(pairs))
 
 
 def test_the_interval_of_the_signal_covers_zero_without_a_signal():

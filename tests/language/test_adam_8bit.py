@@ -20,7 +20,8 @@ from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
 
-from .test_adapters import files, table  # noqa: F401
+from .test_adapters import files as files
+from .test_adapters import table
 from .tiny import whole_and_resumed, write_folder
 
 pytest.importorskip("bitsandbytes")
@@ -77,7 +78,7 @@ def test_parameters_without_a_gradient_stay_and_the_state_has_the_planned_bytes(
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16-weights"])
-def test_the_plan_counts_what_the_optimizer_holds(files: dict[str, str], model: Path, precision: str) -> None:  # noqa: F811
+def test_the_plan_counts_what_the_optimizer_holds(files: dict[str, str], model: Path, precision: str) -> None:
     recipe = make_recipe(table("sft", files, model, adapter=None, precision=precision, **LOW))
     world = SupervisedWorld(recipe)  # type: ignore[arg-type]
     learner = make_learner(recipe, world.policy)
@@ -90,7 +91,7 @@ def test_the_plan_counts_what_the_optimizer_holds(files: dict[str, str], model: 
     assert planned == sum(x.numel() * x.element_size() for x in held)
 
 
-def test_a_run_learns_and_resumes_exactly(files: dict[str, str], model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_learns_and_resumes_exactly(files: dict[str, str], model: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"adapter": None, "optimizer": {"kind": "adam-8bit", "learning_rate": 1e-3, "weight_decay": 0.1}}
     ends = whole_and_resumed(folder=tmp_path, **table("sft", files, model, **changes))
     assert_same(ends[0]["agent"], ends[1]["agent"])
@@ -100,11 +101,7 @@ def test_a_run_learns_and_resumes_exactly(files: dict[str, str], model: Path, tm
         surefoot.resume(tmp_path / "cut", steps=64)
 
 
-def test_a_missing_package_is_named(
-    files: dict[str, str],  # noqa: F811
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_package_is_named(files: dict[str, str], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from surefoot import language
 
     recipe = make_recipe(table("sft", files, model, adapter=None, **LOW))

@@ -19,7 +19,8 @@ from surefoot.language.sampling.sampler import sample
 
 from .test_endpoint import Server
 from .test_judge import QUESTION, question_in, written
-from .test_online import collected, fields, files, world  # noqa: F401
+from .test_online import collected, world
+from .test_online import files as files
 from .tiny import model, tokenizer
 
 
@@ -46,11 +47,7 @@ def term(server: Server, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["judge", "server"])
 def test_early_scores_equal_later_scores_and_requests_start_before_sampling_ends(
-    kind: str,
-    server: Server,
-    files: dict[str, str],  # noqa: F811
-    folders: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, server: Server, files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = {"terms": [term(server, kind)], "missing_eos": "none"}
     settings = {"reward": reward, "sampling": {"prompts": 16, "max_tokens": 24}}
@@ -81,10 +78,7 @@ def test_early_scores_equal_later_scores_and_requests_start_before_sampling_ends
 
 
 def test_requests_that_failed_early_are_sent_again(
-    server: Server,
-    files: dict[str, str],  # noqa: F811
-    folders: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampled, failed = threading.Event(), []
     draw = InProcess.sample

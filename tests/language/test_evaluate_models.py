@@ -129,7 +129,6 @@ def test_evaluate_rejects_models_without_a_recipe_or_with_a_task(folders: dict[s
     model = supervised("sft", folders["llama"], tmp_path)
     with pytest.raises(SurefootError, match=r"^model: has no recipe to evaluate it by; give the run's folder"):
         surefoot.evaluate(LanguageModel(model.model, model.tokens))
-    with pytest.raises(SurefootError, match=r"^task='CartPole-v1': this is a model, evaluated on held-out rows; leave it out$"):
-        surefoot.evaluate(model, "CartPole-v1")
-    with pytest.raises(SurefootError, match=r"^task='CartPole-v1': this is a model, evaluated on held-out rows; leave it out$"):
-        surefoot.evaluate(tmp_path / "run", "CartPole-v1")
+    for target in (model, tmp_path / "run"):
+        with pytest.raises(SurefootError, match=r"^task='CartPole-v1': this is a model, evaluated on held-out rows; leave"):
+            surefoot.evaluate(target, "CartPole-v1")

@@ -28,7 +28,8 @@ from surefoot.sharding import gathered
 from surefoot.sharding.idle import idle_weights, rest_on_cpu
 from surefoot.store.checkpoint import load_checkpoint
 
-from .test_precision import files, table  # noqa: F401
+from .test_precision import files as files
+from .test_precision import table
 from .test_sharded import trained
 
 ROLES = ["reference", "reward"]
@@ -55,7 +56,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def idle_recipe(files: Path, start: Path, **changes: Any) -> Any:  # noqa: F811
+def idle_recipe(files: Path, start: Path, **changes: Any) -> Any:
     fields = {**table("language", files, start, "float32", offload=ROLES), **changes}
     return make_recipe({"kind": "language", **fields})
 
@@ -71,12 +72,7 @@ def idle_recipe(files: Path, start: Path, **changes: Any) -> Any:  # noqa: F811
     ],
 )
 def test_idle_models_on_the_cpu_change_no_metric_or_weight(
-    roles: list[str],
-    precision: str,
-    optimizer: dict[str, Any],
-    files: Path,  # noqa: F811
-    folders: dict[str, Path],
-    device: Device,
+    roles: list[str], precision: str, optimizer: dict[str, Any], files: Path, folders: dict[str, Path], device: Device
 ) -> None:
     steps = {"learning_rate": 1e-3, "micro_batch": 4, **optimizer}
     resting = idle_recipe(files, folders["llama"], precision=precision, offload=roles, optimizer=steps)
@@ -88,9 +84,7 @@ def test_idle_models_on_the_cpu_change_no_metric_or_weight(
 
 
 def test_frozen_roles_are_copied_once_and_only_for_their_own_passes(
-    files: Path,  # noqa: F811
-    folders: dict[str, Path],
-    device: Device,
+    files: Path, folders: dict[str, Path], device: Device
 ) -> None:
     world: Any = make_world(idle_recipe(files, folders["llama"], critic={"own_model": False}))
     reference, reward = world.reference.policy, world.reward.rewards[0].model
@@ -118,11 +112,7 @@ def test_frozen_roles_are_copied_once_and_only_for_their_own_passes(
         assert all(x.data_ptr() == y.data_ptr() for x, y in zip(idle.tensors, idle.host, strict=True)), "copies are dropped"
 
 
-def test_critic_is_on_the_device_only_for_its_values_and_updates(
-    files: Path,  # noqa: F811
-    folders: dict[str, Path],
-    device: Device,
-) -> None:
+def test_critic_is_on_the_device_only_for_its_values_and_updates(files: Path, folders: dict[str, Path], device: Device) -> None:
     rows, score = f"{files}/rows.jsonl", f"{files}/rewards.py:score"
     fields = {"data": {"train": rows, "held_out": rows, "max_length": 64}, "reward": {"terms": [{"function": score}]}}
     recipe = idle_recipe(files, folders["llama"], offload=["critic"], **fields)
@@ -178,7 +168,7 @@ def test_critic_is_on_the_device_only_for_its_values_and_updates(
     assert {name for name, *_ in seen} == {"policy", "reference"}
 
 
-def test_failed_collection_returns_the_critic_to_the_device(files: Path, folders: dict[str, Path], device: Device) -> None:  # noqa: F811
+def test_failed_collection_returns_the_critic_to_the_device(files: Path, folders: dict[str, Path], device: Device) -> None:
     recipe = idle_recipe(files, folders["llama"], offload=["critic"])
     world: Any = make_world(recipe)
     learner = make_learner(recipe, world.policy)
@@ -221,12 +211,7 @@ def test_nested_uses_share_copies_and_an_error_drops_them(device: Device) -> Non
 
 @pytest.mark.parametrize(("roles", "precision"), [(ROLES, "bfloat16-weights"), (["critic"], "float32")])
 def test_resumed_run_with_idle_models_has_the_same_weights_and_moments(
-    roles: list[str],
-    precision: str,
-    files: Path,  # noqa: F811
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    roles: list[str], precision: str, files: Path, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("surefoot.sharding.idle.has_own_memory", lambda device: True)
     fields = table("language", files, folders["llama"], precision)
@@ -243,10 +228,7 @@ def test_resumed_run_with_idle_models_has_the_same_weights_and_moments(
 
 
 def test_idle_roles_may_change_on_resume(
-    files: Path,  # noqa: F811
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    files: Path, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("surefoot.sharding.idle.has_own_memory", lambda device: True)
     fields = table("language", files, folders["llama"], "float32")
@@ -309,11 +291,7 @@ def test_idle_models_change_no_estimate_on_a_cpu_device(workload: Workload) -> N
     assert any(name == 'offload = ["reference", "reward"]' for name, _ in alternatives(workload))
 
 
-def test_idle_models_must_fit_into_cpu_memory(
-    files: Path,  # noqa: F811
-    folders: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_idle_models_must_fit_into_cpu_memory(files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = idle_recipe(files, folders["llama"], check_memory=True).model_copy(update={"device": "cuda"})
     monkeypatch.setattr(check, "total_memory", lambda device: 10**12)
     monkeypatch.setattr(check, "available_memory", lambda device: 10**12 if device == "cuda" else 10**3)

@@ -24,14 +24,15 @@ from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_world
 
-from .test_memory import MEASURING, PROMPT, TOKENS, equal, here, online, state_of, supervised, trial  # noqa: F401
+from .test_memory import MEASURING, PROMPT, TOKENS, equal, online, state_of, supervised, trial
+from .test_memory import here as here
 
 FULL = Layout(2, "full", 2)
 GPU = "cuda"
 
 
 @pytest.fixture
-def workload(here: Path) -> Workload:  # noqa: F811
+def workload(here: Path) -> Workload:
     """PPO with four models, in micro-batches of one row."""
     config = model_config(str(here / "llama"))[0]
     made = Workload("language", config, "own", reference=config, rewards=(config,), prompt=24, response=16)
@@ -122,11 +123,7 @@ def test_7b_ppo_on_8_sharded_ranks_keeps_30_gb_on_each() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "language"])
-def test_estimates_for_two_sharded_ranks_are_within_15_percent(
-    kind: str,
-    here: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_estimates_for_two_sharded_ranks_are_within_15_percent(kind: str, here: Path, tmp_path: Path) -> None:
     MEASURING.built(here / "wide", "llama", width=512, layers=6, vocabulary=2048, context=64)
     if kind == "sft":
         table = {**supervised(here, "sft", "demonstrations"), "model": str(here / "wide")}
@@ -155,7 +152,7 @@ def test_estimates_for_two_sharded_ranks_are_within_15_percent(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_the_longest_micro_batch_changes_nothing_on_two_ranks(sharding: str, here: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_longest_micro_batch_changes_nothing_on_two_ranks(sharding: str, here: Path, tmp_path: Path) -> None:
     table = online(here, critic={"own_model": True}) | {"sharding": sharding}
 
     def body(_: int) -> tuple[bool, list[str]]:
@@ -177,9 +174,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_every_rank_rejects_whole_models_that_fit_only_when_sharded(
-    here: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = online(here, critic={"own_model": True}, optimizer={"micro_batch_tokens": 64})
     setup = workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS)
@@ -208,9 +203,7 @@ def test_every_rank_rejects_whole_models_that_fit_only_when_sharded(
 
 
 def test_a_rejection_suggests_sharding_over_all_gpus_of_the_machine(
-    workload: Workload,
-    here: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    workload: Workload, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "total_memory", lambda device: 10**12)
     recipe = make_recipe({**online(here, critic={"own_model": True}), "device": GPU})
@@ -221,10 +214,7 @@ def test_a_rejection_suggests_sharding_over_all_gpus_of_the_machine(
         MemoryCheck(recipe)
 
 
-def test_offloaded_models_must_fit_in_cpu_memory(
-    here: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_offloaded_models_must_fit_in_cpu_memory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "total_memory", lambda device: 10**12)
     recipe = make_recipe({**online(here), "device": GPU, "sharding": "full", "offload": True})
     monkeypatch.setattr(check, "layout_of", lambda recipe: replace(FULL, offload=True))
@@ -262,7 +252,7 @@ def test_only_plans_for_one_process_have_settings_for_several_gpus(workload: Wor
     assert {"whole models on every rank", "offload = true", "reshard_after_forward = false"} <= set(sharded.others())
 
 
-def test_the_memory_command_plans_several_ranks(here: Path, command: Any) -> None:  # noqa: F811
+def test_the_memory_command_plans_several_ranks(here: Path, command: Any) -> None:
     options = ["--kind", "sft", "--batch", "4", "--prompt-tokens", "16", "--max-tokens", "8"]
     model = str(here / "llama" / "config.json")
     code, output, _ = command("memory", model, *options, "--ranks", "4", "--sharding", "full", "--offload")
@@ -286,7 +276,7 @@ def test_the_memory_command_plans_several_ranks(here: Path, command: Any) -> Non
         (["--ranks", "128"], "--ranks 128: more than 64 prompts; use fewer ranks"),
     ],
 )
-def test_incompatible_rank_options_are_rejected(here: Path, command: Any, options: Any, message: str) -> None:  # noqa: F811
+def test_incompatible_rank_options_are_rejected(here: Path, command: Any, options: Any, message: str) -> None:
     code, _, error = command("memory", str(here / "llama"), *options)
     assert code == 2
     assert message in error

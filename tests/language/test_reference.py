@@ -12,13 +12,14 @@ from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.store.metrics import read_metrics
 
-from .test_online import collected, fields, files, world  # noqa: F401
+from .test_online import collected, fields, world
+from .test_online import files as files
 
 GROUPS: dict[str, Any] = {"sampling": {"prompts": 4, "samples": 4, "max_tokens": 8}}
 KL_METRICS = {"kl_reference", "kl_reference_response", "held_out_kl"}
 
 
-def recipe_of(files: dict[str, str], model: Path, **changes: Any) -> LanguageRecipe:  # noqa: F811
+def recipe_of(files: dict[str, str], model: Path, **changes: Any) -> LanguageRecipe:
     made = make_recipe({"kind": "language", **fields(files, model, **changes)})
     assert isinstance(made, LanguageRecipe)
     return made
@@ -39,10 +40,7 @@ def recipe_of(files: dict[str, str], model: Path, **changes: Any) -> LanguageRec
     ],
 )
 def test_reference_exists_and_is_planned_only_if_something_uses_it(
-    changes: Any,
-    exists: bool,
-    files: dict[str, str],  # noqa: F811
-    folders: dict[str, Path],
+    changes: Any, exists: bool, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
     made = world(files, folders["llama"], **changes)
     assert (made.reference is not None) == exists
@@ -54,7 +52,7 @@ def test_reference_exists_and_is_planned_only_if_something_uses_it(
     )
 
 
-def test_explicit_reference_model_is_kept_without_a_penalty(files: dict[str, str], folders: dict[str, Path]) -> None:  # noqa: F811
+def test_explicit_reference_model_is_kept_without_a_penalty(files: dict[str, str], folders: dict[str, Path]) -> None:
     recipe = recipe_of(files, folders["llama"], reference={"beta": 0.0, "model": str(folders["llama"])})
     assert recipe.has_reference
     assert workload_of(recipe, prompt=8, response=8).reference is not None
@@ -63,11 +61,7 @@ def test_explicit_reference_model_is_kept_without_a_penalty(files: dict[str, str
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("algorithm", ["PPO_CLIP", "DAPO"])
 def test_measuring_the_reference_changes_no_weight_and_no_other_metric(
-    algorithm: str,
-    adapter: bool,
-    files: dict[str, str],  # noqa: F811
-    folders: dict[str, Path],
-    tmp_path: Path,
+    algorithm: str, adapter: bool, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"algorithm": algorithm, "steps": 48, **(GROUPS if algorithm == "DAPO" else {})}
     changes["data"] = {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32}

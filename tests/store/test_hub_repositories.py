@@ -148,19 +148,8 @@ def test_without_the_hub_the_cache_is_read(
 
 def test_a_training_starts_from_an_agent_on_the_hub_and_records_the_commit(hub: Hub, run: Path, command: Command) -> None:
     command("push", "cart", "org/cart", "--episodes", "0")
-    code, _, err = command(
-        "train",
-        "CartPole-v1",
-        "--steps",
-        "256",
-        "--start",
-        "hf://org/cart",
-        "--name",
-        "next",
-        "--quiet",
-        "--evaluation.episodes",
-        "0",
-    )
+    words = ("train", "CartPole-v1", "--steps", "256", "--start", "hf://org/cart", "--name", "next", "--quiet")
+    code, _, err = command(*words, "--evaluation.episodes", "0")
     assert code == 0, err
     assert f'start = "hf://org/cart@{hub.model("org/cart").head}"' in Path("runs/next/config.toml").read_text()
 
@@ -266,11 +255,7 @@ def test_only_arguments_that_are_known_to_be_harmless_are_published() -> None:
 
 
 def test_a_file_that_names_the_home_folder_is_not_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for home in (
-        "/root",
-        "/home/me",
-        "/home/jürgen",
-    ):
+    for home in ("/root", "/home/me", "/home/jürgen"):
         monkeypatch.setenv("HOME", home)
         file = tmp_path / "sample.txt"
         for text in (
@@ -326,13 +311,7 @@ def test_wrong_names_and_revisions_get_one_line(hub: Hub, run: Path, command: Co
     command("push", "cart", "org/cart", "--episodes", "0")
     for words, message in {
         ("pull", "org/none"): "hf://org/none: no such repository on the hub, or your token can't read it; check the name",
-        (
-            "pull",
-            "org/cart",
-            "a",
-            "--revision",
-            "v9",
-        ): "hf://org/cart@v9: has no such revision; give a branch, a tag or a commit",
+        ("pull", "org/cart", "a", "--revision", "v9"): "hf://org/cart@v9: has no such revision; give a branch, a tag or a com",
         ("pull", "org/cart@v9", "a"): "hf://org/cart@v9: has no such revision",
         ("pull", "org/cart@v9", "--revision", "v8"): "--revision v8: org/cart@v9 has a revision already",
         ("pull", "a b"): "a b: is not the name of an agent or model on the hub; write hf://org/name, or hf://org/name@revision",
