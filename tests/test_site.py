@@ -83,6 +83,11 @@ def test_the_site_is_complete_and_works_from_a_folder(tool: dict[str, Any], tmp_
     page.get_by_role("combobox", name="Search").fill("leave_one_out")
     page.locator("a[href*='functional.html'][href$='#leave_one_out_advantages']:visible").first.click()
     page.wait_for_url("**/reference/functional.html*")
+    page.goto((site / "index.html").as_uri())
+    page.locator(".md-search__button").click()
+    page.get_by_role("combobox", name="Search").fill("custom environment")
+    assert "your-own-environment" in page.locator("a[href*='how-to']:has(mark):visible").first.get_attribute("href")
+    assert "Surefoot 0." in page.locator("footer").inner_text(), "the version is on every page"
     page.set_viewport_size({"width": 390, "height": 844})
     for name in ("index", "coming-from", "math", "notebooks/ladder", "reference/recipe", "benchmarks/control"):
         page.goto((site / f"{name}.html").as_uri())
