@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,53 @@ def test_what_is_wrong_with_labels_is_one_line(here: Round) -> None:
     (here.folder / QUEUE).write_text(text_of(12).replace("a1", "a9"))
     with pytest.raises(SurefootError, match=r"queue.jsonl: does not match its SHA-256"):
         Round(here.folder).queue  # noqa: B018
+
+
+def test_a_label_that_can_t_be_saved_is_an_error_and_leaves_no_part(here: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    log = log_of(here, "ann")
+    prefer(log, "1", "a")
+    before, away = log.path.read_bytes(), log.path.with_suffix(".away")
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(SurefootError, match=r"not saved \(No space left on device\); restore"):
+            prefer(log, "2", "a")
+    assert log.path.read_bytes() == before
+    log.path.rename(away)
+    with pytest.raises(SurefootError, match="the label is not saved"):
+        prefer(log, "2", "a")
+    away.rename(log.path)
+    prefer(log, "3", "a")
+    assert [label.key for label in here.labels] == ["1", "3"]
+
+
+def test_bad_input_is_one_line_with_exit_code_2_and_changes_no_label(
+    here: Round, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    pairs, run = Path("pairs.jsonl"), str(here.folder.parent)
+    pairs.write_text(text_of(3))
+    log_of(here, "ann").close()
+    OPENED.append(LabelLog(Path("pairs-labels/bo.jsonl"), Queue(pairs), "bo"))
+    prefer(OPENED[-1], "1", "a")
+    before = Path("pairs-labels/bo.jsonl").read_bytes()
+
+    def rejected(what: str, *words: str) -> None:
+        code, _, err = command(*words)
+        assert (code, err.count("\n"), what in err) == (2, 1, True), err
+
+    for name in ("a/b", "..", "", "x" * 300):
+        rejected("can't be the name of a file of labels", "label", run, "--who", name)
+    rejected("in use by another page", "label", "pairs.jsonl", "--who", "bo", "--no-browser")
+    rejected("has no labels to train on; label pairs first", "label", run, "--close")
+    rejected("--close: is for a folder of rounds", "label", "pairs.jsonl", "--close")
+    rejected("'--pairs': 0 is not in the range", "rounds", "ppo.toml", "--judge", "people", "--pairs", "0")
+    pairs.write_text(text_of(3).replace("a2", "a9"))
+    for flags in (["--report"], ["--export", "rows.jsonl"], ["--who", "bo", "--no-browser"]):
+        OPENED[-1].close()
+        rejected("has labels of another queue than pairs.jsonl, or it was edited; restore", "label", "pairs.jsonl", *flags)
+    assert Path("pairs-labels/bo.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "x", "a": "y"}', '{"prompt": "x", "video_a": "y.mp4", "video_b": 3}'])

@@ -143,7 +143,7 @@ def label(
         if close:
             _close(what, here)
         return
-    who = who or getpass.getuser()
+    who = getpass.getuser() if who is None else who
     check_person(who)
     require_server("the page")
     from surefoot.inspector.labelling import serve_labels

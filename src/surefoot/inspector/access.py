@@ -111,7 +111,7 @@ class Guard:
         headers, request = Headers(scope=scope), Request(scope)
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if len(hosts) != 1 or hosts[0] not in self.hosts:
-            return PlainTextResponse("wrong host\n", 403)
+            return PlainTextResponse(f"wrong host: this page is 127.0.0.1:{self.port}, also at the near end of a tunnel\n", 403)
         if any(origin not in {f"http://{host}" for host in self.hosts} for origin in origins):
             return PlainTextResponse("wrong origin\n", 403)
         elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")  # same-site: another port

@@ -14,6 +14,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -161,7 +162,7 @@ class LabelLog:
             content = read_bytes(path) if path.exists() else b""
             whole = content[: content.rfind(b"\n") + 1]
             self.rows = rows_of(path, whole, queue, who)
-            self.file = path.open("ab")
+            self.file = path.open("ab", buffering=0)
         except BaseException:
             self.lock.release()
             raise
@@ -199,20 +200,25 @@ class LabelLog:
             self.rows.append(row)
 
     def _append(self, row: Row) -> None:
+        line, state = json.dumps(row).encode() + b"\n", os.fstat(self.file.fileno())
         try:
-            self.file.write(json.dumps(row).encode() + b"\n")
-            self.file.flush()
+            if not os.path.samestat(os.stat(self.path), state):
+                raise OSError(0, "another file has its place")
+            if self.file.write(line) < len(line):
+                raise OSError(0, "no space left")
             os.fsync(self.file.fileno())
         except OSError as error:
+            with suppress(OSError):
+                self.file.truncate(state.st_size)
             raise SurefootError(
-                f"{self.path}: the label is not saved ({error.strerror}); free space, and choose again"
+                f"{self.path}: the label is not saved ({error.strerror}); restore the file, or free space, and choose again"
             ) from None
 
 
 def check_person(name: str) -> None:
     """Raise SurefootError for a name that can't be that of a file."""
-    if not name.isprintable() or not name or name.startswith(".") or "/" in name or "\\" in name:
-        raise SurefootError(f"who={name!r}: can't be the name of a file of labels; use letters, digits, - and _")
+    if not name.isprintable() or not 0 < len(name.encode()) < 100 or name.startswith(".") or "/" in name or "\\" in name:
+        raise SurefootError(f"who={name!r:.60}: can't be the name of a file of labels; use letters, digits, - and _")
 
 
 def rows_of(path: Path, content: bytes, queue: Queue, who: str) -> list[Row]:
