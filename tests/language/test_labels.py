@@ -133,12 +133,15 @@ def test_kto_loss_at_the_reference_is_half_the_weight_of_each_answer(folders: di
     torch.testing.assert_close(rollout.rewards, expected)
 
 
-def test_reward_model_loss_on_labels_is_that_of_logistic_regression(folders: dict[str, Path], tmp_path: Path) -> None:
-    made = recipe(folders["llama"], answers(tmp_path / "a.jsonl"), "reward")
+@pytest.mark.parametrize("head", ["last", "pooled"])
+def test_reward_model_loss_on_labels_is_that_of_logistic_regression(
+    head: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = recipe(folders["llama"], answers(tmp_path / "a.jsonl"), "reward", head=head)
     world = SupervisedWorld(made)
     rollout = world.collector.collect(LearnerState.seeded(1, 96))
     with torch.no_grad():
-        scores = world.policy.model.raw(rollout.inputs["answer"], rollout.inputs["answer_mask"])
+        scores = world.policy.model.raw(*(rollout.inputs[f"answer{part}"] for part in ("", "_mask", "_trained")))
     wanted = torch.nn.functional.binary_cross_entropy_with_logits(scores, (rollout.actions[:, 0] == 0).float())
     metrics = make_learner(world.recipe, world.policy).update(
         rollout, assign_credit(rollout, world.recipe.objective), LearnerState.seeded(1, 96)

@@ -1,4 +1,4 @@
-"""A pooled head: the mean over the answer alone, whatever the batch, the padding, and the format of texts and files."""
+"""A pooled head: the sum over the answer alone, whatever the batch, the padding, and the format of texts and files."""
 
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,14 @@ def pooled(model: Any, tokenizer: Any = None) -> RewardModel:
 
 
 def by_hand(model: RewardModel, before: list[int], after: list[int]) -> Tensor:
-    """The standardised mean of the head over the answer, for one text without padding."""
+    """The standardised sum of the head over the answer, for one text without padding."""
     with torch.no_grad():
         hidden = model.backbone(input_ids=torch.tensor([[*before, *after]])).last_hidden_state[0, len(before) :]
-        return ((hidden @ model.head.weight[0]).mean() + model.head.bias[0] - model.mean) / model.std
+        return ((hidden @ model.head.weight[0] + model.head.bias[0]).sum() - model.mean) / model.std
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_score_is_the_mean_over_the_answer_for_any_padding_and_batch(kind: str, folders: dict[str, Path]) -> None:
+def test_the_score_is_the_sum_over_the_answer_for_any_padding_and_batch(kind: str, folders: dict[str, Path]) -> None:
     model = pooled(load_model(folders[kind])[0])
     wanted = torch.stack([by_hand(model, row[:start], row[start:]) for row, start in zip(ROWS, STARTS, strict=True)])
     marks = [[False] * start + [True] * (len(row) - start) for row, start in zip(ROWS, STARTS, strict=True)]
@@ -103,9 +103,12 @@ def test_a_run_resumes_bit_for_bit_and_scores_as_its_checkpoint_and_its_folder(
         wanted = whole(*inputs)
         assert torch.equal(resumed(*inputs), wanted)
         torch.testing.assert_close(written(*inputs), wanted, atol=1e-5, rtol=1e-5)
-    prompts = [f"{i}: " for i in range(5)]
-    scores = ModelReward(tmp_path / "whole")(prompts, ["left", "right", "up", "down", "again"], {}).total
-    assert scores.std() > 1e-3
+    shown = [row.columns for row in open_rows(str(tmp_path / "d.jsonl"))]
+    of_demonstrations = ModelReward(tmp_path / "whole")(
+        *([row[name] for row in shown] for name in ("prompt", "completion")), {}
+    )
+    assert float(of_demonstrations.total.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(of_demonstrations.total.std(correction=0)) == pytest.approx(1, abs=1e-4)
 
 
 def test_micro_batches_change_neither_its_loss_nor_its_gradient(folders: dict[str, Path], tmp_path: Path) -> None:

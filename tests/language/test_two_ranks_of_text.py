@@ -57,7 +57,7 @@ def supervised(folder: Path) -> Recipe:
 
 
 def compared(folder: Path) -> Recipe:
-    """Pairs whose scores are means over answers of unequal length."""
+    """Pairs whose scores are sums over answers of unequal length."""
     data = {"train": str(folder / "pairs.jsonl"), "max_length": 64, "batch": 5}
     return make_recipe({"kind": "reward", "model": str(folder / "model"), "data": data, "head": "pooled"})
 

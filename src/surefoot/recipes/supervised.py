@@ -104,7 +104,7 @@ class RewardRecipe(SupervisedRecipe):
     data.train"""
     preference: RewardPreferenceSettings = RewardPreferenceSettings()
     head: Literal["last", "pooled"] = "last"
-    """last: the score is the output of a linear layer at the last token; pooled: its mean over the tokens of the answer, which
+    """last: the score is the output of a linear layer at the last token; pooled: its sum over the tokens of the answer, which
     learns more from a few hundred labels"""
 
     @property

@@ -238,7 +238,7 @@ class Scale:
     offset        the mean score, which rewards subtract
     mean, std     of the head's output
     weight, bias  of the head: the written weight is divided by std, which rounds it   [1, width], [1]
-    pooled        whether the score is the mean of the head's outputs over the answer
+    pooled        whether the score is the sum of the head's outputs over the answer
     """
 
     offset: float

@@ -74,7 +74,7 @@ class RewardModel(nn.Module):
     of_steps: bool = False
     """whether it was trained on labels of steps, and is written as a token classifier"""
     pooled: bool = False
-    """whether the score is the mean of the head's outputs over the answer; it is written as a token classifier too"""
+    """whether the score is the sum of the head's outputs over the answer; it is written as a token classifier too"""
     padding_free: bool = False
     """whether it reads texts end to end; only for backbones without ``reason_for_padding``"""
 
@@ -117,7 +117,7 @@ class RewardModel(nn.Module):
         return torch.cat([function(ids[part], mask[part]) for part in parts])[torch.cat(parts).argsort()]
 
     def raw(self, ids: Tensor, mask: Tensor, answer: Tensor | None = None) -> Tensor:
-        """The head's output at the last real token; with a pooled head, its mean over the answer.   [B, L], [B, L] -> [B]
+        """The head's output at the last real token; with a pooled head, its sum over the answer.   [B, L], [B, L] -> [B]
 
         answer   True at the answer's tokens; only a pooled head reads it, and needs it   [B, L]
 
@@ -126,7 +126,7 @@ class RewardModel(nn.Module):
         if self.pooled:
             if answer is None:
                 raise SurefootError("answer=None: a pooled head needs the mask of the answer's tokens; pass it after the mask")
-            return self.prefix_scores(ids, mask).masked_fill(~answer, 0).sum(-1) / answer.sum(-1)
+            return self.prefix_scores(ids, mask).masked_fill(~answer, 0).sum(-1)
         return self._by_length(lambda ids, mask: self._score(self._last_hidden(ids, mask)), ids, mask)
 
     def _score(self, hidden: Tensor) -> Tensor:
