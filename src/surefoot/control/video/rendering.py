@@ -1,5 +1,6 @@
 """Render environments to arrays without a display."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -80,7 +81,8 @@ def render_frame(environment: gymnasium.Env[Any, Any], name: str) -> Array:
 
 
 def prepare_mujoco(environment: gymnasium.Env[Any, Any], name: str, width: int, height: int) -> None:
-    """Make a MuJoCo environment render in this size, without shadows and reflections. The physics don't change.
+    """Make a MuJoCo environment render in this size, by a camera that follows, without shadows and reflections. The physics
+    don't change.
 
     Shadows take most of the time of software rendering, which machines without a display use.
     Raises SurefootError if OpenGL is missing.
@@ -92,6 +94,9 @@ def prepare_mujoco(environment: gymnasium.Env[Any, Any], name: str, width: int, 
     _check_opengl(name, width, height)
     renderer.width, renderer.height = width, height
     model.vis.global_.offwidth, model.vis.global_.offheight = width, height
+    if renderer.camera_id == -1 and "trackbodyid" not in (renderer.default_cam_config or {}):
+        with contextlib.suppress(KeyError):  # Gymnasium's HalfCheetah runs out of the picture of a camera that stays
+            renderer.camera_id = model.camera("track").id
     model.light_castshadow[:] = 0
     model.mat_reflectance[:] = 0
 

@@ -7,13 +7,20 @@ const WORDS = { left: "answer 1", right: "answer 2", equal: "equal", skip: "can'
 const DEAF = 150; // milliseconds after drawing in which keys are ignored
 const page = document.getElementById("page");
 const theme = themeButton();
+const clips = new Map(); // videos of this pair and the next two by address: they load before they are shown
 let state = null, drawnAt = 0, busy = false, paused = false;
 
+function clip(source) {
+  if (!clips.has(source)) {
+    const video = h("video", { src: source, playsinline: true, preload: "auto" });
+    video.muted = true;
+    clips.set(source, video);
+  }
+  return clips.get(source);
+}
+
 function answer(side, what) {
-  const inside = what.video
-    ? h("video", { src: what.video, loop: true, playsinline: true, preload: "auto" })
-    : h("span", { class: "said" }, what.text || "(no text)");
-  if (what.video) inside.muted = true;
+  const inside = what.video ? clip(what.video) : h("span", { class: "said" }, what.text || "(no text)");
   const [name, key] = side === "left" ? ["Answer 1", "← or 1"] : ["Answer 2", "→ or 2"];
   return h("button", { type: "button", id: side, class: "answer", "aria-pressed": String(state.pair.chosen === side),
     "aria-label": `Choose ${name}, on the ${side}: ${what.text ?? "a clip"}`, onclick: () => choose(side) },
@@ -45,9 +52,11 @@ function draw(next) {
         h("div", { class: "choices" }, button("equal", "Equal", "↓", () => choose("equal")), button("skip", "Can't say", "S", () => choose("skip")),
           undoing, button("pause", "Pause", "P", pause))];
   show(page, top, middle, h("p", { class: "error", id: "error", role: "alert" }), last());
-  for (const source of state.next) fetch(source, { method: "HEAD" }).catch(() => {}); // the server makes these clips now
+  const shown = [...document.querySelectorAll("video")];
+  for (const [source, video] of clips) if (!state.next.includes(source) && !shown.includes(video)) clips.delete(source);
+  state.next.forEach(clip);
   drawnAt = performance.now();
-  together([...document.querySelectorAll("video")]);
+  together(shown);
 }
 
 function last() {
@@ -58,7 +67,9 @@ function last() {
 
 async function together(videos) {
   await Promise.all(videos.map((video) => new Promise((ready) => (video.readyState > 2 ? ready() : video.addEventListener("canplay", ready, { once: true })))));
-  for (const video of videos) { video.currentTime = 0; video.play().catch(() => {}); }
+  const start = () => { for (const video of videos) { video.currentTime = 0; video.play().catch(() => {}); } };
+  for (const video of videos) video.onended = () => { if (videos.every((each) => each.ended)) start(); }; // "loop" would drift apart
+  start();
 }
 
 async function send(request) {
