@@ -1,6 +1,8 @@
 """Runs whose rewards people, or a judge in their place, teach by comparing clips."""
 
 import re
+import shlex
+from pathlib import Path
 from typing import ClassVar
 
 import gymnasium
@@ -150,3 +152,25 @@ def test_clips_that_replay_differently_are_an_error_and_no_queue(tmp_path, monke
 
 def _without_check(self, task, recipe, folder):
     self.task, self.recipe, self.folder = task, recipe, folder
+
+
+@pytest.mark.slow
+def test_the_how_to_works_as_it_is_written_with_a_person_who_labels(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "train-from-clips.md").read_text("utf-8")
+    section = page.split("## A first run")[1].split("\n## ")[0]
+    printed = []
+    for line in re.findall(r"^\$ surefoot (.*)$", section, re.MULTILINE):
+        if line.startswith("label"):  # opens the page
+            label_by_return(tmp_path / "runs" / "swing")
+            continue
+        monkeypatch.setattr("sys.argv", ["surefoot", *shlex.split(line)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert not left.value.code
+        printed.append(" ".join(capsys.readouterr().out.split()))
+    first, second, done = printed
+    assert "round-1: 0 of 4 pairs of clips are labelled" in first
+    assert "round-2: 0 of 4 pairs of clips are labelled" in second
+    assert "Pendulum-v1, seed 1: return" in done
+    assert rows_of(tmp_path / "runs" / "swing")[-1]["labels_trained"] == 8
