@@ -16,6 +16,8 @@ from language.tiny import write_folder
 
 pytest.importorskip("starlette")
 
+import itertools
+
 from surefoot.people.log import Queue, labels_of_all
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
@@ -162,3 +164,36 @@ def test_undo_equal_skip_pause_and_the_last_labels_can_be_changed(pairs: Path, c
         page.close()
     rows = (pairs.with_name("pairs-labels") / "ann.jsonl").read_text().splitlines()[1:]
     assert [json.loads(row).get("choice", "undo") for row in rows] == ["equal", "skip", "equal", "undo", "right"]
+
+
+def test_clips_start_together_loop_at_real_speed_and_the_next_two_pairs_are_loaded_before_they_are_shown(
+    tmp_path: Path, chromium: Any
+) -> None:
+    np, encoder = pytest.importorskip("numpy"), pytest.importorskip("surefoot.control.video.encoder")
+    pytest.importorskip("imageio_ffmpeg")
+    rows = [{"video_a": f"{n}-a.mp4", "video_b": f"{n}-b.mp4"} for n in range(4)]
+    (tmp_path / "clips.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in (name for row in rows for name in row.values()):
+        with encoder.Encoder(tmp_path / name, 64, 64, 20) as made:
+            for frame in range(10):
+                made.add(np.full((64, 64, 3), 20 * frame, np.uint8))
+    with served(tmp_path / "clips.jsonl", "ann") as (address, _):
+        page = chromium.new_page()
+        loads: list[str] = []
+        page.on("request", lambda request: loads.append(request.url) if "/clips/" in request.url else None)
+        page.goto(address)
+        times = "() => [...document.querySelectorAll('video')].map((video) => [video.currentTime, video.playbackRate])"
+        page.wait_for_selector("video")
+        page.wait_for_timeout(1500)
+        seen = [page.evaluate(times) for _ in range(12) if page.wait_for_timeout(60) is None]
+        assert all(rates == [1, 1] for rates in ([rate for _, rate in pair] for pair in seen))
+        assert all(abs(left[0] - right[0]) < 0.1 for left, right in seen), "also after loops of half a second"
+        left = [pair[0][0] for pair in seen]
+        assert any(later < earlier for earlier, later in itertools.pairwise(left)), "it loops"
+        assert len(set(loads)) == 6, "those of this pair and of the next two"
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_selector("#progress:has-text('1 of 4')")
+        shown = set(page.eval_on_selector_all("video", "videos => videos.map((video) => video.src)"))
+        assert shown <= set(loads[:6]), "loaded before it was shown"
+        assert all(loads.count(source) == 1 for source in shown), "and not again"
+        page.close()
