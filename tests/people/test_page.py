@@ -177,7 +177,7 @@ def test_clips_start_together_loop_at_real_speed_and_the_next_two_pairs_are_load
         with encoder.Encoder(tmp_path / name, 64, 64, 20) as made:
             for frame in range(10):
                 made.add(np.full((64, 64, 3), 20 * frame, np.uint8))
-    with served(tmp_path / "clips.jsonl", "ann") as (address, _):
+    with served("label", tmp_path / "clips.jsonl", "--who", "ann") as (address, _):
         page = chromium.new_page()
         loads: list[str] = []
         page.on("request", lambda request: loads.append(request.url) if "/clips/" in request.url else None)
