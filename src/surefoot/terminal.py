@@ -58,12 +58,12 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """The same, but line breaks and tabs stay."""
+    """The text with unprintable characters as visible codes; line breaks and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else _mark(c) for c in text)
 
 
 def shown_on(stream: Any, text: str) -> str:
-    """The same for a stream, with escapes for characters that its encoding lacks."""
+    """``visible_lines`` of a text, with escapes for characters that a stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return visible_lines(text).encode(encoding, "backslashreplace").decode(encoding)
 

@@ -224,7 +224,7 @@ def _percentiles(values: NDArray[np.float64], batches: int) -> tuple[float, floa
 
 
 def finite(tree: Any) -> Any:
-    """The same tree with None in place of infinities and NaN, which JSON can't represent."""
+    """A tree with None in place of infinities and NaN, which JSON can't represent."""
     if isinstance(tree, Mapping):
         return {key: finite(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):

@@ -136,7 +136,7 @@ class Agent(nn.Module):
         return act
 
     def tensor_actor(self, generator: torch.Generator, steps: int) -> "TensorAct":
-        """The same for ``steps`` calls with observations that are tensors on the policy's device.
+        """An actor for ``steps`` calls with observations that are tensors on the policy's device.
 
         observations [B, ...], LSTM state or None, episode starts [B] -> actions as stored, next LSTM state
 
@@ -176,7 +176,7 @@ class Agent(nn.Module):
     def values_of(
         self, observations: Mapping[str, Tensor], state: Tensor | None = None, starts: Array | Tensor | None = None
     ) -> Tensor:
-        """The same for observations that are tensors."""
+        """V of observations that are tensors, in units of (normalised) rewards."""
         inputs = self.normaliser()(observations)
         if state is not None and starts is None:
             starts = torch.zeros(len(state), dtype=torch.bool, device=state.device)

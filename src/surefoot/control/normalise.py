@@ -234,7 +234,7 @@ class ActionBounds:
         self.centre, self.half_range = (torch.from_numpy(x.astype(kind)) for x in (above + below, above - below))
 
     def on(self, device: torch.device) -> "ActionBounds":
-        """The same for tensors on a device."""
+        """The bounds as tensors on a device."""
         if device == self.low.device:
             return self
         moved = copy.copy(self)
@@ -307,6 +307,6 @@ def choosing(space: gymnasium.Space[Any]) -> list[Any]:
 
 
 def action_converter(space: gymnasium.Space[Any], rescaled: bool) -> Callable[[Tensor], Array]:
-    """The same from tensors on the CPU to arrays of the space's type."""
+    """A function from the policy's actions, tensors on the CPU, to arrays of the space's type."""
     send, kind = sent_actions(space, rescaled, torch.device("cpu")), action_dtype(space)
     return lambda actions: send(actions).numpy().astype(kind, copy=False)

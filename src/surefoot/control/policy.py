@@ -114,7 +114,7 @@ class MultiCategorical(Logits):
         return token_log_probs(self.logits, actions).sum(-1)
 
     def magnitude(self, actions: Tensor) -> Tensor:
-        """The same for every choice, summed.   [...]"""
+        """Sum of the sizes of the terms of log π over the choices, for its rounding.   [...]"""
         return self.log_prob(actions).abs() + self._terms().sum(-1)
 
     def entropy(self) -> Tensor:
@@ -198,7 +198,7 @@ class Factored(ReparameterisedSampling):
         return choices.log_prob(chosen) + numbers.log_prob(drawn)
 
     def magnitude(self, actions: Tensor) -> Tensor:
-        """The same of both, summed.   [...]"""
+        """Sum of the sizes of the terms of log π over choices and numbers.   [...]"""
         (choices, numbers), (chosen, drawn) = self.parts, self._split(actions)
         return choices.magnitude(chosen) + numbers.magnitude(drawn)
 

@@ -44,7 +44,10 @@ class AdamSettings:
 
 @dataclass(frozen=True)
 class RMSpropSettings(AdamSettings):
-    """The same for RMSprop: θ ← θ − learning_rate · g / (√v + epsilon), with v ← α·v + (1 − α)·g² and α = ``ALPHA``."""
+    """RMSprop's settings for a group of parameters.
+
+    θ ← θ − learning_rate · g / (√v + epsilon), with v ← α·v + (1 − α)·g² and α = ``ALPHA``.
+    """
 
 
 @dataclass(frozen=True)

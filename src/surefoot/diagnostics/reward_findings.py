@@ -13,7 +13,7 @@ from surefoot.store.finding import Evidence, Finding, Severity, in_words
 Array = NDArray[np.bool_]
 IN_A_ROW = 3
 """iterations after which a state that should never occur is not chance"""
-CLEAR = 2.5
+CLEAR_CHANGE = 2.5
 """standard deviations of a block's mean that count as a change"""
 LEAST_RISE = 0.05
 """share of the first return by which it must also rise"""
@@ -122,7 +122,7 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     still = stays(curves, recipe)
     # The return is a mean over many episodes and drifts, so it must also rise by a share. A policy that has not moved has
     # not learned.
-    if best - first > max(CLEAR * noise, LEAST_RISE * abs(first)) and not still:
+    if best - first > max(CLEAR_CHANGE * noise, LEAST_RISE * abs(first)) and not still:
         return None
     constant = float(np.ptp(earned.values)) == 0
     name = "return" if earned.metric == "episode_return" else "reward"
@@ -197,7 +197,7 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     top = max(range(len(means)), key=means.__getitem__)
     gained, kept = means[top] - means[0], means[-1] - means[0]
     # Less than return_flat takes for a rise is none: a few lucky episodes in a return that has no noise otherwise.
-    if gained <= max(2 * CLEAR * earned.noise(), LEAST_RISE * abs(means[0])) or kept > 0.5 * gained:
+    if gained <= max(2 * CLEAR_CHANGE * earned.noise(), LEAST_RISE * abs(means[0])) or kept > 0.5 * gained:
         return None
     kl = curves["kl"].after(blocks[top].steps[0])
     spikes = (kl.evidence("largest", float(kl.values.max())),) if len(kl) else ()
@@ -226,14 +226,14 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         return None
     blocks = proxy.blocks()
     first, now, noise = float(blocks[0].values.mean()), float(blocks[-1].values.mean()), rise(proxy)[2]
-    if now - first <= CLEAR * noise:
+    if now - first <= CLEAR_CHANGE * noise:
         return None
     lost = gold_lost(curves, recipe, now - first)
     alike = [] if lost or is_measured(curves, recipe) else diversity_lost(curves, recipe)
     likelihood = curves["held_out_log_likelihood"]
     if len(likelihood) > 1 and likelihood.values[0] - likelihood.values[-1] > 0.7:
         at = likelihood.part(0, 1), likelihood.part(len(likelihood) - 1, len(likelihood))
-        if gain(proxy, *at) > CLEAR * noise:
+        if gain(proxy, *at) > CLEAR_CHANGE * noise:
             lost.append(("the language is being forgotten", tuple(curve.evidence("log π per token") for curve in at)))
     severity: Severity = "serious" if lost or is_learned(recipe) else "warning"
     if not (lost := lost + alike):
@@ -277,7 +277,7 @@ def gold_lost(curves: RunCurves, recipe: Recipe | None, risen: float) -> Lost:
         blocks, (top, now, blur) = gold.blocks(), fall(gold)
         best = max(blocks, key=lambda block: float(block.values.mean()))
         kept = gain(proxy, best, blocks[-1]) >= -rise(proxy)[2]
-        if top - now > max(2 * CLEAR * blur, 0.25 * risen) and kept:
+        if top - now > max(2 * CLEAR_CHANGE * blur, 0.25 * risen) and kept:
             lost: Lost = [("the gold score falls", (best.evidence(), blocks[-1].evidence()))]
             return lost + diversity_lost(curves, recipe)
     return []

@@ -3,7 +3,7 @@
 import math
 
 from surefoot.diagnostics.curves import Curve, RunCurves
-from surefoot.diagnostics.reward_findings import CLEAR
+from surefoot.diagnostics.reward_findings import CLEAR_CHANGE
 from surefoot.language.metrics import loses_chosen
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.language import LanguageRecipe
@@ -97,7 +97,7 @@ def loss_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         return None
     blocks = loss.blocks()
     first, last = float(blocks[0].values.mean()), float(min(block.values.mean() for block in blocks[1:]))
-    if first - last > max(CLEAR * min(loss.noise(), loss.noise(slopes=False)), 0.02 * first):
+    if first - last > max(CLEAR_CHANGE * min(loss.noise(), loss.noise(slopes=False)), 0.02 * first):
         return None
     return Finding(
         "loss_flat",
@@ -126,7 +126,7 @@ def loss_rose(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     highest = max(trained.blocks(), key=lambda block: float(block.values.mean()), default=trained)
     if isinstance(recipe, SftRecipe) and len(trained) >= 20 and highest.values.mean() > 1.25 * trained.values[0] > 0:
         lowest, low, now, loss = trained.part(0, 1), float(trained.values[0]), float(highest.values.mean()), trained
-    elif now - low <= max(0.25 * abs(low), 2 * CLEAR * loss.noise() if loss is trained else 0):
+    elif now - low <= max(0.25 * abs(low), 2 * CLEAR_CHANGE * loss.noise() if loss is trained else 0):
         return None
     of_trained = [float(block.values.mean()) for block in trained.blocks()]
     diverged = len(of_trained) > 1 and of_trained[-1] > 1.1 * of_trained[0] > 0

@@ -3,7 +3,7 @@
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.diagnostics.curves import Curve, RunCurves
 from surefoot.diagnostics.reward_findings import (
-    CLEAR,
+    CLEAR_CHANGE,
     answers_alike,
     earnings,
     ends,
@@ -68,7 +68,7 @@ def entropy_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | Non
         return None
     began, best, noise = rise(earned)
     same_answers = answers_alike(curves, recipe, more=0.25) and curves["repeated"].blocks()[-1].values.mean() >= 0.5
-    if best - began > CLEAR * noise and (not same_answers or is_measured(curves, recipe)):
+    if best - began > CLEAR_CHANGE * noise and (not same_answers or is_measured(curves, recipe)):
         return None  # low entropy with a higher reward is success
     blocks = entropy.blocks()
     bonus = 0.0 if recipe is None else recipe.objective.entropy_coefficient

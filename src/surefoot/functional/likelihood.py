@@ -117,7 +117,7 @@ class LinearLikelihood(torch.autograd.Function):
 
     @staticmethod
     def differentiable(ctx: Any, inputs: list[Any], tokens: Tensor, *of_both: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The same gradients by autograd, with a graph, and with all logits at once."""
+        """Gradients by autograd, which can be differentiated again, with all logits at once."""
         with torch.autocast(inputs[0].device.type, enabled=False):
             log_probs = _log_softmax(*_cast(ctx.dtype, *inputs), temperature=ctx.temperature)
         both = zip((_of_tokens(log_probs, tokens), _entropy(log_probs)), of_both, strict=True)

@@ -269,7 +269,7 @@ def exact(x: Tensor | None, part: slice) -> list[JsonNumber] | None:
 
 
 def exact_rows(x: Tensor | None, part: slice) -> list[list[JsonNumber]] | None:
-    """The same for each pass.   [K, T]"""
+    """The numbers of a part of a row for each pass, with all digits of float32.   [K, T]"""
     return None if x is None else [finite(line[part]) for line in x]
 
 

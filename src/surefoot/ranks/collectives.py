@@ -281,7 +281,7 @@ BACKENDS = ("gloo", "NCCL", "c10d", "ProcessGroup")
 
 @contextmanager
 def exchanging() -> Iterator[None]:
-    """The same for code that also has errors of its own, such as a pass of a sharded model."""
+    """Errors of exchanges in a block become one line; other errors, as in a pass of a sharded model, stay as they are."""
     try:
         yield
     except RuntimeError as error:

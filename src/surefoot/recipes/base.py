@@ -282,7 +282,7 @@ def to_table(recipe: Recipe) -> dict[str, Any]:
 
 
 def none_to_text(value: Any) -> Any:
-    """The same tables with the word "none" for None, because TOML has no null; the reverse of ``text_to_none``."""
+    """Tables with the word "none" for None, because TOML has no null; the reverse of ``text_to_none``."""
     if isinstance(value, Mapping):
         return {key: none_to_text(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

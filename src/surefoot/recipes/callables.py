@@ -1,4 +1,4 @@
-"""The user's functions and classes: imported by the name in a recipe, or passed as Python objects, whose names a recipe has.
+"""The user's functions and classes: imported by name, or passed as Python objects, of which a recipe keeps the names.
 
 The working folder joins Python's path only when something is imported, and as its last entry. So a command that only reads an
 untrusted folder runs no module from it.

@@ -240,7 +240,7 @@ class ControlRecipe(Recipe):
 
     @property
     def learned_steps(self) -> int:
-        """The same with mirror images."""
+        """Steps per iteration that the update learns from, mirror images included."""
         return self.batch_size * (1 if self.rollout.symmetry is None else 2)
 
     @property

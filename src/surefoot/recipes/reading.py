@@ -129,7 +129,7 @@ def control_recipe(table: Mapping[str, Any]) -> ControlRecipe:
 
 
 def as_control(recipe: Recipe) -> ControlRecipe:
-    """The same recipe; SurefootError unless it trains an agent in environments."""
+    """The recipe as a ControlRecipe; SurefootError unless it trains an agent in environments."""
     if not isinstance(recipe, ControlRecipe):
         raise SurefootError(f"kind={recipe.kind!r}: this is for agents in environments; name a task, such as CartPole-v1")
     return recipe
@@ -257,7 +257,7 @@ def parse_flag(text: str) -> Any:
 
 
 def text_to_none(value: Any) -> Any:
-    """The same tables with None for the word "none", because TOML has no null."""
+    """Tables with None for the word "none", because TOML has no null."""
     if isinstance(value, Mapping):
         return {key: text_to_none(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

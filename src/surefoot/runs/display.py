@@ -208,7 +208,7 @@ class Dashboard(Display):
 
 
 class NotebookDashboard(Dashboard):
-    """The same table in the output of a notebook's cell, redrawn in place twice a second at most."""
+    """The live table in the output of a notebook's cell, redrawn in place twice a second at most."""
 
     def __init__(self, title: str, every: float = 0.5) -> None:
         super().__init__(title)

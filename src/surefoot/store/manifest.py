@@ -58,7 +58,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _known_fingerprint(path: Path) -> dict[str, Any]:
-    """The same as ``fingerprint``, read once in a process unless the file is written to."""
+    """``fingerprint`` of a file, read once in a process unless the file is written to."""
     state = path.stat()
     return _fingerprint_at(path, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
 

@@ -50,7 +50,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def first_number(text: str) -> Fraction | None:
-    """The same of the first number."""
+    """The first number of a text; None in the cases of ``last_number``."""
     return _usable(text, last=False)
 
 

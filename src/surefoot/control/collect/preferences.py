@@ -43,7 +43,7 @@ class Clips(NamedTuple):
     """[..., 3] environment, episode, and steps since its reset; [..., 0] unless clips are rendered"""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Clips":
-        """The same change of each tensor."""
+        """The clips with each tensor changed."""
         return Clips(*map(change, self))
 
 

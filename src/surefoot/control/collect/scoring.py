@@ -188,7 +188,7 @@ class Scorer:
 
 
 def rows_of(tree: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    """The same rows of every tensor."""
+    """Some rows of every tensor."""
     return {path: x[rows] for path, x in tree.items()}
 
 

@@ -228,7 +228,7 @@ def _needs_arguments(function: Any) -> bool:
 
 
 def copied(observations: Observations) -> Observations:
-    """The same observations in new arrays."""
+    """The observations in new arrays."""
     return {path: values.copy() for path, values in observations.items()}
 
 

@@ -30,7 +30,7 @@ from surefoot.signals import STOPPING
 
 NOT_CALLING = -1
 """in place of an environment's index: no environment is being called"""
-AWAKE = 3e-3
+SPIN_SECONDS = 3e-3
 """seconds that a worker waits for the next call before it sleeps: longer than most policies take to act"""
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
@@ -97,7 +97,7 @@ def serve(connection: "Connection[Any, Any]", memory: int, task: bytes, name: st
 
 def _await_call(connection: "Connection[Any, Any]") -> None:
     """Wait a moment for the next call without sleeping, because waking up takes time at every step."""
-    until = time.perf_counter() + AWAKE
+    until = time.perf_counter() + SPIN_SECONDS
     while not connection.poll(0) and time.perf_counter() < until:
         _yield_core()
 

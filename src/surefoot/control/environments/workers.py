@@ -154,7 +154,7 @@ class WorkerEnvironments:
         return self._observations, [worker.first + local for local in restarted]
 
     def state_dict(self) -> dict[str, Any]:
-        """The same state as in one process, so that a run may resume with another number of workers."""
+        """The state that one process would save, so that a run may resume with another number of workers."""
         return join_states(self._call("state_dict"))
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Any, Lost]:

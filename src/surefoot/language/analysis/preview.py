@@ -145,7 +145,7 @@ def _shown(
 
 
 def _pair_sequences(both: Pairs, limit: int, count: int) -> tuple[list[TokenSequence], Summary]:
-    """The same for pairs, whose sides are sequences of their own."""
+    """The first sequences and a summary for pairs, whose sides are sequences of their own."""
     sides = (("chosen", both.chosen, both.chosen_trained), ("rejected", both.rejected, both.rejected_trained))
     shown = [
         TokenSequence(ids[index], trained[index], f"{index + 1} {name}")

@@ -73,7 +73,7 @@ class Continuation:
         return self.encode_alone(text)
 
     def encode_alone(self, text: str) -> tuple[list[int], list[Span] | None]:
-        """The same of text that follows nothing."""
+        """The ids and spans of text that follows nothing."""
         fast = self.tokenizer.is_fast
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast)
         return list(map(int, encoded["input_ids"])), [tuple(pair) for pair in encoded["offset_mapping"]] if fast else None

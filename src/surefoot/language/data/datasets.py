@@ -110,7 +110,7 @@ def drop_notes(
 
 
 def pair_drop_notes(path: str, limit: int, pairs: Pairs) -> list[str]:
-    """The same for pairs."""
+    """Lines about dropped pairs, control tokens and unused columns of a file."""
     equal = [f"{path}: dropped, because both answers are the same: {pairs.equal} rows"] if pairs.equal else []
     return equal + drop_notes(path, limit, pairs.dropped, unused=pairs.unused, notes=pairs.notes)
 

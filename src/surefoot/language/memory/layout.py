@@ -115,7 +115,10 @@ def held_in_layers(models: Sequence[ModelSize], each: int, reshard: bool) -> dic
 
 
 def held_at_the_end(models: Sequence[ModelSize], each: int) -> dict[str, int]:
-    """The same when the backward pass ends: there are no activations, and the gradients of embeddings and heads are summed."""
+    """Bytes of whole weights and gradients when the backward pass ends.
+
+    There are no activations, and the gradients of embeddings and heads are summed.
+    """
     rest = sum(model.rest for model in models)
     summed = int(sum(model.rest * model.trained for model in models))
     return {"gathered weights": rest * each, "whole gradients": summed * (each + WEIGHT)}

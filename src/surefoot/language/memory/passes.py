@@ -163,7 +163,7 @@ def learning(s: Workload, shape: BatchShape, sides: int = 1, critic: bool = True
 
 
 def scoring(config: "PreTrainedConfig", s: Workload, shape: BatchShape) -> int:
-    """The same rows without gradient: log-probabilities of policy or reference, and values with a critic."""
+    """A pass over a micro-batch without gradient: log-probabilities of policy or reference, and values with a critic."""
     model, count = Model(config, s), shape.rows * shape.decisions
     states = shape.tokens * model.width * FLOAT + count * model.width * FLOAT
     return model.layers * model.cast + states + max(model.work(shape, False), model.logits(count, s.chunk, False))

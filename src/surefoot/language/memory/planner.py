@@ -64,7 +64,7 @@ class MemoryPlan:
         return cheapest(self.workload)
 
     def several(self) -> dict[int, dict[int, Fit | None]]:
-        """The same for several GPUs that share the models, by their number; empty if the plan has several ranks."""
+        """The cheapest settings for several GPUs that share the models, by number; empty if the plan has several ranks."""
         ranks = () if self.workload.layout.ranks > 1 or self.workload.is_whole else GPUS
         return {count: cheapest(with_ranks(self.workload, count)) for count in ranks}
 

@@ -1,4 +1,4 @@
-"""The same run with other settings, by the words of a recipe."""
+"""A run with other settings, by the words of a recipe."""
 
 import json
 from collections.abc import Iterator

@@ -165,26 +165,26 @@ def can_quantise(workload: Workload) -> bool:
 
 
 def with_adapters(workload: Workload, adapter: "AdapterSettings") -> Workload:
-    """The same workload with every role an adapter of the policy's model; the reference is the model without adapters."""
+    """A workload with every role an adapter of the policy's model; the reference is the model without adapters."""
     alone = None if workload.kind == "language" else workload.reference
     of_rewards = (adapter,) * len(workload.rewards)
     return replace(workload, adapter=adapter, critic=None, reference=alone, rewards=(), reward_adapters=of_rewards)
 
 
 def with_quantised_base(workload: Workload, kind: Literal["int8", "nf4"]) -> Workload:
-    """The same workload of adapters on a base in 4 or 8 bits."""
+    """A workload of adapters on a base in 4 or 8 bits."""
     assert workload.adapter is not None
     return replace(workload, adapter=workload.adapter.model_copy(update={"quantize": kind}))
 
 
 def with_prompts(workload: Workload, prompts: int) -> Workload:
-    """The same workload with this many prompts per iteration, and at most as many held-out rows."""
+    """A workload with this many prompts per iteration, and at most as many held-out rows."""
     rows = max(1, workload.rows * prompts * workload.samples // workload.responses)
     return replace(workload, responses=prompts * workload.samples, rows=rows, evaluated=min(workload.evaluated, prompts))
 
 
 def with_ranks(workload: Workload, ranks: int) -> Workload:
-    """The same workload on this many ranks that share the models."""
+    """A workload on this many ranks that share the models."""
     return replace(workload, layout=replace(workload.layout, ranks=ranks, sharding=workload.layout.sharding or "full"))
 
 

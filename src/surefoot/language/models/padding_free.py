@@ -95,7 +95,7 @@ def end_to_end(ids: Tensor, real: Tensor) -> Reading:
 
 
 def prompts_once(ids: Tensor, real: Tensor, prompts: Tensor) -> Reading:
-    """The same, with the prompt of rows that begin with the same one read once.
+    """The real tokens of all rows in one row, with the prompt of rows that begin with the same one read once.
 
     prompts  tokens of each row's prompt   [B]
 

@@ -208,7 +208,7 @@ class FunctionReward:
             raise self._error(f"requires {missing[0]!r}; available: {', '.join(sorted(available))}")
 
     def check_rows(self, columns: Columns) -> None:
-        """The same, and the function's attribute ``valid``: its check of arguments and rows, before any is scored."""
+        """Check the columns, and call the function's attribute ``valid``, which checks arguments and rows."""
         self.check_columns(columns)
         if callable(valid := getattr(self.function, "valid", None)):
             try:

@@ -210,7 +210,7 @@ def _preset_for(task: str, tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _check_preset(preset: str, own: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The same name, or None for "none". Raises SurefootError if it is unknown or of another kind of recipe."""
+    """The preset's name, or None for "none". Raises SurefootError if it is unknown or of another kind of recipe."""
     if preset.lower() == "none":
         return None
     if preset not in tables:

@@ -1,4 +1,4 @@
-"""How PyTorch computes while a run trains; its settings are those from before afterwards."""
+"""How PyTorch computes while a run trains. Afterwards its settings are restored."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -21,7 +21,7 @@ LONGEST_WRITE = 10.0
 LEVELS = {"serious": "ERROR", "warning": "WARN"}
 BLOCK, HEADER, START = 32_768, 7, 7
 """sizes in a .wandb file, in bytes: a block, the header of a part of a record, the header of the file"""
-WHOLE, LAST = 1, 4
+FULL_PART, LAST_PART = 1, 4
 """kinds of the part that ends a record"""
 
 
@@ -175,6 +175,6 @@ def _records(data: bytes) -> Iterator[bytes]:
             return
         record += data[at : at + size]
         at += size
-        if kind in (WHOLE, LAST):
+        if kind in (FULL_PART, LAST_PART):
             yield record
             record = b""
