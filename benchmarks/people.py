@@ -33,7 +33,6 @@ FORM = ("off_topic", "non_words", "malformed", "repetition")
 """the parts of the truth that other people look at"""
 HEADS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "last": ({}, 1, False),
-    "last, 5 passes": ({}, 5, False),
     "pooled": ({"head": "pooled"}, 5, False),
     "pooled, from others": ({"head": "pooled"}, 5, True),
     "others alone": ({}, 0, True),
@@ -136,7 +135,7 @@ def text_table(seeds: list[int]) -> Iterator[str]:
         if len(shares) > 1:
             low, high = mean_interval(shares)
             numbers = [f"{share:.1f}" for share in shares]
-            rows.append([head.partition(", 5")[0], str(passes), *numbers, f"{mean(shares):.1f} ({low:.1f} to {high:.1f})"])
+            rows.append([head, str(passes), *numbers, f"{mean(shares):.1f} ({low:.1f} to {high:.1f})"])
     yield markdown_table(["head", "passes", *(f"seed {seed}" for seed in seeds), "mean, 95 % interval"], rows)
     for first, second in (("pooled", "last"), ("pooled, from others", "pooled"), ("pooled, from others", "others alone")):
         both = [
