@@ -214,7 +214,7 @@ def test_a_policy_answers_as_generate_whatever_is_asked_beside_it(policy: Served
         assert choices[-1]["finish_reason"] == answers[3]["choices"][0]["finish_reason"]
         for body, what in (
             ({"prompt": "x", "top_p": 0.5}, "top_p=0.5: has no effect on this server; leave it out"),
-            ({"prompt": "x", "temperature": -1}, "temperature=-1: must be a number of at least 0"),
+            ({"prompt": "x", "temperature": -1}, "temperature=-1: must be a positive number"),
             ({"prompt": "x", "max_tokens": 500}, "context of 128"),
             ({"prompt": ["x"], "n": 5000}, "n=5000: 5000 responses; ask for 4096"),
             ({"prompt": 3}, "prompt: must be text"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from surefoot.core.seeding import MAX_SEED, derived_seed
 from surefoot.errors import SurefootError
-from surefoot.files import read_toml
+from surefoot.files import check_whole, read_toml
 from surefoot.language import quiet_transformers
 from surefoot.language.chat import write_response
 from surefoot.language.data.rows import Row, check_same_kind, fault_in, messages_column, require_columns, text_or_messages
@@ -34,9 +34,9 @@ AT_ONCE = 256
 """responses sampled at a time"""
 TOKENS = 256
 """the limit of a response whose request has none"""
-FIELDS = ("model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "temperature", "stop", "seed", "stream")
+FIELDS = {"model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "temperature", "stop", "seed", "stream"}
 NEUTRAL: dict[str, Any] = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "best_of": 1, "echo": False}
-"""fields of OpenAI's API that have no effect at these values; others are rejected"""
+"""fields of OpenAI's API, besides, that are accepted at these values, at which they have no effect"""
 
 
 def load_served(model: str, device: str = "cpu", trust_remote_code: bool = False) -> "ServedReward | ServedPolicy":
@@ -106,27 +106,27 @@ class ServedPolicy:
 
     def read(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """A request as ids and options. Raises SurefootError for what is invalid, or would have no effect."""
-        for name, value in body.items():
-            if name not in FIELDS and value not in (None, NEUTRAL.get(name)):
+        given = {name: value for name, value in body.items() if value is not None}
+        for name, value in given.items():
+            if name not in FIELDS and value != NEUTRAL.get(name):
                 raise SurefootError(f"{name}={value!r:.40}: has no effect on this server; leave it out")
-        stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
-        if not isinstance(stop, list) or not all(isinstance(word, str) and word for word in stop):
-            raise SurefootError(f"stop={stop!r:.40}: must be text, or a list of texts")
-        chat, ids = "chat" in path, self._ids(body, "chat" in path)
-        limit = number_in(body, "max_completion_tokens", None) or number_in(body, "max_tokens", None)
-        if limit is None:
-            context = context_length(self.policy.model)
-            limit = TOKENS if context is None else max(1, min(TOKENS, context - max(map(len, ids))))
-        ends = Ends(self.policy.tokens, tuple(stop)).options
-        check_request(self.policy.model, Request(ids, (), limit, greedy=True, **ends))
-        samples, stream = number_in(body, "n", 1), bool(body.get("stream"))
-        if samples * len(ids) > (most := 1 if stream else MOST):
+        chat, stop, heat = "chat" in path, given.get("stop", ()), given.get("temperature", 1.0)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
+        if type(heat) not in (int, float) or not isinstance(stop, tuple) or not all(isinstance(word, str) for word in stop):
+            raise SurefootError(f"temperature={heat!r:.40}, stop={stop!r:.40}: must be a number, and text or a list of texts")
+        samples, seed, ids = given.get("n", 1), given.get("seed", secrets.randbelow(MAX_SEED)), self._ids(given, chat)
+        context = context_length(self.policy.model) or MOST
+        limit = given.get("max_completion_tokens", given.get("max_tokens", max(1, min(TOKENS, context - max(map(len, ids))))))
+        check_whole(1, n=samples)
+        check_whole(0, seed=seed)
+        asked = {"chat": chat, "stream": bool(given.get("stream")), "key": (limit, heat or 1.0, heat == 0, stop)}
+        ends, options = self._sampling(asked)
+        check_request(self.policy.model, Request(ids, range(len(ids)), **options, **ends.options))
+        if samples * len(ids) > (most := 1 if asked["stream"] else MOST):
             raise SurefootError(f"n={samples}: {samples * len(ids)} responses; ask for {most} at a time")
-        seed, heat = number_in(body, "seed", secrets.randbelow(MAX_SEED), 0), number_in(body, "temperature", 1.0, 0, float)
         ids = [each for each in ids for _ in range(samples)]
         seeds = [derived_seed(seed, "generate", index) for index in range(len(ids))]  # as LanguageModel.generate
-        key = (limit, heat or 1.0, heat == 0, tuple(stop))
-        return {"id": f"cmpl-{secrets.token_hex(12)}", "chat": chat, "ids": ids, "seeds": seeds, "key": key, "stream": stream}
+        return {**asked, "id": f"cmpl-{secrets.token_hex(12)}", "ids": ids, "seeds": seeds}
 
     def _ids(self, body: Mapping[str, Any], chat: bool) -> list[list[int]]:
         """The prompts of a request."""
@@ -177,11 +177,3 @@ class ServedPolicy:
         kind += ".chunk" * (request["chat"] and key == "delta")
         about = {"id": request["id"], "object": kind, "created": int(time.time()), "model": self.version}
         return {**about, "choices": made}
-
-
-def number_in(body: Mapping[str, Any], name: str, default: Any, least: int = 1, kind: type = int) -> Any:
-    """A number of a request, ``default`` without one. Raises SurefootError for anything else."""
-    value = body.get(name)
-    if value is not None and (type(value) not in (int, kind) or not least <= value < float("inf")):
-        raise SurefootError(f"{name}={value!r:.40}: must be a {'whole ' * (kind is int)}number of at least {least}")
-    return default if value is None else value
