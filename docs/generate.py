@@ -142,8 +142,7 @@ def prose(docstring: str) -> str:
         first, *shapes = re.split(r"\s{3,}", paragraph) if number == 0 else [paragraph]
         if re.search(r"\S {2,}\S", first) or "\n " in first:
             rows = argument_rows(paragraph)
-            what = "value" if paragraph.startswith("``") else "argument"
-            done.append(table((what, "meaning"), rows) if rows else f"```text\n{paragraph}\n```")
+            done.append("\n".join(f"- {name}: {meaning}" for name, meaning in rows) if rows else f"```text\n{paragraph}\n```")
             continue
         done.append(escaped(first))
         if shapes:  # "sentence.   [..., T]   source."
@@ -206,6 +205,20 @@ def is_field(member: griffe.Object | griffe.Alias) -> bool:
     return plain and member.annotation is not None and "ClassVar" not in str(member.annotation)
 
 
+def short_signature(thing: griffe.Function) -> str:
+    """The names of the arguments with their defaults."""
+    node = ast.parse(textwrap.dedent(thing.source)).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+        argument.annotation = None
+    return f"{thing.name}({ast.unparse(node.args)})"
+
+
+def described_formula(thing: griffe.Function) -> str:
+    """A formula: most arguments and all results are tensors, so types are left out."""
+    return f"### {code(thing.name)}\n\n```py\n{short_signature(thing)}\n```\n\n{prose(doc_of(thing))}"
+
+
 def described_class(thing: griffe.Class, level: int) -> str:
     parts = [f"{'#' * level} {code(thing.name)}", prose(doc_of(thing))]
     methods = METHODS.get(thing.name)
@@ -216,7 +229,7 @@ def described_class(thing: griffe.Class, level: int) -> str:
     else:
         fields = [m for m in thing.members.values() if is_field(m) and not m.name.startswith("_")]
         if fields:
-            parts.append(table(("field", "kind", "default", "meaning"), (field_row(field) for field in fields)))
+            parts.append("\n".join(map(field_line, fields)))
     for member in thing.members.values():
         if member.name.startswith("_") or (methods is not None and member.name not in methods):
             continue
@@ -229,12 +242,14 @@ def described_class(thing: griffe.Class, level: int) -> str:
     return "\n\n".join(parts)
 
 
-def field_row(field: Any) -> tuple[str, str, str, str]:
-    source = ast.parse(textwrap.dedent(field.source)).body[0]
+def field_line(field: Any) -> str:
+    """A field of a dataclass: its type, default and meaning."""
+    text = textwrap.dedent(field.source)
+    source = ast.parse(text).body[0]
     assert isinstance(source, ast.AnnAssign)
-    value = "" if source.value is None else code(ast.get_source_segment(textwrap.dedent(field.source), source.value))
-    kind = ast.get_source_segment(textwrap.dedent(field.source), source.annotation)
-    return code(field.name), code(kind), value, escaped(field.docstring.value) if field.docstring else ""
+    kind = code(ast.get_source_segment(text, source.annotation))
+    default = "" if source.value is None else f", {code(ast.get_source_segment(text, source.value))}"
+    return f"- {code(field.name)} ({kind}{default})" + (f": {escaped(field.docstring.value)}" if field.docstring else "")
 
 
 def described(thing: griffe.Object | griffe.Alias, level: int) -> str:
@@ -257,7 +272,8 @@ def functional_page(package: griffe.Module) -> str:
         names |= {member.name for member in members}
         source = f"[functional/{name}.py](../../src/surefoot/functional/{name}.py)"
         parts += [f"## {TITLES.get(name, name.replace('_', ' ').capitalize())}", f"{prose(doc_of(module))}\n\n{source}"]
-        parts += [described(member, 3) for member in members if isinstance(member, (griffe.Function, griffe.Class))]
+        parts += [described_formula(member) for member in members if isinstance(member, griffe.Function)]
+        parts += [described(member, 3) for member in members if isinstance(member, griffe.Class)]
     named = {"Aggregation"}  # a type, spelled out where it is used
     assert names == public, f"not on the page: {public - names}"
     parts.append(f"The type {code(named.pop())} is one of the four names that `aggregate` accepts.")
