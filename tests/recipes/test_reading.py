@@ -41,7 +41,7 @@ def test_every_suggested_field_exists():
 
 COUNTS = [(kind, name) for kind in KINDS for name, field in recipe_fields(kind) if "whole number" in field.type]
 MINIMAL = {
-    "control": {"task": "CartPole-v1"},
+    "control": {"task": "CartPole-v1", "cloning": {"data": "x"}},
     "language": {"data": {"train": "x"}, "model": "pocket", "reward": {"terms": [{"function": "x:y"}]}},
 }
 

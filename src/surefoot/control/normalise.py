@@ -249,6 +249,10 @@ class ActionBounds:
             return actions
         return torch.where(self.rescaled, self.centre + self.half_range * actions, actions)
 
+    def restore(self, actions: Tensor) -> Tensor:
+        """[..., d] in the environment's units -> as sampled"""
+        return torch.where(self.rescaled, (actions - self.centre) / self.half_range, actions)
+
     def apply(self, actions: Tensor) -> Tensor:
         """[..., d] as sampled -> in the environment's units, rescaled and clipped"""
         return torch.minimum(torch.maximum(self.rescale(actions), self.low), self.high)
@@ -290,8 +294,7 @@ def _sent_parts(space: gymnasium.Space[Any], rescaled: bool, device: torch.devic
     """``sent_actions`` of a Dict or Tuple."""
     box, count = numbers(space), len(choices(space) or ())
     bounds = None if box is None else ActionBounds(box, rescaled).on(device)
-    starts = [np.zeros(0), *(np.ravel(np.broadcast_to(getattr(leaf, "start", 0), leaf.shape)) for leaf in choosing(space))]
-    first = torch.from_numpy(np.concatenate(starts)).to(device)
+    first = _starts(space).to(device)
     kind = torch.float64 if exact_device(device) == device else torch.float32
 
     def send(actions: Tensor) -> Tensor:
@@ -301,9 +304,24 @@ def _sent_parts(space: gymnasium.Space[Any], rescaled: bool, device: torch.devic
     return send
 
 
-def choosing(space: gymnasium.Space[Any]) -> list[Any]:
-    """The parts of an action that are choices."""
-    return [leaf for _, leaf, _ in action_columns(space) if not isinstance(leaf, spaces.Box)]
+def _starts(space: gymnasium.Space[Any]) -> Tensor:
+    """The first option of each choice.   [choices]"""
+    choosing = [leaf for _, leaf, _ in action_columns(space) if not isinstance(leaf, spaces.Box)]
+    starts = [np.ravel(np.broadcast_to(getattr(leaf, "start", 0), leaf.shape)) for leaf in choosing]
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *starts]).astype(np.int64))
+
+
+def stored_actions(space: gymnasium.Space[Any], rescaled: bool, sent: Array) -> Tensor:
+    """Actions as the policy draws them, from arrays [N, ...] as environments get them: the inverse of ``action_converter``."""
+    box, first = numbers(space), _starts(space)
+    columns = torch.from_numpy(sent.astype(np.float64).reshape(len(sent), -1))
+    chosen = columns[:, : len(first)].long() - first
+    if isinstance(space, spaces.Discrete):
+        return chosen.squeeze(-1)
+    if box is None:
+        return chosen
+    drawn = ActionBounds(box, rescaled).restore(columns[:, len(first) :]).float()
+    return torch.cat([chosen.float(), drawn], -1) if len(first) else drawn
 
 
 def action_converter(space: gymnasium.Space[Any], rescaled: bool) -> Callable[[Tensor], Array]:

@@ -9,6 +9,7 @@ from gymnasium.vector import VectorEnv
 
 from surefoot.control.agent import Agent
 from surefoot.control.collect import ControlCollector
+from surefoot.control.collect.cloning import RowCollector
 from surefoot.control.collect.preferences import Judge, Preferences
 from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.collect.tensors import TensorCollector
@@ -58,7 +59,7 @@ class ControlWorld:
         self.folder: Path | None = None
         """of the run, once it has one"""
         self.judge = self._people()  # first, because it decides how MuJoCo renders
-        self.environments = training_environments(self.task, recipe, count)
+        self.environments = training_environments(self.task, recipe, count if recipe.cloning is None else 1)
         try:
             spaces = (self.environments.observation_space, self.environments.action_space)
             self.agent = Agent.for_spaces(recipe, *spaces, task_name(self.task), functions)
@@ -74,7 +75,11 @@ class ControlWorld:
             self.environments.close()  # leave no process behind
             raise
 
-    def _collector(self) -> ControlCollector | TensorCollector:
+    def _collector(self) -> ControlCollector | TensorCollector | RowCollector:
+        if self.recipe.cloning is not None:
+            if isinstance(self.environments, TensorEnvironments):
+                raise SurefootError(f"task={task_name(self.task)!r}: is a tensor environment; clone in a single one")
+            return RowCollector(self.agent, self.recipe.cloning, self.environments.reset())
         rollout, compiled = self.recipe.rollout, self.recipe.engine == "compiled"
         symmetry, preferences = self._symmetry(), self._preferences()
         if isinstance(self.environments, TensorEnvironments):
@@ -97,7 +102,7 @@ class ControlWorld:
         settings = self.recipe.preferences
         if settings is None:
             return None
-        if isinstance(self.environments, VectorEnvironments | TensorEnvironments):
+        if isinstance(self.environments, VectorEnvironments | TensorEnvironments | AgentEnvironments):
             raise SurefootError(
                 f"task={task_name(self.task)!r}: makes a vector, and preferences compare clips of single environments; make "
                 "single ones"
@@ -362,6 +367,8 @@ def _check_count(recipe: ControlRecipe, task: str, count: int) -> None:
 def batch_arithmetic(recipe: ControlRecipe) -> list[str]:
     """The batch arithmetic of a recipe, line by line: steps, minibatches, updates."""
     rollout, constraint = recipe.rollout, recipe.objective.constraint
+    if recipe.cloning is not None:
+        return [f"updates: {recipe.steps:,} rows / {recipe.cloning.batch:,} = {-(-recipe.steps // recipe.cloning.batch):,}"]
     if recipe.objective.needs_whole_episodes and rollout.at_least is not None:
         return [
             f"batch: whole episodes in {rollout.environments} environments until there are "

@@ -18,6 +18,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "atari": ("ale_py", "cv2"),
     "envpool": ("envpool",),
     "pettingzoo": ("pettingzoo",),
+    "minari": ("minari", "h5py"),
     "video": ("imageio_ffmpeg", "pygame"),
     "export": ("onnx", "onnxscript"),
     "plots": ("matplotlib",),

@@ -181,6 +181,16 @@ class ClipPreferences(Section):
     train anyway"""
 
 
+class Cloning(Section):
+    """Behaviour cloning: learn from rows of observations and actions, by maximum likelihood, instead of from rewards."""
+
+    data: str
+    """a file of JSON lines with observation and action (in Python also the rows themselves), or minari:NAME, a data set of
+    Minari"""
+    batch: Size = 256
+    """rows per update; steps counts rows"""
+
+
 class ControlEvaluation(EvaluationSettings):
     """Periodic greedy evaluation; the best agent is kept in best/. Without ``every``, a run of less than ten iterations is
     evaluated only at its end.
@@ -210,6 +220,8 @@ class ControlRecipe(Recipe):
     evaluation: ControlEvaluation = ControlEvaluation()
     preferences: ClipPreferences | None = None
     """learn the rewards from comparisons of clips; none: the task's rewards"""
+    cloning: Cloning | None = None
+    """learn from rows of observations and actions; none: from the task"""
 
     @property
     def batch_size(self) -> int:
@@ -255,6 +267,8 @@ class ControlRecipe(Recipe):
 
     def check_ranks(self, ranks: int) -> None:
         """Every rank has an environment, and rows for all minibatches."""
+        if self.cloning is not None and ranks > 1:
+            raise SurefootError(f"cloning: is for one process, and there are {ranks} ranks; train on one")
         if self.preferences is not None and ranks > 1:
             raise SurefootError(f"preferences: are compared by one process, and there are {ranks} ranks; train on one")
         rollout, rows = self.rollout, 1 if self.network.lstm else self.rollout.steps

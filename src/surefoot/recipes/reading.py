@@ -346,7 +346,7 @@ def as_tables(table: Mapping[str, Any]) -> dict[str, Any]:
     """
     tables: dict[str, Any] = text_to_none(dict(table))
     for name in tables.keys() & _sections():
-        optional = tables[name] is None and name in ("adapter", "server", "preferences")
+        optional = tables[name] is None and name in ("adapter", "server", "preferences", "cloning")
         if not (isinstance(tables[name], Mapping) or optional):
             raise SurefootError(f"{name}={shown(tables[name])}: must be a table, such as {{ key = value }}")
     region = tables.get("objective", {}).get("trust_region")

@@ -47,7 +47,14 @@ class PromptSettings(RowSettings):
     """longest prompt in tokens; longer prompts are dropped and counted"""
 
 
-ROW_FIELDS = ("data.train", "data.held_out", "evaluation.demonstrations", "mixing.demonstrations", "demonstrations")
+ROW_FIELDS = (
+    "data.train",
+    "data.held_out",
+    "evaluation.demonstrations",
+    "mixing.demonstrations",
+    "demonstrations",
+    "cloning.data",
+)
 """fields that name rows"""
 
 

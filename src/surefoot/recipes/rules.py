@@ -103,6 +103,8 @@ def _control(recipe: ControlRecipe) -> Faults:
         what = "minibatches" if in_parts else "batches"
         why = f"normalises {what} of one step, whose advantage is then always 0; {fewer}, or set it to 'none'"
         yield "objective.normalise_advantages", why
+    if recipe.cloning is not None:
+        yield from _cloning(recipe)
     if recipe.preferences is not None and rollout.backend in ("native", "envpool"):
         yield "rollout.backend", "has no single environments, whose episodes preferences compare; set 'loop' or 'workers'"
     if (rollout.workers or 0) > rollout.environments:
@@ -120,6 +122,16 @@ def _control(recipe: ControlRecipe) -> Faults:
         parts = list(network.actor_parts or network.critic_parts or ())
         why = f"actor and critic read the same parts then; set actor_parts = critic_parts = {parts}, or unset it"
         yield "network.shared_trunk", why
+
+
+def _cloning(recipe: ControlRecipe) -> Faults:
+    objective = recipe.objective
+    if objective.baseline or objective.reuse or objective.trust_region or objective.normalise_advantages:
+        yield "algorithm", "cloning is maximum likelihood, and has no advantages; set algorithm = 'REINFORCE'"
+    if recipe.network.lstm is not None:
+        yield "network.lstm", "cloning learns from single rows, which an LSTM can't read in order; unset it"
+    if recipe.preferences is not None or recipe.rollout.symmetry is not None:
+        yield "cloning.data", "rows have neither rewards nor mirror images; unset preferences and rollout.symmetry"
 
 
 def _text(recipe: ModelRecipe) -> Faults:
