@@ -322,12 +322,12 @@ def test_a_prompt_keeps_its_tools_wherever_it_is_rendered_again(tmp_path: Path) 
 
 def test_unused_columns_are_named_once(tmp_path: Path) -> None:
     rows = [
-        {"messages": [ASK, {**ANSWER, "name": "it"}], "id": 3, "source": None},
+        {"messages": [ASK, {**ANSWER, "note": "it"}], "id": 3, "source": None},
         {"messages": [ASK, ANSWER], "id": 4, "source": None, "prompt": "2+2", "tools": []},
         {"text": "abc", "tools": [TOOL]},
     ]
     shown = demonstrations(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 100)
-    assert shown.unused == ("messages[].name", "id", "prompt", "tools")
+    assert shown.unused == ("messages[].note", "id", "prompt", "tools")
     both = {"prompt": "a", "chosen": "b", "rejected": "c", "score": 1.5, "messages": [ASK]}
     assert pairs(read_rows(jsonl(tmp_path / "b.jsonl", [both])), TOKENS, 100).unused == ("score", "messages")
     assert prompts(read_rows(jsonl(tmp_path / "b.jsonl", [both])), TOKENS, 100).columns.keys() >= {"score", "messages"}
@@ -448,5 +448,5 @@ def test_a_preview_names_dropped_rows_and_unused_columns(tmp_path: Path) -> None
     assert "not used │ score" in both
     question, _ = printed(jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "answer": 2}]))
     assert "for rewards │ answer" in question
-    shown, _ = printed(jsonl(tmp_path / "c.jsonl", [{"messages": [{**ASK, "name": "[b]me[/b]"}, ANSWER]}]))
-    assert "not used       │ messages[].name" in shown
+    shown, _ = printed(jsonl(tmp_path / "c.jsonl", [{"messages": [{**ASK, "note": "[b]me[/b]"}, ANSWER]}]))
+    assert "not used       │ messages[].note" in shown

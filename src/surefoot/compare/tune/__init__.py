@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surefoot.compare.cells import REQUEST, default_folder
-from surefoot.compare.processes import OverallProgress, Parent, run_works
+from surefoot.compare.processes import OverallProgress, run_works
 from surefoot.compare.statistics import finite
 from surefoot.compare.tune.result import best_toml, result_text, results_of
 from surefoot.compare.tune.study import FIXED, WAIT, Plan, Study, usable_database
@@ -195,16 +195,12 @@ def _confirm(
     if study.values(best) != plan.own_values:
         labels["initial recipe"] = {}
     works = {}
+    (study.folder / "confirm").mkdir(exist_ok=True)
     for name, values in labels.items():
         for index in range(count):
             recipe = plan.seeded(plan.seeds + index, {**values, "evaluation.seed": plan.recipe.evaluation.seed + 1})
             path = study.folder / "confirm" / f"{name.replace(' ', '-')}-seed{recipe.seed}"
-            works[f"{name}/{index}"] = partial(_confirmation, path, recipe)
+            works[f"{name}/{index}"] = partial(train_run, path, recipe)
     progress.print(f"training {' and '.join(labels)} on {count} new seeds")
     done = _work(works, jobs, progress, study.folder, lambda: "the confirmation unfinished")
     return {name: [done[f"{name}/{index}"] for index in range(count) if f"{name}/{index}" in done] for name in labels}
-
-
-def _confirmation(path: Path, recipe: Recipe, parent: Parent) -> float:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return train_run(path, recipe, parent)

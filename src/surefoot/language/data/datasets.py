@@ -98,21 +98,15 @@ def repeat_prompts(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> P
     )
 
 
-def drop_notes(
-    path: str, limit: int, dropped: int, *, unused: Sequence[str] = (), rows: str = "rows", notes: Sequence[str] = ()
-) -> list[str]:
+def drop_notes(path: str, limit: int, made: Tokenised, rows: str = "rows") -> list[str]:
     """Lines about dropped rows, control tokens and unused columns of a file."""
+    equal = getattr(made, "equal", 0)
     return [
-        *notes,
-        *([f"{path}: dropped, because longer than {limit} tokens: {dropped} {rows}"] if dropped else []),
-        *([f"{path}: not used: {', '.join(map(repr, unused))}"] if unused else []),
+        *([f"{path}: dropped, because both answers are the same: {equal} rows"] if equal else []),
+        *made.notes,
+        *([f"{path}: dropped, because longer than {limit} tokens: {made.dropped} {rows}"] if made.dropped else []),
+        *([f"{path}: not used: {', '.join(map(repr, made.unused))}"] if made.unused else []),
     ]
-
-
-def pair_drop_notes(path: str, limit: int, pairs: Pairs) -> list[str]:
-    """Lines about dropped pairs, control tokens and unused columns of a file."""
-    equal = [f"{path}: dropped, because both answers are the same: {pairs.equal} rows"] if pairs.equal else []
-    return equal + drop_notes(path, limit, pairs.dropped, unused=pairs.unused, notes=pairs.notes)
 
 
 def token_limit(max_length: int, context: int | None, answer: int = 0) -> tuple[int, str]:

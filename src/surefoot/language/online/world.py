@@ -244,10 +244,8 @@ class LanguageWorld:
         settings = self.recipe.data
         rows = open_rows(path, settings.columns)
         prompts = data.prompts(rows, self.tokens, *self.token_limits, control=settings.control_tokens)
-        unused = () if self._functions() else prompts.unused
-        self.warnings += data.drop_notes(
-            path, self.token_limits[0], prompts.dropped, unused=unused, rows="prompts", notes=prompts.notes
-        )
+        shown = replace(prompts, unused=()) if self._functions() else prompts
+        self.warnings += data.drop_notes(path, self.token_limits[0], shown, "prompts")
         return prompts
 
     def _functions(self) -> list[FunctionReward]:

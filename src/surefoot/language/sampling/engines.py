@@ -183,7 +183,8 @@ def samples_of(
                 f"max_tokens={request.max_tokens}; give the engine room for the longest prompt and response"
             )
     kept = [([], []) if a is None else (a[0][:n], a[1][:n]) for a, n in zip(answers, lengths, strict=True)]
-    log_probs = right_padded_numbers([numbers for _, numbers in kept], max(1, *lengths))
+    width = max(1, *lengths)
+    log_probs = torch.tensor([[*numbers, *[0.0] * (width - len(numbers))] for _, numbers in kept])
     if not log_probs.isfinite().all():
         raise NotFiniteError(f"sampling.engine={name!r} returned log-probabilities that are NaN or infinite; check its weights")
     prompts = [prompt for prompt in request.prompts for _ in range(request.samples)]
@@ -202,8 +203,3 @@ def samples_of(
         missing=missing.to(device) if missing.any() else None,
         version=version,
     )
-
-
-def right_padded_numbers(rows: Sequence[Sequence[float]], width: int) -> Tensor:
-    """Rows of numbers in one tensor, with zeros on the right.   -> [N, width]"""
-    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])

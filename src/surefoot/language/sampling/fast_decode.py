@@ -147,28 +147,23 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fast_decoder(model: nn.Module, prompts: Prompts, logits: Tensor, past: Any, samples: int, more: int) -> FastDecoder | None:
-    """The packed model after its prompts; None for an unknown family or if its log-probabilities differ."""
+    """The packed model after its prompts; None for an unknown family or if its log-probabilities differ.
+
+    Packing copies the layers' weights: about a millisecond per million parameters.
+    """
     from transformers.cache_utils import DynamicLayer
 
     if past is None or more < 1 or not all(type(layer) is DynamicLayer for layer in past.layers):
         return None
-    packed = pack_model(model)
-    if packed is None:
+    if why_not_packed(model) is not None:
         return None
+    packed = READERS[model_type(model)](model)
     states = [(layer.keys, layer.values) for layer in past.layers]
     rows, steps = prompts.shortest_and_longest(), min(2, more)
     few = prompts.at(rows)
     probe = FastDecoder(packed, few, [(keys[rows], values[rows]) for keys, values in states], samples=1, more=steps)
     apart = difference_from_single_rows(model, logits[rows], probe, few, steps)
     return FastDecoder(packed, prompts, states, samples, more) if apart.largest <= TOLERANCE else None
-
-
-def pack_model(model: Any) -> PackedModel | None:
-    """The model with packed weights; None for layers of another kind.
-
-    Packing copies the layers' weights: about a millisecond per million parameters.
-    """
-    return None if why_not_packed(model) is not None else READERS[model_type(model)](model)
 
 
 def model_type(model: Any) -> str:

@@ -80,7 +80,7 @@ def demonstration_rows(
         facts.once("hash", lambda: rows_hash(zip(demonstrations.ids, demonstrations.trained, strict=True))),
         lengths_of(demonstrations.ids),
         facts.once("trained", lambda: [sum(trained) for trained in demonstrations.trained]),
-        data.drop_notes(path, limit, demonstrations.dropped, unused=demonstrations.unused, notes=demonstrations.notes),
+        data.drop_notes(path, limit, demonstrations),
     )
 
 

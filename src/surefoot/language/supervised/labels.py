@@ -252,4 +252,4 @@ def notes_of(path: str, limit: int, answers: data.Labelled, weights: tuple[float
         name, weight = ("undesirable", weights[GOOD] * good / bad) if share > 1 else ("desirable", weights[BAD] * bad / good)
         advice = f", weighing {share:.2g} : 1; for 1 : 1 set preference.{name}_weight={weight:.3g}"
     notes = [f"{path}: {good:,} good and {bad:,} bad answers{advice}"]
-    return notes + data.drop_notes(path, limit, answers.dropped, unused=answers.unused, notes=answers.notes)
+    return notes + data.drop_notes(path, limit, answers)

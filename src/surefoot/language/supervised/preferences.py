@@ -54,7 +54,7 @@ def pair_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", set
     both = pairs.facts.once("hash-of-answers", lambda: rows_hash(zip(pairs.chosen, pairs.rejected, strict=True)))
     longest = _longest(pairs)
     tensors = partial(pair_tensors, pairs, pad_id=tokens.pad_id)
-    return Rows(tensors, both, longest, [0] * len(longest), data.pair_drop_notes(path, limit, pairs))
+    return Rows(tensors, both, longest, [0] * len(longest), data.drop_notes(path, limit, pairs))
 
 
 def _longest(pairs: data.Pairs) -> list[int]:
@@ -229,4 +229,4 @@ def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", sett
     sides_of = (pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained)
     content = pairs.facts.once("hash", lambda: rows_hash(zip(*sides_of, strict=True)))
     trained = pairs.facts.once("trained", lambda: [max(sum(a), sum(b)) for a, b in zip(*sides_of[2:], strict=True)])
-    return Rows(tensors, content, _longest(pairs), trained, data.pair_drop_notes(path, limit, pairs))
+    return Rows(tensors, content, _longest(pairs), trained, data.drop_notes(path, limit, pairs))

@@ -85,5 +85,5 @@ def step_rows(
     content = answers.facts.once("hash", lambda: rows_hash(zip(answers.ids, answers.ends, answers.good, strict=True)))
     lengths = lengths_of(answers.ids)
     notes = [f"{path}: {good:,} good and {count - good:,} bad steps"]
-    notes += data.drop_notes(path, limit, answers.dropped, unused=answers.unused, notes=answers.notes)
+    notes += data.drop_notes(path, limit, answers)
     return Rows(tensors, content, lengths, [0] * len(lengths), notes)

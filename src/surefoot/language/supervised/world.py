@@ -236,9 +236,7 @@ class SupervisedWorld:
             pairs = data.pairs(rows_of, self.tokens, *self.token_limits, control=settings.control_tokens)
             return pairs.chosen, pairs.chosen_trained
         rows = data.demonstrations(open_rows(self.recipe.demonstrations), self.tokens, *self.token_limits)
-        self.warnings += data.drop_notes(
-            self.recipe.demonstrations, self.token_limits[0], rows.dropped, unused=rows.unused, notes=rows.notes
-        )
+        self.warnings += data.drop_notes(self.recipe.demonstrations, self.token_limits[0], rows)
         if len(rows.ids) < 2:
             raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; add at least one more")
         return rows.ids, rows.trained
