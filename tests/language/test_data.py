@@ -381,7 +381,6 @@ def test_errors_of_a_row_name_file_and_line(tmp_path: Path) -> None:
         (demonstrations, {"messages": [{**ASK, "weight": 1}, ANSWER]}, "message 1: 'weight' is 1, but only the assistant's"),
         (demonstrations, {"messages": [ASK, {**ANSWER, "weight": 0}]}, "every message of the assistant has weight 0"),
         (demonstrations, {"messages": [ASK, {**ANSWER, "tool_calls": "f()"}]}, "message 2: 'tool_calls' is text; it must be a"),
-        (demonstrations, {"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}, "ignores 'tool_calls' of a mess"),
         (demonstrations, {"messages": [{**ASK, "content": None, "tool_calls": [CALL]}]}, "message 1: 'content' is null"),
         (demonstrations, {"messages": [ASK, ANSWER], "tools": [TOOL]}, "column 'tools' has no effect, because the chat temp"),
         (demonstrations, {"messages": [ASK, ANSWER], "tools": "get"}, "column 'tools' is text that is not JSON"),
@@ -410,6 +409,12 @@ def test_errors_of_a_row_name_file_and_line(tmp_path: Path) -> None:
         with pytest.raises(SurefootError, match=rf"a\.jsonl, line 2: .*{expected}") as caught:
             make(rows, TOKENS, 100)
         assert "\n" not in str(caught.value)
+    deaf = Tokens(pocket()[1])
+    deaf.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(SurefootError, match="ignores 'tool_calls' of a message; remove the row"):
+        demonstrations(
+            read_rows(jsonl(tmp_path / "a.jsonl", [{"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}])), deaf, 100
+        )
 
 
 # ---- preview ----------------------------------------------------------------------------------------------------------

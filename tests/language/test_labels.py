@@ -265,7 +265,7 @@ def test_reward_model_learns_from_labels_and_is_standardised_on_good_answers(fol
     model = surefoot.train("reward", run_dir=tmp_path / "run", model=str(folders["llama"]), **fields)
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_accuracy"] > 0.95
     world = SupervisedWorld(recipe(folders["llama"], data, "reward"))
-    texts = [torch.tensor([ids]) for ids in world.standardised_on]
+    texts = [torch.tensor([ids]) for ids in world.standardised_on[0]]
     with torch.no_grad():
         scores = torch.cat([model(ids, torch.ones_like(ids, dtype=torch.bool)) for ids in texts])
     assert len(scores) == 16
