@@ -56,6 +56,19 @@ def contents(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+def test_two_runs_of_the_table_are_compared_by_their_fingerprints(runs: Path) -> None:
+    page = browser(runs)
+    assert page.get("/api/diff", params={"a": "a", "b": "group/b"}).json()["same"]
+    file = runs / "a" / "fingerprints.jsonl"
+    file.write_text(file.read_text().replace('"rewards": ["', '"rewards": ["f'))
+    found = page.get("/api/diff", params={"a": "a", "b": "group/b"}).json()
+    assert found["first"]["stage"] == "rewards"
+    assert "fingerprints.jsonl is not what the run wrote" in found["lines"][-1]
+    missing = page.get("/api/diff", params={"a": "a", "b": "../a"})
+    assert missing.status_code == 404
+    assert "error" in missing.json()
+
+
 # ---- the table --------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from surefoot.core.optimizer import FlatParameters, Optimizer, Parts
 from surefoot.core.rollout import Credit, LearnerState, Rollout, tensors_in
 from surefoot.core.steps import PendingStep
-from surefoot.ranks.collectives import all_max, exact_device, exchange, rank, world_size
+from surefoot.ranks.collectives import all_max, bit_sum, exact_device, exchange, rank, world_size
 
 CHUNK = 2**16
 """elements that are hashed at a time, so that what is computed of them stays in the processor's cache"""
@@ -87,6 +87,10 @@ def _sums(part: Tensor, factors: Any, signs: Tensor) -> tuple[Any, Tensor, Tenso
     return hashed, exact.dot(exact), exact.dot(signs)
 
 
+def _bits(tensors: Iterable[Parts]) -> list[int]:
+    return [int(bit_sum(x)) for parts in tensors for x, _ in parts]
+
+
 Group = FlatParameters | Optimizer
 
 
@@ -103,6 +107,9 @@ class Fingerprints:
         """of the last update; None if it was not due, or not finished"""
         self._parts: list[tuple[str, int, Any, Any, Any]] = []
         """stage and factor of what ``measure`` returned"""
+        self._updated: list[Any] = []
+        self._bits: list[int] = []
+        """of the weights after the last update: what was measured, and their sums of bits"""
         self.seconds, self.iterations, self._began = 0.0, -1, time.perf_counter()
         """what they have taken since the first iteration, which may have compiled programs, and of how many"""
 
@@ -114,7 +121,11 @@ class Fingerprints:
     def begin(self, groups: Iterable[Group], rollout: Rollout, credit: Credit) -> None:
         """Add the stages before an update of some groups of parameters."""
         began = time.perf_counter()
-        self._add("weights", *(group.parts() for group in groups))
+        parts = [group.parts() for group in groups]
+        if self._updated and _bits(parts) == self._bits:  # nobody has moved them since the last update
+            self._parts = [("weights", *numbers) for numbers in self._updated]
+        else:
+            self._add("weights", *parts)
         mask, rows = rollout.mask, len(rollout.mask)
         every_step = bool(mask.all())
         kept = rows * mask.shape[1] if every_step else int(mask.sum())
@@ -150,7 +161,9 @@ class Fingerprints:
     def end(self, groups: Iterable[Group]) -> None:
         """Add the stage after an update, and sum up those of all ranks."""
         began = time.perf_counter()
-        self._add("updated", *(group.parts() for group in groups))
+        parts, before = [group.parts() for group in groups], len(self._parts)
+        self._add("updated", *parts)
+        self._updated, self._bits = [numbers for _, *numbers in self._parts[before:]], _bits(parts)
         whole: dict[str, list[Any]] = {}
         for each in exchange(
             [(stage, factor * int(number), float(a), float(b)) for stage, factor, number, a, b in self._parts]

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError
-from surefoot.files import read_toml
+from surefoot.files import read_bytes, read_toml
 from surefoot.recipes.reading import make_recipe
 from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.folder import CHANGE_NOTHING, differences, table_differences, with_own_rows
 from surefoot.store.manifest import fault_of, read_listed_table
 from surefoot.store.metrics import FILE, read_history
 from surefoot.store.reading import FINGERPRINTS, STAGES, Fingerprinted, check_is_run, read_fingerprints
+from surefoot.store.source import SHOWN
 
 Rows = Mapping[int, Mapping[str, Sequence[Any]]]
 CLOSE = 1e-4
@@ -48,6 +49,10 @@ class Parting:
     def text(self) -> str:
         """The place in words."""
         return f"iteration {self.iteration:,}, {STAGES[self.stage]}: relative difference {self.distance:.1g}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The place as plain values."""
+        return {**vars(self), "distance": self.distance if math.isfinite(self.distance) else None}
 
 
 def parting(a: Rows, b: Rows) -> Parting | None:
@@ -119,7 +124,7 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values."""
-        place = None if self.first is None else vars(self.first)
+        place = None if self.first is None else self.first.to_json()
         lists = {"causes": self.causes, "damaged": self.damaged, "lines": self.lines}
         return {"a": str(self.a), "b": str(self.b), "same": self.same, "compared": len(self.compared), "first": place, **lists}
 
@@ -134,8 +139,8 @@ def compare_runs(a: Path, b: Path) -> Difference:
     before = max((iteration for iteration in compared if iteration < at), default=0)
     fields = table_differences(_table(a), _table(b))
     found = [f"recipe: {line}" for line in fields if not line.startswith(IRRELEVANT)]
-    for part, name in (("sources", "data and base weights"), ("code", "code")):
-        found += [f"{name}: {line}" for line in differences(_in_checkpoint(a, part), _in_checkpoint(b, part))]
+    found += _data_differences(a, b)
+    found += [f"code: {line}" for line in differences(_in_checkpoint(a, "code"), _in_checkpoint(b, "code"))]
     # Of a run that was resumed elsewhere, the machine counts that computed the iteration.
     found += machine_differences(one.machine_of(at), other.machine_of(at))
     return Difference(a, b, compared, first, before, found, [*damaged_in(a, one), *damaged_in(b, other)])
@@ -143,6 +148,29 @@ def compare_runs(a: Path, b: Path) -> Difference:
 
 def _table(run: Path) -> dict[str, Any]:
     return make_recipe(with_own_rows(read_toml(run / "config.toml"), run)).table
+
+
+def _data_differences(a: Path, b: Path) -> list[str]:
+    """The rows and base weights whose hashes differ, each as ``field: old -> new``; and whether only the order of rows does."""
+    (one, files), (other, other_files) = (_hashes(run) for run in (a, b))
+    lines = []
+    for field in sorted(one.keys() | other.keys()):
+        if one.get(field) == other.get(field):
+            continue
+        paths = [Path(names[field]) for names in (files, other_files) if field in names]
+        rows = [sorted(read_bytes(path).split(b"\n")) for path in paths if path.is_file()]
+        order = " (the same rows in another order)" if len(rows) == 2 and rows[0] == rows[1] else ""
+        lines.append(f"{field}: {one.get(field)} -> {other.get(field)}{order}")
+    return lines
+
+
+def _hashes(run: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The hashes of rows and base weights by field, shortened, and the names of their files."""
+    hashes, names = dict[str, str](), dict[str, str]()
+    for source, digest in _in_checkpoint(run, "sources").items():  # such as data.train='rows.jsonl'
+        field, _, name = source.partition("=")
+        hashes[field], names[field] = digest[:SHOWN], name.strip("'\"")
+    return hashes, names
 
 
 def _in_checkpoint(run: Path, part: str) -> dict[str, Any]:

@@ -141,6 +141,12 @@ def _catalog_routes(catalog: Catalog | None) -> list[Route]:
     def table(request: Request) -> Any:
         return known.table()
 
+    def diff(request: Request) -> Any:
+        from surefoot.diagnostics.differences import compare_runs  # imports PyTorch
+
+        a, b = (known.place(request.query_params.get(name, "")).path for name in "ab")
+        return compare_runs(a, b).to_json()
+
     def tags(request: Request, content: dict[str, Any]) -> Any:
         return {"tags": known.set_tags(str(content.get("run")), content.get("tags"))}
 
@@ -152,6 +158,7 @@ def _catalog_routes(catalog: Catalog | None) -> list[Route]:
 
     return [
         Route("/api/table", json_route(table)),
+        Route("/api/diff", json_route(diff)),
         Route("/api/tags", write_route(tags), methods=["POST"]),
         Route("/api/delete", write_route(delete), methods=["POST"]),
         Route("/api/restore", write_route(restore), methods=["POST"]),

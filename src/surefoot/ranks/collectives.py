@@ -237,7 +237,7 @@ def check_same_weights(module: nn.Module) -> None:
     if world_size() == 1:
         return
     parameters = [stored(parameter) for parameter in module.parameters()]
-    bits = torch.stack([_bits(p) for p in parameters]).tolist() if parameters else []  # one wait for the device
+    bits = torch.stack([bit_sum(p) for p in parameters]).tolist() if parameters else []  # one wait for the device
     mine = {str(index): (_place(p), sum_) for index, (p, sum_) in enumerate(zip(parameters, bits, strict=True))}
     everyone = exchange(mine)
     first: dict[tuple[str, Any], int] = {}
@@ -258,7 +258,7 @@ def _place(parameter: Any) -> int | None:
     return None if mesh is None else int(mesh.get_local_rank(mesh.ndim - 1))
 
 
-def _bits(parameter: Any) -> Tensor:
+def bit_sum(parameter: Any) -> Tensor:
     """The sum of a tensor's bits, or of this rank's part of them, read as whole numbers.   -> [] int64"""
     tensor: Any = parameter.detach()
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor

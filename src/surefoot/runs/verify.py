@@ -108,7 +108,7 @@ class Verified:
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values."""
-        place = None if self.first is None else vars(self.first)
+        place = None if self.first is None else self.first.to_json()
         result = "same" if self.first is None else "close" if self.close else "different"
         start = None if self.plan.checkpoint is None else self.plan.checkpoint.name
         lists = {"compared": self.compared, "machine": self.elsewhere, "changed": self.changed}

@@ -38,6 +38,7 @@ export async function makeRuns(page, gone) {
   const sort = h("select", { id: "sort", onchange: () => order(sort.value, chosen.down) }, COLUMNS.map((column) => h("option", { value: column.key }, column.title)));
   const turn = h("button", { type: "button", id: "turn", "aria-label": "reverse the order", onclick: () => order(chosen.sort, !chosen.down) });
   const compare = h("a", { id: "compare", class: "button" });
+  const part = h("button", { type: "button", id: "part", title: "the first iteration and stage in which the two differ, and why", onclick: () => parting([...chosen.selected]) }, "Where they part");
   const remove = h("button", { type: "button", id: "delete", onclick: () => trash([...chosen.selected]) });
   const count = h("span", { class: "hint", role: "status", id: "count" });
   const status = h("p", { id: "status", class: "hint", role: "status" });
@@ -47,7 +48,7 @@ export async function makeRuns(page, gone) {
   const rows = h("tbody", {});
   const deleted = h("details", { id: "trash" });
   const element = h("div", { id: "table" },
-    h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, filter, h("label", { class: "narrow" }, h("span", {}, "sort by"), sort), turn, count, h("span", { class: "far" }, compare, remove)),
+    h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, filter, h("label", { class: "narrow" }, h("span", {}, "sort by"), sort), turn, count, h("span", { class: "far" }, compare, part, remove)),
     status, h("div", { class: "scroll" }, h("table", { class: "catalog" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, all), heads)), rows)), deleted);
 
   const shown = () => {
@@ -85,6 +86,7 @@ export async function makeRuns(page, gone) {
     compare.setAttribute("href", `${address(selected)}#curves`);
     show(compare, selected.length > 1 ? `Compare ${selected.length}` : "Open");
     show(remove, `Delete ${selected.length}`);
+    part.hidden = selected.length !== 2;
     show(rows, these.map(row));
     show(deleted, h("summary", {}, `Trash (${table.trash.length})`), h("ul", {}, table.trash.map((one) => h("li", {}, one.name,
       h("span", { class: "hint" }, ` deleted ${one.deleted.replace(/^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d).*/, "$1-$2-$3 $4:$5")}`), h("button", { type: "button", onclick: () => restore([one.id]) }, "Restore")))),
@@ -148,6 +150,12 @@ export async function makeRuns(page, gone) {
     draw();
     if (ids.length === names.length) show(status);
     if (ids.length) status.append(` Moved ${ids.length === 1 ? names.join(", ") : `${ids.length} runs`} to the trash. `, h("button", { type: "button", id: "undo", onclick: () => restore(ids) }, "Undo"));
+  }
+
+  async function parting(names) {
+    show(status, `Comparing ${names.join(" and ")} …`);
+    const found = await act(() => getJson(`api/diff?${new URLSearchParams({ a: names[0], b: names[1] })}`));
+    if (found) show(status, h("span", { id: "parting" }, `${names[0]} and ${names[1]}:`, found.lines.map((line) => h("span", { class: "line" }, line))));
   }
 
   async function restore(ids) {
