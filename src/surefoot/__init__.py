@@ -50,9 +50,11 @@ if TYPE_CHECKING:
     from surefoot import functional
     from surefoot.control.agent import Agent
     from surefoot.control.evaluate import EvaluationResult
+    from surefoot.core.rollout import Credit, Rollout
     from surefoot.core.traces import Trace, TracedRow, Visits
     from surefoot.runs.api import evaluate, load, resume, train
     from surefoot.runs.callbacks import Callback, Run
+    from surefoot.runs.loop import Loop
     from surefoot.store.traces import read_trace
 
 __version__ = "0.1.0"
@@ -65,6 +67,9 @@ _LATER = {
     "evaluate": "surefoot.runs.api",
     "Callback": "surefoot.runs.callbacks",
     "Run": "surefoot.runs.callbacks",
+    "Loop": "surefoot.runs.loop",
+    "Credit": "surefoot.core.rollout",
+    "Rollout": "surefoot.core.rollout",
     "Agent": "surefoot.control.agent",
     "EvaluationResult": "surefoot.control.evaluate",
     "read_trace": "surefoot.store.traces",
@@ -112,12 +117,15 @@ __all__ = [
     "Clip",
     "ClippedWeight",
     "Constraint",
+    "Credit",
     "EvaluationResult",
     "Interrupted",
+    "Loop",
     "NotFiniteError",
     "Objective",
     "Penalty",
     "Reuse",
+    "Rollout",
     "Run",
     "SurefootError",
     "Trace",
