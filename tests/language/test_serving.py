@@ -193,11 +193,11 @@ def test_requests_that_wait_are_answered_together_one_at_fault_alone_and_too_man
 
 
 def test_a_policy_answers_as_generate_whatever_is_asked_beside_it(policy: ServedPolicy) -> None:
-    expected = [policy.policy.generate([f"{n}: "], samples=2, max_tokens=6, seed=n) for n in range(12)]
+    expected = [policy.policy.generate([f"{n}: "], samples=2, max_tokens=5 + n % 2, seed=n) for n in range(12)]
     with served(policy) as url, ThreadPoolExecutor(12) as threads:
 
         def ask(n: int) -> Any:
-            return post(f"{url}/v1/completions", {"prompt": f"{n}: ", "n": 2, "max_tokens": 6, "seed": n}).json()
+            return post(f"{url}/v1/completions", {"prompt": f"{n}: ", "n": 2, "max_tokens": 5 + n % 2, "seed": n}).json()
 
         answers = list(threads.map(ask, range(12)))
         assert [[choice["text"] for choice in answer["choices"]] for answer in answers] == expected

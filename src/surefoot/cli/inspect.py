@@ -17,7 +17,7 @@ from surefoot.cli.options import PATH, RUN, IntRange, option
 from surefoot.cli.output import echo, echo_json
 from surefoot.errors import SurefootError, missing_extra
 from surefoot.files import RUNS, write_text, writing
-from surefoot.people.log import CLOSED, LABELS, Queue, Round, check_person, labels_of_all, pair_rows, rounds_of
+from surefoot.people.log import CLOSED, LABELS, LabelLog, Queue, Round, check_person, labels_of_all, pair_rows, rounds_of
 from surefoot.terminal import is_terminal
 
 QUESTION = "Which is better?"
@@ -146,7 +146,8 @@ def label(
     who = getpass.getuser() if who is None else who
     check_person(who)
     require_server("the page")
-    from surefoot.inspector.labelling import serve_labels
+    from surefoot.inspector.labelling import Comparison, application
+    from surefoot.inspector.server import listen
 
     after = (
         f"Every pair has a label. You may go on, or stop with Ctrl-C in the terminal and {_next(what)}."
@@ -155,11 +156,13 @@ def label(
     )
     if here is not None and here.closed:
         after = f"The training of {here.folder.name} has begun; labels from now on belong to the next round."
-    in_browser(
-        lambda ready, entered: serve_labels(queue, labels, who, question, after, port, ready, entered),
-        f"it works once. {who} labels the pairs of {queue.path} in {labels}. Ctrl-C stops the page.",
-        no_browser,
-    )
+    with contextlib.closing(LabelLog(labels / f"{who}.jsonl", queue, who)) as log:
+        page = Comparison(log, question, after)
+        in_browser(
+            lambda ready, entered: listen(lambda at, token: application(page, at, token, entered), port, ready),
+            f"it works once. {who} labels the pairs of {queue.path} in {labels}. Ctrl-C stops the page.",
+            no_browser,
+        )
 
 
 def place_of(what: Path) -> tuple[Queue, Path, Round | None]:

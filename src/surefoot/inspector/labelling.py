@@ -4,7 +4,6 @@ It has the inspector's guards. Nothing on it tells a score, a model or a step be
 """
 
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from starlette.types import ASGIApp
 
 from surefoot.errors import SurefootError
 from surefoot.inspector.access import Guard, LoginTokens
-from surefoot.inspector.server import front_end, json_route, listen, static_route, video_route, write_route
-from surefoot.people.log import AGAIN, LabelLog, Queue, labelled, labels_of_all
+from surefoot.inspector.server import front_end, json_route, static_route, video_route, write_route
+from surefoot.people.log import AGAIN, LabelLog, labelled, labels_of_all
 
 EDITABLE = 10
 """the labels given last, which can be changed"""
@@ -134,23 +133,3 @@ def application(comparison: Comparison, port: int, token: str, entered: Callable
         *(Route(f"/{address}", static_route(files[name])) for address, name in PAGE.items()),
     ]
     return Guard(Starlette(routes=routes), port, LoginTokens(token), entered, {"/api/label", "/api/undo"})
-
-
-def serve_labels(
-    queue: Queue,
-    labels: Path,
-    who: str,
-    question: str,
-    after: str,
-    port: int,
-    ready: Callable[[str], None],
-    entered: Callable[[], None],
-) -> None:
-    """Serve the page of one person until Ctrl-C.
-
-    labels   the folder of the logs
-    after    what the page says when every pair has a label
-    """
-    with closing(LabelLog(labels / f"{who}.jsonl", queue, who)) as log:
-        comparison = Comparison(log, question, after)
-        listen(lambda at, token: application(comparison, at, token, entered), port, ready)
