@@ -6,7 +6,7 @@ Written by docs/generate.py from the recipes; change the fields of the recipes i
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from surefoot.core.algorithms import Clip, ClippedWeight, Constraint, Objective, Penalty, Reuse
 from surefoot.recipes.base import CheckpointSettings, OptimizerSettings, TraceSettings, TrackingSettings
-from surefoot.recipes.control import ClipPreferences, ControlEvaluation, Network, NormaliseSettings, RolloutSettings
+from surefoot.recipes.control import ClipPreferences, Cloning, ControlEvaluation, Network, NormaliseSettings, RolloutSettings
 from surefoot.recipes.language import CriticSettings, MixingSettings, OnlineEvaluation, ReferenceSettings, SamplingSettings, ServerSettings, TurnSettings
 from surefoot.recipes.models import AdapterSettings, LanguageEvaluation, LanguageOptimizer
 from surefoot.recipes.rewards import JudgeSettings, RewardSettings, RewardTerm
@@ -156,6 +156,11 @@ class ClipPreferencesTable(TypedDict, total=False):
     refits: int
     errors: float
     terminations: Literal["reject", "keep"]
+
+class CloningTable(TypedDict, total=False):
+    """The fields of ``Cloning``."""
+    data: str | Iterable[Mapping[str, Any]] | str
+    batch: int
 
 class LanguageOptimizerTable(TypedDict, total=False):
     """The fields of ``LanguageOptimizer``."""
@@ -355,6 +360,7 @@ class ControlArguments(TypedDict, total=False):
     network: NetworkTable | Network
     normalise: NormaliseSettingsTable | NormaliseSettings
     preferences: ClipPreferencesTable | ClipPreferences | None
+    cloning: CloningTable | Cloning | None
 
 class Arguments(TypedDict, total=False):
     """The fields of recipes of all kinds."""
@@ -379,6 +385,7 @@ class Arguments(TypedDict, total=False):
     network: NetworkTable | Network
     normalise: NormaliseSettingsTable | NormaliseSettings
     preferences: ClipPreferencesTable | ClipPreferences | None
+    cloning: CloningTable | Cloning | None
     model: str
     trust_remote_code: bool
     precision: Literal["float32", "bfloat16", "bfloat16-weights"]
