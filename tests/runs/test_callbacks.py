@@ -59,6 +59,21 @@ def test_several_callbacks_get_all_events_in_order(tmp_path):
     assert sum(line[0] == "iteration" for line in first.lines) == 8
 
 
+class Named(Callback):
+    """Notes its name at each event."""
+
+    def __init__(self, name, calls):
+        self.on_start = self.on_evaluation = self.on_iteration = self.on_checkpoint = self.on_end = lambda *_: calls.append(
+            name
+        )
+
+
+def test_callbacks_are_called_in_their_order_at_every_event_and_all_at_the_end(tmp_path):
+    calls = []
+    train(tmp_path, Named("a", calls), Named("b", calls), steps=64)
+    assert calls == ["a", "b"] * 5, "start, evaluation, iteration, checkpoint, end"
+
+
 def test_a_run_whose_export_fails_has_failed(tmp_path, monkeypatch):
     def finish(world, folder):
         raise SurefootError("the disk is full")
