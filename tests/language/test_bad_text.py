@@ -272,13 +272,7 @@ def test_a_column_is_read_up_to_the_depth_that_python_copies(
         assert result[0] == 0, result
 
 
-@pytest.mark.parametrize(
-    ("kind", "column"),
-    [
-        ("language", "note"),
-        ("sft", "completion"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "column"), [("language", "note"), ("sft", "completion")])
 def test_an_unpaired_surrogate_is_rejected_with_its_row(
     kind: str, column: str, command: Command, models: Path, tmp_path: Path
 ) -> None:

@@ -289,15 +289,14 @@ def test_several_processes_make_the_rows_notes_and_bytes_of_one(
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
 
 
-@pytest.mark.parametrize("broken", ["{}", pytest.param("{", marks=pytest.mark.slow)])
 def test_the_first_row_with_an_error_is_reported_also_when_a_later_one_was_read_before(
-    broken: str, large: Path, two: None, monkeypatch: pytest.MonkeyPatch
+    large: Path, two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Line 12 lacks a column, which another process notices; line 20 is a second error."""
     monkeypatch.setattr(sources, "HEAD", 5)
     many(large)
     lines = large.read_text().splitlines()
-    lines[11], lines[19] = "{}", broken
+    lines[11], lines[19] = "{}", "{"
     large.write_text("\n".join(lines) + "\n")
     with pytest.raises(SurefootError, match="line 12: missing column 'prompt'"):
         demonstrations(open_rows(large), TOKENS, 50)

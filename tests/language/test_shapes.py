@@ -175,15 +175,12 @@ def test_errors_in_public_formats_name_file_and_line(tmp_path: Path) -> None:
 
 
 def test_image_columns_are_rejected_unless_renamed(tmp_path: Path) -> None:
-    for name in [
-        "image",
-    ]:
-        row = {"prompt": "a", "completion": "b"}
-        with pytest.raises(SurefootError, match=rf"a\.jsonl, line 2: has a column '{name}', and only text is trained; remove"):
-            rows(tmp_path, row, {**row, name: ["cat.png"]})
-        renamed = list(open_rows(tmp_path / "a.jsonl", {name: "picture"}))
-        assert [made.columns.get("picture") for made in renamed] == [None, ["cat.png"]]
-        assert len(demonstrations(rows(tmp_path, {**row, name: None}, {**row, name: []}), TOKENS, 300).ids) == 2
+    row = {"prompt": "a", "completion": "b"}
+    with pytest.raises(SurefootError, match=r"a\.jsonl, line 2: has a column 'image', and only text is trained; remove"):
+        rows(tmp_path, row, {**row, "image": ["cat.png"]})
+    renamed = list(open_rows(tmp_path / "a.jsonl", {"image": "picture"}))
+    assert [made.columns.get("picture") for made in renamed] == [None, ["cat.png"]]
+    assert len(demonstrations(rows(tmp_path, {**row, "image": None}, {**row, "image": []}), TOKENS, 300).ids) == 2
 
 
 # ---- control tokens -----------------------------------------------------------------------------------------------------

@@ -48,28 +48,15 @@ def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS) -> Path:
 
 
 def test_rows_are_the_same_from_every_format(tmp_path: Path) -> None:
-    for compression in [
-        "",
-        ".gz",
-        ".zst",
-    ]:
-        for ending in ["jsonl", "json", "csv", "tsv", "parquet"]:
-            if ending == "parquet" and compression:
-                return
-            path = write(tmp_path / f"a.{ending}{compression}")
-            rows = open_rows(path)
-            assert [row.columns for row in rows] == ROWS
-            assert [row.columns for row in rows] == ROWS, "a source can be read again"
-            assert all(row.where.startswith(f"{path}, ") for row in rows)
+    for ending in ("jsonl", "json", "csv", "tsv", "parquet", "jsonl.gz", "csv.gz", "jsonl.zst", "json.zst"):
+        path = write(tmp_path / f"a.{ending}")
+        rows = open_rows(path)
+        assert [row.columns for row in rows] == ROWS
+        assert [row.columns for row in rows] == ROWS, "a source can be read again"
+        assert all(row.where.startswith(f"{path}, ") for row in rows)
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "parquet",
-        "jsonl.gz",
-    ],
-)
+@pytest.mark.parametrize("ending", ["parquet", "jsonl.gz"])
 def test_folders_and_patterns_read_their_files_in_order(ending: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for index, row in enumerate(ROWS):

@@ -491,42 +491,24 @@ def test_answers_as_they_are_written_follow_the_prompt_with_which_they_are_sampl
 
 
 def test_arguments_of_calls_have_the_form_that_the_template_renders() -> None:
-    for stored in ['{"a": 2}', {"a": 2}]:
-        for arguments, missing, call in [
-            ("c.arguments | tojson", "", '{"a": 2}'),
-            ("c.arguments + ''", "", '{"a": 2}'),
-            ("c.arguments", "", '{"a": 2}'),
-            ("c.arguments", "{{ m.content + '' }}", '{"a": 2}'),
-            ("c.arguments.items() | first | join", "", "a2"),
-        ]:
-            for generation in [True, False]:
-                marks = ("{% generation %}", "{% endgeneration %}") if generation else ("", "")
-                template = (
-                    "{% for m in messages %}{{ '<' + m.role + '>' }}"
-                    + marks[0]
-                    + "{% if m.tool_calls %}"
-                    + missing
-                    + "{% for t in m.tool_calls %}{% set c = t.function %}{{ c.name }}{{ "
-                    + arguments
-                    + " }}{% endfor %}"
-                    "{% else %}{{ m.content }}{% endif %}{{ eos_token }}" + marks[1] + "{% endfor %}"
-                    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-                )
-                row = Row(
-                    {
-                        "m": [
-                            *BEGUN,
-                            {
-                                **TOOL_TURN[0],
-                                "content": None,
-                                "tool_calls": [{"function": {"name": "add", "arguments": stored}}],
-                            },
-                            *TOOL_TURN[1:],
-                        ]
-                    },
-                    "",
-                    "",
-                )
+    calling = (
+        "{% for m in messages %}{{ '<' + m.role + '>' }}BEGIN{% if m.tool_calls %}MISSING{% for t in m.tool_calls %}"
+        "{% set c = t.function %}{{ c.name }}{{ ARGUMENTS }}{% endfor %}{% else %}{{ m.content }}{% endif %}{{ eos_token }}END"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    for arguments, missing, call in (
+        ("c.arguments | tojson", "", '{"a": 2}'),
+        ("c.arguments + ''", "", '{"a": 2}'),
+        ("c.arguments", "", '{"a": 2}'),
+        ("c.arguments", "{{ m.content + '' }}", '{"a": 2}'),
+        ("c.arguments.items() | first | join", "", "a2"),
+    ):
+        whole = calling.replace("ARGUMENTS", arguments).replace("MISSING", missing)
+        marked = whole.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+        for template in (marked, whole.replace("BEGIN", "").replace("END", "")):
+            for stored in ('{"a": 2}', {"a": 2}):
+                made = [{"function": {"name": "add", "arguments": stored}}]
+                row = Row({"m": [*BEGUN, {**TOOL_TURN[0], "content": None, "tool_calls": made}, *TOOL_TURN[1:]]}, "", "")
                 tokens = tokens_with(template)
                 ids, _ = tokens.conversation(messages_column(row, "m"))
                 assert f"<assistant>add{call}<tool>4<assistant>four" in tokens.decode(ids)

@@ -391,30 +391,13 @@ def test_an_error_within_together_is_the_error_of_every_rank(tmp_path):
         assert mean_over_ranks(float(number), 2 * number) == pytest.approx(5 / 3), "means weigh as many numbers as they are of"
         return [*seen, exchange(number), list(share(7)), on_first(lambda: "first")]
 
+    first, second, third = on_ranks(3, body, tmp_path)
+    named = ["none", "SurefootError: rank 1: a", "NotFiniteError: rank 1: b"]
     both, ended = "SurefootError: rank 2: ValueError: d", "SurefootError"
-    assert on_ranks(3, body, tmp_path) == [
-        [
-            "none",
-            "SurefootError: rank 1: a",
-            "NotFiniteError: rank 1: b",
-            both,
-            "ZeroDivisionError",
-            [0, 1, 2],
-            [0, 1],
-            "first",
-        ],
-        ["none", "SurefootError: a", "NotFiniteError: b", both, ended, [0, 1, 2], [2, 3], "first"],
-        [
-            "none",
-            "SurefootError: rank 1: a",
-            "NotFiniteError: rank 1: b",
-            "ValueError: d",
-            ended,
-            [0, 1, 2],
-            [4, 5, 6],
-            "first",
-        ],
-    ]
+    everyone = [0, 1, 2]
+    assert first == [*named, both, "ZeroDivisionError", everyone, [0, 1], "first"]
+    assert second == ["none", "SurefootError: a", "NotFiniteError: b", both, ended, everyone, [2, 3], "first"]
+    assert third == [*named, "ValueError: d", ended, everyone, [4, 5, 6], "first"]
 
 
 def test_weights_that_differ_in_one_bit_are_detected_on_every_rank(tmp_path):
