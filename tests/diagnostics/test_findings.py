@@ -111,6 +111,11 @@ def test_a_return_that_rises_falls_and_rises_again_has_risen() -> None:
     assert "return_flat" in names(rows_of(100, episode_return=lambda i: noisy[(i - 1) // 10]))
 
 
+def test_a_return_that_rises_by_less_than_a_twentieth_is_flat_even_without_noise() -> None:
+    assert "return_flat" in names(rows_of(100, episode_return=lambda i: 100 + 0.03 * i))
+    assert "return_flat" not in names(rows_of(100, episode_return=lambda i: 100 + 0.1 * i))
+
+
 def test_a_kl_below_zero_for_long_is_a_finding() -> None:
     (findings,) = findings_of(rows_of(40, kl_reference=-0.02))
     assert (findings.name, findings.severity) == ("negative_kl", "warning")
