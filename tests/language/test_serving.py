@@ -79,17 +79,7 @@ def test_a_served_reward_is_that_of_the_run_by_command_python_and_best_of_n(
     reward: Path, folders: dict[str, Path], command: Callable[..., tuple[int, str, str]]
 ) -> None:
     write_rows("prompts.jsonl", ({"prompt": prompt} for prompt in PROMPTS))
-    words = (
-        "best-of-n",
-        str(folders["llama"]),
-        "--prompts",
-        "prompts.jsonl",
-        "--samples",
-        "3",
-        "--max-tokens",
-        "6",
-        "--keep-cut",
-    )
+    words = f"best-of-n {folders['llama']} --prompts prompts.jsonl --samples 3 --max-tokens 6 --keep-cut".split()
     model = load_served(str(reward))
     with served(model) as url:
         code, _, err = command(*words, "--reward", term_of(url, model), "--out", "by_url.jsonl")

@@ -36,7 +36,8 @@ def test_kappa_is_that_of_cohens_table() -> None:
     assert (table["pairs"], table["agreed"]) == (50, 35)
     assert table["kappa"] == pytest.approx(0.4)
     assert [table["low"], table["high"]] == pytest.approx([0.4 - 1.96 * 0.12709, 0.4 + 1.96 * 0.12709], abs=1e-3)
-    assert kappa([("a", "a")] * 5)["kappa"] is None, "chance would agree as well"
+    assert kappa([("a", "a")] * 50)["kappa"] is None, "chance would agree as well"
+    assert kappa([("a", "a"), ("b", "a"), ("b", "b")])["kappa"] is None, "too few pairs for an interval"
     draw = random.Random(1)
     assert abs(kappa([(draw.choice("ab"), draw.choice("ab")) for _ in range(4000)])["kappa"]) < 0.05
 

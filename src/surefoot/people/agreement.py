@@ -14,7 +14,7 @@ from surefoot.people.log import AGAIN, EQUAL, LEFT, RIGHT, SKIP, Label, Queue
 from surefoot.store.finding import Finding
 
 FEWEST_REPEATS = 20
-"""from which on the agreement with oneself is shown"""
+"""pairs judged twice from which on the agreement with oneself, or κ of two people, is shown"""
 FEWEST_LABELS = 100
 """from which on a bias is shown"""
 MOST_DIFFERENT = 10
@@ -89,7 +89,7 @@ def kappa(both: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     table = {"pairs": n, "agreed": agreed, "kappa": None, "low": None, "high": None}
     cells, rows, columns = Counter(both), Counter(one for one, _ in both), Counter(two for _, two in both)
     chance = sum(rows[each] * columns[each] for each in rows) / n**2 if n else 1.0
-    if chance == 1:
+    if chance == 1 or n < FEWEST_REPEATS:
         return table
     observed = agreed / n
     value = (observed - chance) / (1 - chance)
