@@ -241,10 +241,18 @@ def control_table(seeds: list[int]) -> Iterator[str]:
     cells = read(CONTROL)
     rows = [["task", "labels", "wrong", *(f"seed {seed}" for seed in seeds), "mean"]]
     for name in TASKS:
-        low, top = random_return(name), mean(cells[f"{name}-true-{seed}"]["score"] for seed in seeds)
-        yield f"{name}: random actions {low:,.0f}, true reward {top:,.0f}"
+        low, true = (
+            random_return(name),
+            [cells[f"{name}-true-{seed}"]["score"] for seed in seeds if f"{name}-true-{seed}" in cells],
+        )
+        if not true:
+            continue
+        top = mean(true)
+        yield f"{name}: random actions {low:,.0f}, true reward {top:,.0f}\n"
         for case in (case for case, (of, _) in CASES.items() if of == name):
             scores = [cells[f"{case}-{seed}"]["score"] for seed in seeds if f"{case}-{seed}" in cells]
+            if not scores:
+                continue
             shares = [(score - low) / (top - low) for score in scores]
             wrong = CASES[case][1]
             labels = ["–", "–"] if wrong is None else [str(PREFERENCES[name]["labels"]), f"{wrong['errors']:.0%}"]

@@ -152,20 +152,15 @@ class Preferences:
 
     def _places(self, row: int, actions: Tensor, ends: list[int]) -> Tensor:
         """Where steps come from; their actions go to the tapes.   [n, ...], the ends of episodes in it -> [n, 3]"""
-        places = torch.zeros(len(actions), 0, dtype=torch.int64)
-        if self.judge is not None:
-            episode, before = self.environments.actions_before_mark(row)  # type: ignore[attr-defined]
-            sent, places, lead = (
-                torch.from_numpy(self.send(actions)),
-                torch.zeros(len(actions), 3, dtype=torch.int64),
-                torch.from_numpy(before),
-            )
-            for start, end in zip([0, *ends], [*ends, len(actions)], strict=True):
-                self.tapes[row, episode] = torch.cat([lead, sent[start:end]]) if len(lead) else sent[start:end]
-                places[start:end] = torch.tensor([row, episode, 0])
-                places[start:end, 2] = torch.arange(end - start) + len(lead)
-                episode, lead = episode + 1, lead[:0]
-        return places
+        if self.judge is None:
+            return torch.zeros(len(actions), 0, dtype=torch.int64)
+        episode, before = self.environments.actions_before_mark(row)  # type: ignore[attr-defined]
+        sent, lead, places = torch.from_numpy(self.send(actions)), torch.from_numpy(before), []
+        for start, end in zip([0, *ends], [*ends, len(actions)], strict=True):
+            self.tapes[row, episode] = torch.cat([lead, sent[start:end]]) if len(lead) else sent[start:end]
+            places += [[row, episode, len(lead) + step] for step in range(end - start)]
+            episode, lead = episode + 1, lead[:0]
+        return torch.tensor(places, dtype=torch.int64).reshape(-1, 3)
 
     def forget_open(self, rows: list[int] | None = None) -> None:
         """Drop the steps that are no whole clip yet, where the next steps don't continue them."""
