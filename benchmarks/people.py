@@ -132,7 +132,7 @@ def text_table(seeds: list[int]) -> Iterator[str]:
     rows = []
     for head, (_, passes, _) in HEADS.items():
         shares = [100 * cells[f"{head}-{seed}"]["accuracy"] for seed in seeds if f"{head}-{seed}" in cells]
-        if len(shares) > 1:
+        if len(shares) == len(seeds) > 1:
             low, high = mean_interval(shares)
             numbers = [f"{share:.1f}" for share in shares]
             rows.append([head, str(passes), *numbers, f"{mean(shares):.1f} ({low:.1f} to {high:.1f})"])
