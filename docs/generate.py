@@ -66,6 +66,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
         "surefoot.store.traces": ("read_trace",),
     },
     "Callbacks": {"surefoot.runs.callbacks": ("Callback", "Run")},
+    "A loop of your own": {"surefoot.runs.loop": ("Loop",)},
     "Agents, results and traces": {
         "surefoot.control.agent": ("Agent",),
         "surefoot.control.evaluate": ("EvaluationResult",),
@@ -282,7 +283,7 @@ def functional_page(package: griffe.Module) -> str:
 
 def api_page(package: griffe.Module) -> str:
     parts = [
-        "The names in the first four sections are those of `surefoot` itself (`surefoot.train`, `surefoot.Objective`, …). The "
+        "The names in the first five sections are those of `surefoot` itself (`surefoot.train`, `surefoot.Objective`, …). The "
         "last two sections are for your own tasks beyond Gymnasium and language: see "
         "[write your own collector](../how-to/write-your-own-collector.md)."
     ]
