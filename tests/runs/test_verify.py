@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from killing import fingerprints
 import surefoot
 from surefoot import SurefootError
 from surefoot.cli.main import cli
+from surefoot.compare.card import Options, write_repository
 from surefoot.core.steps.eager import EagerPasses
 from surefoot.runs.verify import plan_of, verify
 from surefoot.store.reading import FINGERPRINTS
@@ -110,6 +113,33 @@ def test_on_another_machine_close_numbers_pass_but_are_never_the_same(run: Path,
     far = verify(plan_of(pulled(run, tmp_path / "far", 1.01)))
     assert not far.passed
     assert far.to_json()["result"] == "different"
+
+
+def test_the_model_card_says_what_repeats_and_what_is_pulled_repeats_from_the_start(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    write_repository(run, tmp_path / "hub", "me/run", Options(episodes=0, verify=True))
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert "Verified: iterations 5–6 repeat to the last bit, by `surefoot verify` on " in card
+    assert verify(plan_of(tmp_path / "hub")).compared == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_runs_of_two_ranks_and_of_text_with_adapters_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n} and ", "completion": f"{n + 1}."} for n in range(32)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    control = ["CartPole-v1", "--preset", "none", "--engine", "eager", "--steps", "192", "--rollout.environments", "4"]
+    text = ["sft", "--data.train", "rows.jsonl", "--data.batch", "8", "--steps", "32"]
+    runs = {
+        "ranks": [*control, "--rollout.steps", "16", "--ranks", "2"],
+        "base": [*text, "--model", "pocket"],
+        "adapters": [*text, "--model", "runs/base", "--adapter.rank", "2"],
+    }
+    for name, words in runs.items():
+        for command in (["train", *words, "--name", name], ["verify", f"runs/{name}", "--all"]):
+            made = subprocess.run([sys.executable, "-m", "surefoot", *command], capture_output=True, text=True, timeout=250)
+            assert made.returncode == 0, made.stdout + made.stderr
+        assert "repeat to the last bit" in made.stdout
 
 
 def test_without_fingerprints_or_with_damaged_ones_there_is_one_line(run: Path, tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
 @seed_option(0, "Agents: seed of these episodes and of the video.")
 @option("--film", is_flag=True, help="Agents: record an episode, if the run has no video of this checkpoint.")
 @option("--no-samples", is_flag=True, help="Language: leave out the responses of the last evaluation.")
+@option("--verify", is_flag=True, help="Execute the last iterations again, and say in the card that they repeat.")
 @option("--license", metavar="ID", help="Licence in the card, by the hub's name, such as apache-2.0.")
 @option("--publish", multiple=True, metavar="NAME", help="Publish this argument of the recipe too.")
 @option("--message", default="Upload by surefoot push", help="Message of the commit.")

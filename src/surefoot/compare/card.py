@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ class Options:
     """publish the responses of the last evaluation"""
     license: str | None = None
     """the hub's name of a licence, such as apache-2.0"""
+    verify: bool = False
+    """execute the last iterations again, and say so in the card"""
     publish: Collection[str] = ()
     """names of arguments in the recipe that may be published although they are not known to be harmless"""
 
@@ -83,6 +86,8 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
     checkpoint = chosen_checkpoint(path, options.checkpoint)
     recipe, notes = public_recipe(make_recipe(read_toml(path / "config.toml")), options.publish)
     card = Card(run, recipe, name, int(checkpoint.name), options.license)
+    if options.verify:
+        card.verified = _verified(path)
     result = api.load_result(load_checkpoint(checkpoint), checkpoint)
     if isinstance(result, Agent):
         if options.episodes:
@@ -110,6 +115,20 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
     write_listing(folder, recipe.kind, card.steps)
     check_no_places(folder, path)
     return notes
+
+
+def _verified(path: Path) -> str:
+    """What of a run repeats here. Raises SurefootError if it does not."""
+    from surefoot.runs.verify import plan_of, verify
+
+    plan = plan_of(path)
+    if plan.ranks > 1:
+        raise SurefootError(f"--verify: {path} was trained on {plan.ranks} ranks; run surefoot verify instead")
+    done = verify(plan)
+    if not done.passed:
+        raise SurefootError(f"--verify: {path} does not repeat: {done.line}")
+    made_on = plan.record.machine_of(plan.last).get("processor", "the same processor")
+    return f"{done.line}, by `surefoot verify` on {made_on}, {date.today()}"
 
 
 def _environment(run: SavedRun) -> dict[str, Any]:
@@ -191,6 +210,8 @@ class Card:
     """of the checkpoint"""
     license: str | None
     evaluation: "EvaluationResult | None" = None
+    verified: str = ""
+    """what repeats, on which processor and when; empty: nobody tried"""
 
     def text(self, folder: Path, samples: tuple[int, list[dict[str, Any]]] | None) -> str:
         """The card in Markdown, with its header; ``folder`` has the video and the curves."""
@@ -209,6 +230,7 @@ class Card:
             recipe=recipe,
             video=VIDEO if (folder / VIDEO).is_file() else "",
             results=self._results(),
+            verified=self.verified,
             own_code=isinstance(recipe, ControlRecipe) and (":" in recipe.task or recipe.network.custom is not None),
             curves=curves[:SHOWN_CURVES],
             samples=(samples[0], samples[1][:SHOWN_SAMPLES]) if samples and samples[1] else None,
