@@ -250,18 +250,18 @@ def control_table(seeds: list[int]) -> Iterator[str]:
         top = mean(true)
         yield f"{name}: random actions {low:,.0f}, true reward {top:,.0f}\n"
         for case in (case for case, (of, _) in CASES.items() if of == name):
-            scores = [cells[f"{case}-{seed}"]["score"] for seed in seeds if f"{case}-{seed}" in cells]
-            if not scores:
+            found = {seed: cells[f"{case}-{seed}"]["score"] for seed in seeds if f"{case}-{seed}" in cells}
+            if not found:
                 continue
-            shares = [(score - low) / (top - low) for score in scores]
+            shares = {seed: (score - low) / (top - low) for seed, score in found.items()}
             wrong = CASES[case][1]
             labels = ["–", "–"] if wrong is None else [str(PREFERENCES[name]["labels"]), f"{wrong['errors']:.0%}"]
             rows.append(
                 [
                     name,
                     *labels,
-                    *(f"{score:,.0f} ({share:.2f})" for score, share in zip(scores, shares, strict=True)),
-                    f"{mean(shares):.2f}",
+                    *(f"{found[seed]:,.0f} ({shares[seed]:.2f})" if seed in found else "–" for seed in seeds),
+                    f"{mean(shares.values()):.2f}",
                 ]
             )
     yield markdown_table(rows[0], rows[1:])
