@@ -9,6 +9,7 @@ C may, delays everything until it returns. This module imports no torch.
 
 import asyncio
 import contextvars
+import inspect
 import math
 import os
 import threading
@@ -202,6 +203,11 @@ def wait_for(awaitables: Sequence[Awaitable[Result]]) -> list[Result]:
             raise
 
     return asyncio.run_coroutine_threadsafe(together(), _event_loop()).result()
+
+
+def settled(value: Any) -> Any:
+    """The result of an awaitable; any other value unchanged."""
+    return wait_for([value])[0] if inspect.isawaitable(value) else value
 
 
 @cache

@@ -23,6 +23,7 @@ from surefoot.recipes.language import TurnSettings
 
 from . import tiny
 from .families import FAMILIES, family_tokens
+from .test_reward_models_elsewhere import printed
 
 TOOLS = '''
 import asyncio, threading, time
@@ -404,3 +405,93 @@ WAITS = {
     },
 }
 """reads a call in every turn with one of these letters, so that a random model makes some"""
+
+
+# ---- TRL --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.release
+def test_ids_and_masks_are_those_of_trl(file: str, tmp_path: Path) -> None:
+    """With TRL's templates, which are those of the published models; and for odd calls, with Qwen 3's.
+
+    GLM differs: TRL writes <|observation|> again after a turn that ends with it.
+    """
+    from transformers import AutoTokenizer
+
+    for family in FAMILIES:
+        tokens = family_tokens(family)
+        tokens.tokenizer.save_pretrained(tmp_path / family)
+        (tmp_path / family / "eos.json").write_text(json.dumps(tokens.eos_ids))
+    made, compared = environments(file, "multiply", limit=9_000), []
+    for case in printed("SUREFOOT_TRL_PYTHON", "trl_tools.py", str(tmp_path)):
+        family = case["family"]
+        if "error" in case:
+            continue
+        tokens = Tokens(AutoTokenizer.from_pretrained(tmp_path / family))
+        tokens.eos_ids = tuple(json.loads((tmp_path / family / "eos.json").read_text()))
+        turns = case["turns"][: 1 if 0 not in case["mask"] else None]
+        talk = converse(made, tokens, [[ids] for ids in turns])[0]
+        assert talk.prompt == case["prompt"], family
+        ids, mask = case["ids"], case["mask"]
+        if family == "glm":
+            place = mask.index(0)
+            assert ids[place] == ids[place - 1], "the doubled token"
+            del ids[place], mask[place]
+        assert talk.ids == ids, (family, tokens.tokenizer.decode(talk.ids), tokens.tokenizer.decode(ids))
+        assert talk.own == [bool(one) for one in mask]
+        compared.append(family)
+    assert set(compared) >= {"hermes", "qwen3", "nemotron", "llama", "gpt_oss", "glm", "lfm"}
+    assert compared.count("qwen3") == 7
+
+
+# ---- generate, chat, environments of others -----------------------------------------------------------------------------
+
+
+def test_generate_and_chat_have_the_tools_of_the_command_or_of_the_run(file: str, folders: dict[str, Path]) -> None:
+    from surefoot.language.chat import Chat, ChatOptions
+    from surefoot.language.language_model import load_language_model
+    from surefoot.language.online.play import Player
+    from surefoot.recipes.reading import make_recipe
+
+    model = load_language_model(str(folders["llama"]))
+    model.tokens.tokenizer.response_template = None
+    assert not Player(model.model, model.tokens, None).ready
+    table = {"kind": "language", "model": "m", "data": {"train": "x"}, "reward": {"terms": ["a:b"]}}
+    run = make_recipe({**table, "turns": {"tools": [f"{file}:multiply"]}})
+    assert Player(model.model, model.tokens, run).ready
+    step = make_recipe({**table, "turns": {"environment": "surefoot.language.tasks.guess:Guess"}})
+    assert not Player(model.model, model.tokens, step).ready, "it answers whole turns, of its own rows"
+    player = Player(model.model, model.tokens, run, [f"{file}:multiply"])
+    with pytest.raises(SurefootError, match=r"turns.response_template: is missing"):
+        player.play(["2*3?"])
+    model.tokens.tokenizer.response_template = POCKET.tokenizer.response_template
+    talks = player.play(["2*3?", "4*5?"], samples=2, max_tokens=5, seed=3)
+    assert [talk.start[0]["content"] for talk in talks] == ["2*3?", "2*3?", "4*5?", "4*5?"]  # type: ignore[index]
+    chat = Chat(model, ChatOptions(max_tokens=5), player)
+    pieces: list[str] = []
+    assert chat.answer("2*3?", pieces.append) == "".join(pieces)
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+
+
+def test_an_adapter_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    named = {"fastmcp": ("MCP", {"server": "x.py"}, "mcp"), "verifiers": ("Verifiers", {"taskset": "x:y"}, "verifiers-tasks")}
+    named["openenv"] = ("OpenEnv", {"environment": "x:y"}, "openenv")
+    for package, (name, arguments, extra) in named.items():
+        for module in [package, *(one for one in sys.modules if one.startswith(f"{package}."))]:
+            monkeypatch.setitem(sys.modules, module, None)
+        settings = TurnSettings(environment=f"surefoot.language.environments:{name}", arguments=arguments)
+        with pytest.raises(
+            SurefootError, match=rf"turns.arguments.* needs .*, which is not installed; run: pip install .*{extra}\]"
+        ):
+            Environments(settings, (99, 99))
+
+
+def test_tools_of_an_mcp_server_are_called_in_memory(tmp_path: Path) -> None:
+    pytest.importorskip("fastmcp")
+    tool = 'def multiply(a: int, b: int) -> int:\n    "Multiply."\n    return a * b\n'
+    (tmp_path / "server.py").write_text(f'from fastmcp import FastMCP\nmcp = FastMCP("x")\n@mcp.tool\n{tool}')
+    settings = TurnSettings(environment="surefoot.language.environments:MCP", arguments={"server": f"{tmp_path}/server.py:mcp"})
+    talks = converse(Environments(settings, (900, 900)), POCKET, [[said("multiply(a=34,b=12)")] * 3, [said("408")] * 3])
+    assert [results(talk) for talk in talks] == [["408"]] * 3

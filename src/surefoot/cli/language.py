@@ -24,12 +24,14 @@ from surefoot.cli.options import (
     device_option,
     greedy_option,
     json_option,
+    no_tools_option,
     option,
     run_named,
     seed_option,
     special_option,
     stop_option,
     temperature_option,
+    tool_option,
     trust_option,
 )
 from surefoot.cli.output import echo, echo_json, echo_result
@@ -40,6 +42,7 @@ from surefoot.terminal import is_terminal, phase
 if TYPE_CHECKING:
     from surefoot.language.chat import Chat
     from surefoot.language.language_model import LanguageModel
+    from surefoot.language.online.play import Player
 
 NO_TEMPLATE = "this model has no chat template: each line is a separate prompt, which the model continues"
 
@@ -66,6 +69,8 @@ def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel"
 @greedy_option
 @stop_option
 @special_option
+@tool_option
+@no_tools_option
 @seed_option(1)
 @trust_option
 @option("--json", "as_json", is_flag=True, help="Print one JSON object per response.")
@@ -77,11 +82,15 @@ def generate(
     trust_remote_code: bool,
     as_json: bool,
     samples: int,
+    tools: tuple[str, ...],
+    no_tools: bool,
     **sampling: Any,
 ) -> None:
     """Sample responses of MODEL to prompts.
 
     MODEL is a run, a checkpoint, a transformers folder or a hub id.
+
+    With tools the response is the whole conversation: calls, results and the answer. Tools run with your rights.
 
     On a terminal, control characters in a response are printed as codes. Piped output is not changed; --json escapes it.
     """
@@ -94,7 +103,11 @@ def generate(
 
     language_model = load_language_model(run_named(model), trust_remote_code)
     inputs: Sequence[Any] = prompts if file is None else prompts_that_fit(file, language_model, max_tokens).prompts
-    responses = language_model.generate(inputs, samples=samples, max_tokens=max_tokens, **sampling)
+    if player := _player(language_model, tools, no_tools):
+        sampling.pop("special_tokens")
+        responses = [one.transcript for one in player.play(inputs, samples=samples, max_tokens=max_tokens, **sampling)]
+    else:
+        responses = language_model.generate(inputs, samples=samples, max_tokens=max_tokens, **sampling)
     for number, response in enumerate(responses):
         prompt = inputs[number // samples]
         if as_json:
@@ -104,16 +117,28 @@ def generate(
             (echo if is_terminal(sys.stdout) else click.echo)(line)  # a pipe gets the response as it is
 
 
+def _player(model: "LanguageModel", tools: tuple[str, ...], no_tools: bool) -> "Player | None":
+    """The model with the tools of the command or of its run; None without any."""
+    if no_tools:
+        return None
+    from surefoot.language.online.play import Player
+
+    player = Player(model.model, model.tokens, model.recipe, tools)
+    return player if player.ready else None
+
+
 @click.command()
 @click.argument("model", shell_complete=complete_run)
 @option("--max-tokens", type=COUNT, default=256, help="Longest answer in tokens, with EOS.")
 @temperature_option
 @greedy_option
 @stop_option
+@tool_option
+@no_tools_option
 @seed_option(1)
 @device_option
 @trust_option
-def chat(model: str, device: str, trust_remote_code: bool, **sampling: Any) -> None:
+def chat(model: str, device: str, trust_remote_code: bool, tools: tuple[str, ...], no_tools: bool, **sampling: Any) -> None:
     """Chat with MODEL in the terminal.
 
     MODEL is a run, a checkpoint, a transformers folder or a hub id. With a chat template the model gets the whole
@@ -124,7 +149,8 @@ def chat(model: str, device: str, trust_remote_code: bool, **sampling: Any) -> N
     check_stop_texts(sampling["stop"])
     from surefoot.language.chat import Chat, ChatOptions
 
-    talk(Chat(load_on(model, device, trust_remote_code), ChatOptions(**sampling)), is_terminal(sys.stdin))
+    loaded = load_on(model, device, trust_remote_code)
+    talk(Chat(loaded, ChatOptions(**sampling), _player(loaded, tools, no_tools)), is_terminal(sys.stdin))
 
 
 def talk(conversation: "Chat", terminal: bool) -> None:

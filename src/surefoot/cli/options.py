@@ -287,6 +287,14 @@ trust_option = option("--trust-remote-code", is_flag=True, help="Run a model's o
 temperature_option = option("--temperature", type=POSITIVE, default=1.0, help="Sampling temperature.")
 greedy_option = option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
 stop_option = option("--stop", multiple=True, help="Text that ends a response, in addition to EOS; repeatable.")
+tool_option = option(
+    "--tool",
+    "tools",
+    multiple=True,
+    metavar="FILE:FUNCTION",
+    help="Function that the model can call; repeatable. [default: the run's tools]",
+)
+no_tools_option = option("--no-tools", is_flag=True, help="Call no tools, also if the run has some.")
 special_option = option("--special-tokens", is_flag=True, help="Keep special tokens in the text of responses.")
 task_option = option("--task", help="Another task than the one trained on.")
 checkpoint_option = option("--checkpoint", metavar="best|last|STEP", help="Checkpoint to use. [default: best, else last]")

@@ -73,6 +73,6 @@ def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
     print(f"{time.monotonic() - started:.0f} s in total; the runs are in {visible(str(folder))}/\n")
     here, ppo = command_here(), visible(str(folder / "ppo"))
     print("Try next:")
-    print(f"  {here} generate {ppo} --prompt '347*862' --samples 3       # with its calls and their results")
+    print(f"  {here} generate {ppo} --prompt 'a=347,b=862' --samples 3       # with its calls and their results")
     print(f"  {here} inspect {ppo}       # every token and its arithmetic, in a browser")
     return {"seconds": time.monotonic() - started, "tool_calls": calls, **results}

@@ -1,8 +1,8 @@
 """Chat with a model: the conversation so far, and answers written as they are drawn."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
@@ -12,6 +12,9 @@ from surefoot.language.models.loading import context_length
 from surefoot.language.sampling.ends import Ends, cut_at_stop
 from surefoot.language.sampling.engines import Request, Samples
 from surefoot.language.sampling.sampler import sample
+
+if TYPE_CHECKING:
+    from surefoot.language.online.play import Player
 
 PARTIAL = "\ufffd"
 """the text of an incomplete character"""
@@ -33,13 +36,15 @@ class Chat:
 
     With a chat template, every answer follows the whole conversation. Without one, each line is a separate prompt, which the
     model continues.
+
+    player  calls tools; each line begins anew with an environment's state
     """
 
-    def __init__(self, model: LanguageModel, options: ChatOptions) -> None:
-        self.model, self.options = model, options
+    def __init__(self, model: LanguageModel, options: ChatOptions, player: "Player | None" = None) -> None:
+        self.model, self.options, self.player = model, options, player
         self.remembers = bool(model.tokens.tokenizer.chat_template)
         """whether there is a chat template"""
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[Any] = []
         self.answers = 0
         """number of answers drawn; each has its own random stream"""
 
@@ -54,6 +59,8 @@ class Chat:
         Raises SurefootError if the model's context is full, or if the chat template rejects the conversation.
         """
         options = self.options
+        if self.player is not None:
+            return self._with_tools(self.player, line, write)
         tokens, ends = self.model.tokens, Ends(self.model.tokens, options.stop)
         messages = [*self.messages, {"role": "user", "content": line}]
         with quiet_transformers():  # the tokenizer warns of text longer than the context, which is rejected here
@@ -70,6 +77,16 @@ class Chat:
         if self.remembers:
             self.messages = [*messages, {"role": "assistant", "content": ends.text(ids, special=True)}]
         return ends.text(ids)
+
+    def _with_tools(self, player: "Player", line: str, write: Callable[[str], None]) -> str:
+        """The answer to a line with the calls and results before it, all at once."""
+        prompt = [*self.messages, {"role": "user", "content": line}]
+        seed = derived_seed(self.options.seed, "chat", self.answers)
+        talk = player.play([prompt], **{**asdict(self.options), "seed": seed})[0]
+        write(talk.transcript)
+        self.answers += 1
+        self.messages = [*talk.history, talk.messages[-1]]
+        return talk.transcript
 
 
 def write_response(

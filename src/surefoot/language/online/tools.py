@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from surefoot.calls import DeadlineExceeded, wait_for, with_deadline
+from surefoot.calls import DeadlineExceeded, settled, with_deadline
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language.data.chat import Dialogue, Messages
 from surefoot.language.data.rows import CALLS, SETTINGS, TOOLS, fault_in
@@ -86,7 +86,8 @@ def schema_of(tool: Tool, where: str) -> dict[str, Any]:
 class ToolEnvironment:
     """An environment whose methods are tools, and functions beside them, for one conversation.
 
-    made       the user's object: ``reset(**row)``, tools, and perhaps ``get_reward()`` and ``close()``. Tools are its public
+    made       the user's object: ``reset(**row)``, tools, and perhaps ``get_reward()``, which may
+               take the ``messages`` after the prompt, and ``close()``. Tools are its public
                methods, or what ``call(name, arguments)`` calls, with their ``schemas``
     functions  further tools
     schemas    of methods and functions
@@ -172,9 +173,13 @@ class ToolEnvironment:
         fault = fault_in(text)
         return (text, "") if fault is None else ("", f"the tool returned {fault}")
 
-    def get_reward(self) -> float:
-        """The reward of the whole conversation, ended or not; 0 if the environment has none."""
-        reward = settled(self.made.get_reward()) if hasattr(self.made, "get_reward") else 0.0
+    def get_reward(self, messages: Messages) -> float:
+        """The reward of the whole conversation, ended or not; 0 if the environment has none.
+
+        messages  after the prompt, for an environment whose ``get_reward`` takes them
+        """
+        judge = getattr(self.made, "get_reward", None)
+        reward = 0.0 if judge is None else settled(judge(list(messages)) if inspect.signature(judge).parameters else judge())
         number = math.nan if isinstance(reward, (str, bytes)) else float(reward)
         if not abs(number) < 1e38:
             raise InvalidReply(f"get_reward returned no finite number ({reward!r:.40})")
@@ -215,11 +220,6 @@ def fit(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
     if not set(schema.get("required", ())) <= set(arguments) <= set(known):
         return False
     return all(isinstance(value, TYPES.get(str(known[name].get("type")), object)) for name, value in arguments.items())
-
-
-def settled(value: Any) -> Any:
-    """The result of a coroutine; any other value unchanged."""
-    return wait_for([value])[0] if inspect.isawaitable(value) else value
 
 
 def close_unused(value: Any) -> None:

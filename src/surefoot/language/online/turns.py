@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from surefoot.calls import DeadlineExceeded, in_threads, left_behind
+from surefoot.calls import DeadlineExceeded, in_threads, left_behind, settled
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
@@ -464,7 +464,9 @@ def tool_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
 
 def _settle(conversation: Conversation) -> None:
     """Add the reward of the whole conversation to the last turn's."""
-    conversation.rewards[-1] += conversation.environment.get_reward()
+    pairs = zip(conversation.messages, map(_messages, conversation.replies), strict=False)
+    said = [message for own, results in pairs for message in (own, *results)]
+    conversation.rewards[-1] += conversation.environment.get_reward(said)
 
 
 def _step(conversation: Conversation, last: bool) -> None:
@@ -518,4 +520,4 @@ def _kind(value: Any) -> str:
 def _close(environment: Any) -> None:
     """``close`` is optional."""
     if callable(close := getattr(environment, "close", None)):
-        close()
+        settled(close())

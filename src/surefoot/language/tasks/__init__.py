@@ -120,27 +120,34 @@ def _problems(task: Task, draw: random.Random, level: int, test: bool) -> Iterat
             idle += 1
 
 
-def _reasoning_gym_rows(name: str, count: int, seed: int, *, test: bool) -> list[Row]:
-    """``count`` problems of the package ``reasoning-gym``, each prompt once; training and test share no prompt.
+def reasoning_gym_problems(inner: str, seed: int, size: int) -> Any:
+    """A data set of the package ``reasoning-gym``.
 
-    Raises SurefootError when the package is missing, for an unknown name or a task without one right answer, and when there
-    are fewer problems.
+    Raises SurefootError when the package is missing, for an unknown name, and for a task without one right answer.
     """
+    name = f"{REASONING_GYM}{inner}"
     try:
         import reasoning_gym
         from reasoning_gym.dataset import ProceduralDataset
         from reasoning_gym.factory import DATASETS
     except ImportError:
         raise missing_extra("reasoning-gym", "reasoning-gym", f"task {name}") from None
-    inner = name.removeprefix(REASONING_GYM)
     if inner not in DATASETS:
         raise SurefootError(f"task={name!r}: reasoning-gym has no such task{did_you_mean(inner, DATASETS)}")
     if DATASETS[inner][0].score_answer is not ProceduralDataset.score_answer:
         raise SurefootError(
             f"task={name!r}: has no one right answer, but a program that may evaluate a response; choose another task"
         )
+    return reasoning_gym.create_dataset(inner, seed=seed, size=size)
+
+
+def _reasoning_gym_rows(name: str, count: int, seed: int, *, test: bool) -> list[Row]:
+    """``count`` problems of the package ``reasoning-gym``, each prompt once; training and test share no prompt.
+
+    Raises SurefootError as ``reasoning_gym_problems``, and when there are fewer problems.
+    """
     share = HELD_OUT if test else 2
-    problems: Any = reasoning_gym.create_dataset(inner, seed=seed, size=max(count, 10) * share * 4)
+    problems = reasoning_gym_problems(name.removeprefix(REASONING_GYM), seed, max(count, 10) * share * 4)
     made: dict[str, Row] = {}
     for problem in problems:
         prompt = f"{problem['question']}\n"

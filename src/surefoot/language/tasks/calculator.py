@@ -1,6 +1,7 @@
-"""Compute ``347*862`` with a tool: the model calls ``multiply`` and answers with the result.
+"""Multiply ``a=347,b=862`` with a tool: the model calls ``multiply`` and answers with the result.
 
-A pocket model can't multiply such numbers itself. The difficulty is the number of digits.
+A pocket model can't multiply such numbers itself, and copies them most easily if they stand as in the call. The difficulty
+is the number of digits.
 """
 
 import random
@@ -11,7 +12,7 @@ from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.language.tasks.task import Row
 
-ABOUT = "compute 347*862 by calling the tool multiply; two turns"
+ABOUT = "multiply a=347,b=862 by calling the tool multiply; two turns"
 DIFFICULTIES = (1, 6)
 """digits"""
 USUAL = 3
@@ -37,7 +38,7 @@ def rows(count: int, seed: int = 0, difficulty: int | None = None) -> list[Row]:
 
     Raises SurefootError for a difficulty out of range.
     """
-    return [{"prompt": f"{a}*{b}", "answer": str(a * b)} for a, b in _factors(count, seed, difficulty)]
+    return [{"prompt": f"a={a},b={b}", "answer": str(a * b)} for a, b in _factors(count, seed, difficulty)]
 
 
 def demonstrations(count: int, seed: int = 0, difficulty: int | None = None, *, sloppy: float = 0.6) -> list[Row]:
@@ -55,7 +56,7 @@ def _factors(count: int, seed: int, difficulty: int | None) -> list[tuple[int, i
 
 
 def _solution(draw: random.Random, a: int, b: int, sloppy: float) -> list[dict[str, Any]]:
-    question, answer = {"role": "user", "content": f"{a}*{b}"}, str(a * b)
+    question, answer = {"role": "user", "content": f"a={a},b={b}"}, str(a * b)
     if draw.random() < sloppy:
         guess = draw.randrange(10 ** (len(answer) - 1), 10 ** len(answer))
         return [question, {"role": "assistant", "content": str(guess)}]

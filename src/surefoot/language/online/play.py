@@ -1,0 +1,75 @@
+"""Conversations with tools outside training, as ``generate`` and ``chat`` have them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from surefoot.core.seeding import derived_seed
+from surefoot.language import quiet_transformers
+from surefoot.language.data.chat import Messages, columns_of
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.models.loading import context_length
+from surefoot.language.online.turns import Conversation, Environments
+from surefoot.language.sampling.ends import Ends
+from surefoot.language.sampling.engines import Request
+from surefoot.language.sampling.sampler import sample
+from surefoot.recipes.base import Recipe
+from surefoot.recipes.callables import TURNS, Functions, load_function, tool_field
+from surefoot.recipes.language import LanguageRecipe, TurnSettings
+
+ENDLESS = 2**31
+"""tokens of a model without a limit"""
+Tools = Sequence[str | Callable[..., Any]]
+
+
+class Player:
+    """A model, and tools that it calls.
+
+    recipe     that the model was trained by: its tools, if no others are given
+    tools      functions or their names
+    functions  of the recipe, passed from Python
+
+    ``ready`` is False without any, as for a recipe whose environment answers whole turns.
+    """
+
+    def __init__(
+        self, model: Any, tokens: Tokens, recipe: Recipe | None, tools: Tools = (), functions: Functions | None = None
+    ) -> None:
+        self.model, self.tokens = model, tokens
+        turns = recipe.turns if isinstance(recipe, LanguageRecipe) else TurnSettings()
+        if tools:
+            names = [tool if isinstance(tool, str) else f"<{tool.__name__}>" for tool in tools]
+            turns = TurnSettings(tools=tuple(names), response_template=turns.response_template)
+            functions = {tool_field(place): tool for place, tool in enumerate(tools) if callable(tool)}
+        self.turns, self.functions = turns, functions or {}
+        self.ready = turns.conversations
+        if turns.environment is not None:
+            self.ready = not callable(getattr(load_function(TURNS, turns.environment, self.functions), "step", None))
+
+    def play(
+        self,
+        prompts: Sequence[str | Messages],
+        *,
+        samples: int = 1,
+        max_tokens: int = 64,
+        temperature: float = 1.0,
+        seed: int = 1,
+        stop: Sequence[str] = (),
+        greedy: bool = False,
+    ) -> list[Conversation]:
+        """Conversations that begin with these prompts, prompt-major.
+
+        max_tokens   of each turn
+
+        Raises SurefootError if the tokenizer can't call tools, or if a prompt leaves no room for an answer.
+        """
+        room = (context_length(self.model) or ENDLESS) - max_tokens
+        environments = Environments(self.turns, (room, room), self.functions, tolerated=0.0)
+        environments.check(self.tokens, scored=True)
+        ends = Ends(self.tokens, tuple(stop))
+        rows = [{"prompt": prompt, **columns_of(prompt)} for prompt in prompts for _ in range(samples)]
+        seeds = [derived_seed(seed, "generate", number) for number in range(len(rows))]
+        options = {"temperature": temperature, "greedy": greedy, **ends.options}
+        with quiet_transformers():
+            return environments.converse(
+                rows, seeds, lambda ids, of_turn: sample(self.model, Request(ids, of_turn, max_tokens, **options)), ends
+            )
