@@ -98,7 +98,7 @@ class ToolEnvironment:
     ) -> None:
         self.made, self.settings = made, settings
         self.tools = {**methods_of(made), **functions}
-        self.own_schemas = schemas
+        self.own_schemas, self.close = schemas, getattr(made, "close", None)
         self.calls = self.failed = 0
         """calls that were answered, and those answered with an error"""
         self.faults: list[str] = []
@@ -123,7 +123,6 @@ class ToolEnvironment:
         elif isinstance(seen, Sequence):
             messages = [dict(one) for one in seen]
         elif seen is not None:
-            close_unused(seen)
             raise InvalidReply(f"reset returned a {type(seen).__name__} instead of text, messages or None")
         return Dialogue(messages, {**(row.get(SETTINGS) or {}), TOOLS: self.schemas})
 
@@ -146,7 +145,7 @@ class ToolEnvironment:
             if self.calls > self.settings.max_calls:
                 fits = False
                 raise ValueError(f"No more than {self.settings.max_calls} calls are allowed.")
-            text, fault = self._text(with_deadline(self.settings.tool_deadline, lambda: self._call(name, arguments), name))
+            text, fault = as_text(with_deadline(self.settings.tool_deadline, lambda: self._call(name, arguments), name))
         except DeadlineExceeded:
             fault = f"{name} took longer than {self.settings.tool_deadline:g} s"
         except SurefootError:
@@ -159,19 +158,7 @@ class ToolEnvironment:
         return {"role": "tool", "name": name, "content": text or str({"error": fault}), "tool_call_id": number}
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        if name in self.tools:
-            return settled(self.tools[name](**arguments))
-        return settled(self.made.call(name, arguments))
-
-    def _text(self, value: Any) -> tuple[str, str]:
-        """A result as text, and what is wrong with it."""
-        if value is None:
-            return "", "the tool returned nothing"
-        text = str(value)
-        if len(text) > LONGEST:
-            return "", f"the tool returned {len(text):,} characters and at most {LONGEST:,} are read"
-        fault = fault_in(text)
-        return (text, "") if fault is None else ("", f"the tool returned {fault}")
+        return settled(self.tools[name](**arguments) if name in self.tools else self.made.call(name, arguments))
 
     def get_reward(self, messages: Messages) -> float:
         """The reward of the whole conversation, ended or not; 0 if the environment has none.
@@ -185,10 +172,13 @@ class ToolEnvironment:
             raise InvalidReply(f"get_reward returned no finite number ({reward!r:.40})")
         return number
 
-    def close(self) -> None:
-        """``close`` is optional."""
-        if callable(close := getattr(self.made, "close", None)):
-            settled(close())
+
+def as_text(value: Any) -> tuple[str, str]:
+    """A result as text, and what is wrong with it."""
+    text = "" if value is None else str(value)
+    fault = fault_in(text) if len(text) <= LONGEST else f"{len(text):,} characters and at most {LONGEST:,} are read"
+    fault = "nothing" if value is None else fault
+    return (text, "") if fault is None else ("", f"the tool returned {fault}")
 
 
 def checked_schemas(made: Any, functions: Mapping[str, Tool], where: str) -> list[dict[str, Any]]:
@@ -220,9 +210,3 @@ def fit(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
     if not set(schema.get("required", ())) <= set(arguments) <= set(known):
         return False
     return all(isinstance(value, TYPES.get(str(known[name].get("type")), object)) for name, value in arguments.items())
-
-
-def close_unused(value: Any) -> None:
-    """Close a coroutine that nobody awaits."""
-    if inspect.iscoroutine(value):
-        value.close()
