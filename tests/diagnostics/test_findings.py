@@ -116,6 +116,11 @@ def test_a_return_that_rises_by_less_than_a_twentieth_is_flat_even_without_noise
     assert "return_flat" not in names(rows_of(100, episode_return=lambda i: 100 + 0.1 * i))
 
 
+@pytest.mark.parametrize(("kl", "found"), [(0.09, []), (0.3, ["warning"]), (0.6, ["serious"])])
+def test_a_kl_above_a_tenth_is_a_warning_and_above_a_half_serious(kl: float, found: list[str]) -> None:
+    assert [finding.severity for finding in findings_of(rows_of(30, kl=kl)) if finding.name == "kl_runaway"] == found
+
+
 def test_a_kl_below_zero_for_long_is_a_finding() -> None:
     (findings,) = findings_of(rows_of(40, kl_reference=-0.02))
     assert (findings.name, findings.severity) == ("negative_kl", "warning")
