@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from killing import assert_same
-from ranked import PATIENCE, SOON, TIMEOUT, finish, on_ranks, own_memory, start_ranks
+from ranked import on_ranks, own_memory, two_of_which_one_fails
 
 import surefoot
 from surefoot.errors import SurefootError
@@ -323,12 +323,8 @@ def test_rank_failure_in_a_sharded_pass_stops_the_other_rank(
 
     monkeypatch.setattr(where, name, failing)
     steps, run = 90, tmp_path / "run"
-    timeout = SOON if what == "hangs" else TIMEOUT
-    processes = start_ranks(2, lambda rank: train(folder, "language", run, steps), tmp_path / "results", timeout)
-    if what == "hangs":
-        processes[0].join(PATIENCE)
-        os.kill(processes[1].pid or 0, signal.SIGKILL)
-    results = finish(processes, tmp_path / "results", timeout)
+    hangs = 1 if what == "hangs" else None
+    results = two_of_which_one_fails(lambda rank: train(folder, "language", run, steps), tmp_path / "results", hangs)
     assert results[0].startswith("RankLostError: rank 0 of 2: another rank ") or (
         what == "raises" and results[0].startswith("SurefootError: ") and "out of luck" in results[0]
     )

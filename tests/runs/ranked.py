@@ -55,6 +55,16 @@ def on_ranks(count: int, body: Callable[[int], Any], results: Path, timeout: flo
     return finish(start_ranks(count, body, results, timeout), results, timeout)
 
 
+def two_of_which_one_fails(body: Callable[[int], Any], results: Path, hangs: int | None) -> list[Any]:
+    """The results of ``body(rank)`` on two ranks; one that hangs is killed once the other has noticed it."""
+    timeout = TIMEOUT if hangs is None else SOON
+    processes = start_ranks(2, body, results, timeout)
+    if hangs is not None:
+        processes[1 - hangs].join(PATIENCE)
+        os.kill(processes[hangs].pid or 0, signal.SIGKILL)
+    return finish(processes, results, timeout)
+
+
 def finish(processes: list[BaseProcess], results: Path, timeout: float = TIMEOUT) -> list[Any]:
     """Wait for the ranks; their results. A rank that hangs ``PATIENCE`` longer than ranks wait for each other is a failure."""
     end = time.monotonic() + timeout + PATIENCE

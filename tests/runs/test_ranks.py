@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from killing import assert_same, rows_of
-from ranked import PATIENCE, SOON, TIMEOUT, finish, on_ranks, start_ranks
+from ranked import on_ranks, two_of_which_one_fails
 
 import surefoot
 from surefoot import SurefootError, demos, files
@@ -162,12 +162,7 @@ def failing(tmp_path, what, number, **fields):
         )
         return [p.detach().clone() for p in agent.policy.parameters()]
 
-    timeout = SOON if what == "hangs" else TIMEOUT
-    processes = start_ranks(2, body, tmp_path / "results", timeout)
-    if what == "hangs":
-        processes[1 - number].join(PATIENCE)
-        os.kill(processes[number].pid, signal.SIGKILL)
-    return finish(processes, tmp_path / "results", timeout)
+    return two_of_which_one_fails(body, tmp_path / "results", number if what == "hangs" else None)
 
 
 def test_an_environment_that_fails_on_one_rank_ends_all_with_its_message(tmp_path):
@@ -239,12 +234,7 @@ def test_a_rank_that_fails_in_any_phase_ends_the_other(tmp_path, monkeypatch, ph
         fields = {**RECIPE, "evaluation": {"every": 96, "episodes": 2}}
         surefoot.train("CartPole-v1", preset="none", run_dir=tmp_path / "run", **fields)
 
-    timeout = SOON if what == "hangs" else TIMEOUT
-    processes = start_ranks(2, body, tmp_path / "results", timeout)
-    if what == "hangs":
-        processes[1 - number].join(PATIENCE)
-        os.kill(processes[number].pid, signal.SIGKILL)
-    results = finish(processes, tmp_path / "results", timeout)
+    results = two_of_which_one_fails(body, tmp_path / "results", number if what == "hangs" else None)
     if what == "raises":
         assert "out of luck" in results[0], "the first rank shows it"
         assert "out of luck" in results[1] or results[1].startswith("RankLostError")
