@@ -98,7 +98,7 @@ def labelled_clip_loss(first: Tensor, second: Tensor, preference: Tensor, wrong:
     labels that are random. Christiano et al. 2017 (arXiv 1706.03741), section 2.2.3 and appendix A.
 
     >>> labelled_clip_loss(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([1.0]), wrong=0.1)
-    tensor([0.1695])
+    tensor([0.1711])
     """
     p = (1 - wrong) * torch.sigmoid(first - second) + wrong / 2
     return -(preference * p.clamp_min(1e-7).log() + (1 - preference) * (1 - p).clamp_min(1e-7).log())
