@@ -30,7 +30,9 @@ def main(seed: int) -> None:
     surefoot.train("calculator_sft", run_dir=folder / "sft", seed=seed, data={"train": str(folder / "direct.jsonl")})
     online = {"model": str(folder / "sft"), "steps": 4_096, "turns": {"tools": []}, "data": data}
     surefoot.train("calculator", run_dir=folder / "ppo", seed=seed, **online)
-    for name, result in attempts_at(folder / "ppo", folder / "test.jsonl").items():
+    results = attempts_at(folder / "ppo", folder / "test.jsonl")
+    for name in ("start", "trained"):
+        result = results[name]
         print(f"{name}: greedy {result['greedy_accuracy']:.1%}, sampled {result['sampled_accuracy']:.1%}")
 
 
