@@ -96,6 +96,8 @@ class Threads:
 
     def _work(self, inbox: "SimpleQueue[Callable[[], None]]") -> None:
         following = self._next()
+        if following is None:  # another thread was faster
+            _idle.append(inbox)
         while following is not None:
             call, future = following
             try:

@@ -197,6 +197,13 @@ def test_as_many_run_at_the_same_time_as_are_allowed_and_no_more(at_once: int) -
         assert set(threads) == {threading.current_thread()}, "without a deadline, one at a time stays in this thread"
 
 
+def test_threads_that_find_no_work_left_serve_later_calls() -> None:
+    before = threading.active_count()
+    for _ in range(300):
+        in_threads(lambda x: x, range(8), 8)
+    assert threading.active_count() < before + 100  # a few more than 8, which are on their way back
+
+
 @pytest.mark.parametrize("seconds", [float("inf"), PATIENCE])
 def test_the_first_error_ends_the_rest_and_is_raised(seconds: float) -> None:
     begun: list[int] = []
