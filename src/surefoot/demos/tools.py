@@ -60,7 +60,7 @@ def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
     """Print how often SFT, PPO and GRPO are right, some conversations, and what to try next."""
     from surefoot.store.metrics import read_metrics
 
-    test, results, calls = folder / "data" / "test.jsonl", dict[str, Any](), {}
+    test, results, calls = folder / "data" / "test.jsonl", dict[str, Any](), dict[str, float]()
     for name in ("ppo", "grpo"):
         attempts = attempts_at(folder / name, test)
         results |= {"SFT": attempts["start"], name.upper(): attempts["trained"]}

@@ -66,7 +66,8 @@ class OpenEnv:
         """Begin an episode; the text that its metadata has as ``prompt`` is added to the row's."""
         seen = self.made.reset(seed=seed % 2**31, **{name: value for name, value in row.items() if name != "prompt"})
         self.total = float(seen.reward or 0)
-        return seen.metadata.get("prompt")
+        prompt: str | None = seen.metadata.get("prompt")
+        return prompt
 
     def call(self, name: str, arguments: Row) -> str:
         """The text of a tool's result."""
@@ -123,13 +124,14 @@ class Verifiers:
     """
 
     def __init__(self, taskset: str) -> None:
-        self.tasks, self.schemas = _tasks(taskset), []
+        self.tasks = _tasks(taskset)
+        self.schemas: list[dict[str, Any]] = []
 
     def reset(self, index: int) -> list[dict[str, Any]]:
         """The prompt of a task."""
         from mcp.server.mcpserver import MCPServer
 
-        self.task, self.server, self.said = self.tasks[index], MCPServer("tools"), []
+        self.task, self.server = self.tasks[index], MCPServer("tools")
         for tools in type(self.task).toolsets(self.task.config):
             settled(tools.setup())
             settled(tools.setup_task(self.task.data))
