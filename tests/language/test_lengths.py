@@ -60,17 +60,11 @@ def generated(model: Any, prompt: list[int], response: list[int]) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "most",
-    [
-        6,
-    ],
-)
 @pytest.mark.parametrize("kind", SHAPES)
-def test_sampler_reads_rows_as_the_model_does_alone(kind: str, most: int) -> None:
+def test_sampler_reads_rows_as_the_model_does_alone(kind: str) -> None:
     model = small(kind)
     prompts = PROMPTS if kind == "phi3" else PROMPTS[:3]
-    drawn = sample(model, Request(prompts, range(2 * len(prompts)), most, (1,), 0, samples=2))
+    drawn = sample(model, Request(prompts, range(2 * len(prompts)), 6, (1,), 0, samples=2))
     for row, response in enumerate(drawn.responses()):
         wanted = generated(model, prompts[row // 2], response)
         torch.testing.assert_close(drawn.log_probs[row, : len(response)], wanted, atol=1e-4, rtol=0)
@@ -114,6 +108,14 @@ def test_reward_model_scores_a_text_with_the_frequencies_of_its_length() -> None
         for row, text in enumerate(alone):
             own = scorer.prefix_scores(text, torch.ones_like(text, dtype=torch.bool))[0]
             torch.testing.assert_close(everywhere[row][mask[row]], own, atol=1e-4, rtol=1e-4)
+
+
+def test_responses_of_every_group_have_their_own_seed_and_number() -> None:
+    model, finished, eos = small("phi3"), dict[int, list[int]](), range(5, 95, 5)
+    report = {"on_finished": lambda number, ids: finished.update({number: list(ids)})}
+    drawn = sample(model, Request(PROMPTS, range(12), 6, eos, 0, samples=2, **report)).responses()
+    assert drawn == [sample(model, Request([PROMPTS[row // 2]], [row], 6, eos, 0)).responses()[0] for row in range(12)]
+    assert finished == {row: ids for row, ids in enumerate(drawn) if ids[-1] in eos} != {}
 
 
 def test_prompts_are_grouped_by_whether_their_responses_pass_the_switch() -> None:

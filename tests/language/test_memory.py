@@ -239,6 +239,13 @@ def test_logits_are_counted_in_the_chunks_of_the_run(precision: str, here: Path)
     assert setup.chunk == surefoot.runs.factory.make_world(recipe).policy.chunk
 
 
+def test_both_sides_of_a_pair_are_kept_and_the_log_probs_of_the_first() -> None:
+    config = model("llama").config
+    made, shape = Workload("dpo", config, prompt=8, response=8), BatchShape(4, 16, 8)
+    one, both = (passes.learning(made, shape, sides)["policy activations"] for sides in (1, 2))
+    assert both == 2 * one + 4 * 4 * 8 * config.vocab_size
+
+
 def test_unknown_families_are_named_where_numbers_are_shown(here: Path, set_memory: Any, command: Any) -> None:
     """Mixtures of experts are known, and count more than 0 in every phase."""
     config = model_config(str(here / "mixtral"))[0]

@@ -297,6 +297,12 @@ def test_servers_that_can_not_serve_the_model_are_rejected_with_a_remedy(
     assert message in rejection(lambda: bench.engine(**server_settings))
 
 
+def test_server_that_rejects_weights_goes_on_sampling(server: StandIn, bench: Bench) -> None:
+    server.fault = lambda number, path, body: (400, {"error": "no"}) if path == "/collective_rpc" else None
+    assert "returned 400 Bad Request" in rejection(lambda: bench.engine().use(0))
+    assert not server.paused
+
+
 def test_servers_with_other_weights_or_temperature_are_detected_by_their_log_probs(
     server: StandIn, bench: Bench, other: Path
 ) -> None:
