@@ -237,9 +237,3 @@ def test_what_waits_does_not_begin_after_a_deadline_that_has_passed() -> None:
     Threads(1, (calls._Deadline(time.monotonic()),)).begin(lambda: begun.append(1))
     time.sleep(0.1)
     assert begun == []
-
-
-def test_threads_that_find_no_work_are_used_again() -> None:
-    for _ in range(20):
-        in_threads(lambda number: number, range(200), 64, 60.0)
-    assert threading.active_count() < 200
