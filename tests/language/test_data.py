@@ -13,7 +13,7 @@ from rich.console import Console
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.best_of import chosen_row
 from surefoot.language.analysis.preview import preview
-from surefoot.language.data.datasets import demonstrations, pairs, prompts, repeat_prompts
+from surefoot.language.data.datasets import demonstrations, drop_notes, pairs, prompts, repeat_prompts
 from surefoot.language.data.sources import read_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pocket import pocket
@@ -154,6 +154,8 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None
     rows = [*equal, {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b" * 100, "rejected": "c"}]
     data = pairs(read_rows(jsonl(tmp_path / "a.jsonl", rows)), TOKENS, 100)
     assert (texts(data.chosen), data.equal, data.dropped) == (["ab⟨eos⟩"], 3, 1)
+    assert drop_notes("a", 100, data)[0] == "a: dropped, because both answers are the same: 3 rows"
+    assert drop_notes("a", 100, pairs(read_rows(jsonl(tmp_path / "c.jsonl", rows[3:4])), TOKENS, 100)) == []
     with pytest.raises(SurefootError, match=r"b\.jsonl: chosen and rejected are the same in all 3 rows"):
         pairs(read_rows(jsonl(tmp_path / "b.jsonl", equal)), TOKENS, 100)
 

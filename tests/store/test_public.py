@@ -12,7 +12,7 @@ from surefoot.recipes.fields import KINDS
 from surefoot.store.public import ARGUMENTS, HARMLESS, TEXTS, is_harmless, public_table
 
 PRIVATE = {"server.url", "server.weights", "server.token_from", "reward.terms.token_from", "trackers", "tracking.project"}
-PRIVATE |= {"tracking.group", "tracking.name", "tracking.tags"}
+PRIVATE |= {"tracking.group", "tracking.name", "tracking.tags", "turns.response_template"}
 """fields with text that is never published"""
 
 

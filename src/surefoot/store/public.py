@@ -44,7 +44,8 @@ data.control_tokens data.answers data.train data.held_out sampling.stop sampling
 turns.environment reward.terms.model reward.terms.label reward.terms.function reward.terms.url
 reward.terms.judge.model reward.terms.judge.prompt reward.terms.judge.pattern reward.terms.judge.key
 reward.terms.judge.against reward.terms.per reward.terms.separator reward.missing_eos reward.gold reference.model critic.start
-critic.label mixing.demonstrations preference.loss preference.separator
+critic.label mixing.demonstrations preference.loss preference.separator turns.tools preferences.judge preferences.terminations
+cloning.data
 """
 TEXTS = frozenset(_FIELDS.split())
 """fields of recipes whose text may be published, without what names a folder or an address of this machine"""
