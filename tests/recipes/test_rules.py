@@ -260,3 +260,8 @@ def test_an_invalid_term_of_the_reward_is_named_in_one_line() -> None:
 def test_every_field_that_is_for_something_has_a_case() -> None:
     assert {field for field, *_ in rules.FIELDS_FOR} <= {field for _, field, *_ in CASES}
     assert {f".{field}" for field, *_ in rewards.FIELDS_FOR} <= {field for _, field in TERMS}
+
+
+def test_as_many_workers_as_environments_are_allowed() -> None:
+    settings = {"rollout.environments": 4, "rollout.workers": 4, "rollout.backend": "workers"}
+    make_recipe(merge_tables(BASES["control"], nested(settings)))
