@@ -212,7 +212,7 @@ def short_signature(thing: griffe.Function) -> str:
     assert isinstance(node, ast.FunctionDef)
     for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
         argument.annotation = None
-    return f"{thing.name}({ast.unparse(node.args)})"
+    return f"{thing.name}({ast.unparse(node.args)})".replace("'", '"')  # as ruff formats it
 
 
 def described_formula(thing: griffe.Function) -> str:

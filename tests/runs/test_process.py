@@ -54,7 +54,7 @@ def process() -> dict[str, Any]:
     """What belongs to the process."""
     every = set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}
     loggers = [logging.getLogger(), *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
-    legacy: Any = np.random.get_state()  # noqa: NPY002: the global generator is what is compared
+    legacy: Any = np.random.get_state()  # the global generator is what is compared
     return {
         "handlers": {number: (signal.getsignal(number), signals._action(number).raw[:8]) for number in every},
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
