@@ -1,10 +1,11 @@
 """Write docs/how-ppo-works.html, a page about PPO that a reader plays with: no server, no network, no run needed.
 
-    python docs/how_ppo_works.py            write the page (``docs/generate.py`` does it too)
-    python docs/how_ppo_works.py record     first train and record the episode of the page again: docs/site/how/episode.json
+    python docs/how_ppo_works.py               write the page (``docs/generate.py`` does it too)
+    python docs/how_ppo_works.py record        first train, and record the episode of CartPole again
+    python docs/how_ppo_works.py answer RUN    first record an answer of RUN, a PPO run of ``surefoot demo language``
 
-Numbers come from the recorded episode, the memory planner and benchmarks/results. The page's own arithmetic is JavaScript; a
-test compares it with ``surefoot.functional`` in a browser.
+Numbers come from the recorded episode and answer (docs/site/how), a recorded step of TRPO (docs/record_step.py), the memory
+planner and benchmarks/results. The page's own arithmetic is JavaScript; a test compares it with ``surefoot.functional``.
 """
 
 import argparse
@@ -22,11 +23,12 @@ from surefoot.store.reading import traces_in
 
 ROOT = Path(__file__).resolve().parent.parent
 HOW = ROOT / "docs" / "site" / "how"
-EPISODE, PAGE = HOW / "episode.json", ROOT / "docs" / "how-ppo-works.html"
+EPISODE, ANSWER, STEP = (HOW / f"{name}.json" for name in ("episode", "answer", "step"))
+PAGE = ROOT / "docs" / "how-ppo-works.html"
 RESULTS = ROOT / "benchmarks" / "results"
 SEED, STEPS, ITERATION = 4, 8_192, 3
-LENGTHS = range(18, 33)
-"""steps of an episode that fits on the page"""
+LENGTHS = range(18, 46)
+"""steps or tokens of an episode that fits on the page"""
 RUNGS = ("REINFORCE", "REINFORCE_BASELINE", "ACTOR_CRITIC", "A2C", "PPO_UNCLIPPED", "PPO_CLIP")
 POINTS = 25
 """points of a curve on the page"""
@@ -63,16 +65,25 @@ def whole_episodes(trace: Any) -> list[Any]:
 def numbers_of(trace: Any, row: Any) -> dict[str, Any]:
     """The numbers of an episode that the page's arithmetic starts from, as the run had them in float32."""
 
-    def numbers(x: Any) -> list[Any]:
-        return [float(value) for value in x.tolist()]
-
+    about = f"CartPole-v1, PPO_CLIP, seed {SEED}, iteration {trace.iteration}. The pole falls after {len(row.rewards)} steps"
     return {
-        "about": f"CartPole-v1, PPO_CLIP, seed {SEED}, iteration {trace.iteration}",
+        "name": "CartPole",
+        "about": f"{about}; each earns 1.",
+        **shared_numbers(trace, row),
+        "rewards": numbers(row.rewards),
+    }
+
+
+def numbers(x: Any) -> list[Any]:
+    return [float(f"{value:.9g}") for value in x.tolist()]
+
+
+def shared_numbers(trace: Any, row: Any) -> dict[str, Any]:
+    """What control and text have alike."""
+    return {
         "gamma": trace.gamma,
         "gae_lambda": trace.gae_lambda,
         "clip": trace.clip,
-        "actions": [int(action) for action in row.actions.tolist()],
-        "rewards": numbers(row.rewards),
         "values": numbers(row.values),
         "next_values": numbers(row.next_values),
         "terminated": [bool(flag) for flag in row.terminated.tolist()],
@@ -80,6 +91,30 @@ def numbers_of(trace: Any, row: Any) -> dict[str, Any]:
         "log_probs": [numbers(epoch) for epoch in row.visits.log_probs],
         "advantages": numbers(row.advantages),
     }
+
+
+def record_answer(run: Path) -> dict[str, Any]:
+    """The answer with the most clipped tokens in the later half of a run's traces, of those that ended and fit on the page."""
+    traces = [surefoot.read_trace(file) for file in traces_in(run / "traces")]
+    found = [
+        (int((~row.visits.gradient_flows).sum()), trace, row)
+        for trace in traces[len(traces) // 2 :]
+        for row in trace.rows
+        if len(row.rewards) in LENGTHS and bool(row.terminated[-1])
+    ]
+    _, trace, row = max(found, key=lambda each: each[0])
+    score = float(row.reward_parts["score"].sum())
+    about = (
+        f"surefoot demo language, iteration {trace.iteration}. Prompt: “{row.about['prompt'].strip()}”. The learned reward "
+        f"gives {score:.2f} to the whole answer, at its last token; every token pays β times its KL to the SFT model."
+    )
+    text = {
+        "tokens": row.about["tokens"],
+        "score": score,
+        "beta": row.about["reference_beta"],
+        "ref_log_probs": numbers(row.ref_log_probs),
+    }
+    return {"name": "an answer of a language model", "about": about, **shared_numbers(trace, row), **text}
 
 
 # ---- results ----------------------------------------------------------------------------------------------------------
@@ -142,7 +177,8 @@ def summary(curves: list[dict[str, list[Any]]]) -> dict[str, list[float]]:
 def how_ppo_works_page() -> str:
     """The whole page."""
     data = {
-        "episode": json.loads(EPISODE.read_text("utf-8")),
+        "episodes": [json.loads(file.read_text("utf-8")) for file in (EPISODE, ANSWER)],
+        "step": json.loads(STEP.read_text("utf-8")),
         "roles": textbook(1),
         "frontier": frontier(),
         "ladder": ladder(),
@@ -152,9 +188,13 @@ def how_ppo_works_page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["page", "record"], default="page")
-    if parser.parse_args().what == "record":
-        EPISODE.write_text(json.dumps(record(), indent=1) + "\n", "utf-8")
+    parser.add_argument("what", nargs="?", choices=["page", "record", "answer"], default="page")
+    parser.add_argument("run", nargs="?", type=Path)
+    options = parser.parse_args()
+    if options.what == "record":
+        EPISODE.write_text(json.dumps(record()) + "\n", "utf-8")
+    if options.what == "answer":
+        ANSWER.write_text(json.dumps(record_answer(options.run)) + "\n", "utf-8")
     PAGE.write_text(how_ppo_works_page(), "utf-8", newline="\n")
 
 

@@ -10,12 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from surefoot.functional import clip_active, clipped_surrogate, discounted_returns, gae, importance_ratio, td_residual
+from surefoot.compare.plots import RUNGS
+from surefoot.functional import (
+    clip_active,
+    clipped_surrogate,
+    discounted_returns,
+    gae,
+    importance_ratio,
+    kl_shaped_rewards,
+    place_scores,
+    td_residual,
+)
 from surefoot.language.memory.planner import textbook
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-ppo-works.html"
-EPISODE = json.loads((ROOT / "docs" / "site" / "how" / "episode.json").read_text("utf-8"))
+EPISODE, ANSWER, STEP = (
+    json.loads((ROOT / "docs" / "site" / "how" / f"{name}.json").read_text("utf-8")) for name in ("episode", "answer", "step")
+)
 LAST = len(EPISODE["log_probs"]) - 1
 POSITIONS = [(0.98, 0.8, 0.125, LAST), (1.0, 1.0, 0.2, 0), (0.0, 0.95, 0.1, 4), (0.9, 0.0, 0.0, LAST), (0.99, 0.95, 0.5, 7)]
 """γ, λ, ε and epoch"""
@@ -29,8 +41,8 @@ def how(page: Any) -> Any:
     return page
 
 
-def double(name: str) -> torch.Tensor:
-    return torch.tensor(EPISODE[name], dtype=torch.float64)
+def double(name: str, of: Any = EPISODE) -> torch.Tensor:
+    return torch.tensor(of[name], dtype=torch.float64)
 
 
 def test_every_bar_equals_what_functional_computes(how: Any) -> None:
@@ -65,6 +77,45 @@ def test_every_bar_equals_what_functional_computes(how: Any) -> None:
         assert [branch == "clipped" for _, branch in levels["objective"]] == active.tolist()
         branches |= {branch for _, branch in levels["objective"]}
     assert branches == {"unclipped", "clipped"}
+
+
+def test_on_text_the_reward_of_a_token_is_its_share_of_the_kl_and_the_score_comes_at_the_end(how: Any) -> None:
+    how.select_option("#episode", "1")
+    assert how.locator("#tokens span").count() == len(ANSWER["tokens"])
+    kl = double("old_log_probs", ANSWER) - double("ref_log_probs", ANSWER)
+    ends: dict[str, Any] = {
+        "terminated": torch.tensor(ANSWER["terminated"]),
+        "truncated": torch.zeros(len(kl), dtype=torch.bool),
+    }
+    for beta in (ANSWER["beta"], 0.0, 1.0):
+        how.fill("#beta", f"{beta:g}")
+        mask = torch.ones_like(kl, dtype=torch.bool)
+        scores = place_scores(torch.tensor(ANSWER["score"], dtype=torch.float64), mask)
+        rewards = kl_shaped_rewards(scores, double("old_log_probs", ANSWER), double("ref_log_probs", ANSWER), mask, beta)
+        credit = gae(
+            rewards,
+            double("values", ANSWER),
+            double("next_values", ANSWER),
+            **ends,
+            gamma=ANSWER["gamma"],
+            lam=ANSWER["gae_lambda"],
+        )
+        for level, wanted in (("kl", kl), ("reward", rewards), ("advantage", credit)):
+            shown = torch.tensor([value for value, _ in how.evaluate(LEVEL, level)], dtype=torch.float64)
+            torch.testing.assert_close(shown, wanted, rtol=1e-12, atol=1e-12)
+        if beta == ANSWER["beta"]:
+            torch.testing.assert_close(credit.float(), torch.tensor(ANSWER["advantages"]), rtol=1e-4, atol=1e-4)
+    how.locator("#tokens span").last.click()
+    assert "The answer ends here" in how.inner_text("#chain")
+
+
+def test_the_recorded_step_of_trpo_is_the_first_try_within_the_bound(how: Any) -> None:
+    kls = [float(x) for x in how.evaluate("() => [...document.querySelectorAll('[data-try]')].map((x) => x.dataset.kl)")]
+    assert all(kl > STEP["delta"] for kl in kls[:-1])
+    assert kls[-1] <= STEP["delta"]
+    assert [each["length"] for each in STEP["tries"]] == pytest.approx([0.8**power for power in range(len(kls))])
+    assert STEP["curvature"]["gradient"] > STEP["curvature"]["full"] > 0
+    assert how.locator(".ring.bound").count() >= 1
 
 
 def test_as_recorded_the_advantages_are_those_that_the_run_had(how: Any) -> None:
@@ -146,6 +197,13 @@ def test_the_page_fits_a_phone_and_has_a_light_and_a_dark_theme(how: Any) -> Non
     how.reload()
     assert how.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert how.locator('[data-role="policy"]').is_visible()
+
+
+def test_an_algorithm_has_the_colour_that_it_has_in_plots() -> None:
+    style = (ROOT / "docs" / "site" / "how" / "how.css").read_text("utf-8")
+    for rung, colour in enumerate(RUNGS):
+        shown = "var(--ink)" if colour == "#000000" else colour  # black is white on a dark page
+        assert f".line.rung{rung} {{ stroke: {shown};" in style
 
 
 def test_the_page_loads_nothing_else() -> None:

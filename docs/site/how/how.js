@@ -3,6 +3,7 @@
 import { h, show, themeButton } from "./dom.js";
 import { makeFrontier, makeLadder } from "./charts.js";
 import { makeRoles } from "./roles.js";
+import { makeStep } from "./step_view.js";
 import { makeStairs } from "./stairs_view.js";
 
 const data = JSON.parse(document.getElementById("samples").textContent);
@@ -22,9 +23,12 @@ show(
   h("header", {}, h("div", {}, h("h1", {}, "How PPO works"),
     h("p", { class: "formula" }, "from one reward to one step of the policy")), themeButton()),
   section("The staircase", [
-    `One episode as a run recorded it (${data.episode.about}): the pole falls after ${data.episode.rewards.length} steps, and every step earns 1. ` +
-    "Each level is computed from the one above it. Move γ, λ, ε and the epoch, and choose a step: V, the actions and their probabilities stay as recorded.",
-  ], makeStairs(data.episode)),
+    "Each level is computed from the one above it. Move the sliders, and choose a step: V, the actions and their probabilities stay as a run recorded them.",
+  ], makeStairs(data.episodes)),
+  section("TRPO’s step, and PPO’s", [
+    `How far may one batch move the policy? TRPO follows the natural gradient to the edge of KL ≤ δ; PPO lets the clip end each sample’s gain. One update as a run recorded it (${data.step.about}), ` +
+    "seen in the plane of two directions among thousands: the gradient, and TRPO’s full step.",
+  ], makeStep(data.step)),
   section("Four models in one loop", [
     "PPO on a language model has four roles. Step through an iteration; the numbers are the memory of each role.",
   ], makeRoles(data.roles)),

@@ -5,6 +5,7 @@ import { staircase } from "./staircase.js";
 import { fixed, reason, short } from "./surrogate.js";
 
 const LEVELS = [
+  ["kl", "KL to the reference", "log π_old − log π_ref"],
   ["reward", "reward", "r"],
   ["return", "return", "G = r + γ G′"],
   ["value", "value", "V(s), the critic’s estimate of G"],
@@ -15,15 +16,29 @@ const LEVELS = [
 ];
 const WIDTH = 640;
 const HEIGHT = 62;
+const visible = (token) => token.replaceAll("\n", "⏎") || "∅";
 const n = (x) => (x < 0 ? `(${short(x)})` : short(x));
 
-export function makeStairs(episode) {
+// One staircase at a time: a choice of episodes, each {name, about, …numbers}.
+export function makeStairs(episodes) {
+  const body = h("div");
+  const select = h("select", { id: "episode", onchange: () => begin(episodes[select.value]) }, episodes.map((one, i) => h("option", { value: i }, one.name)));
+  const begin = (episode) => show(body, h("p", { class: "hint", id: "about" }, episode.about), stairs(episode));
+  begin(episodes[0]);
+  return h("div", {}, h("div", { class: "controls" }, h("label", {}, h("span", {}, "episode"), select)), body);
+}
+
+function stairs(episode) {
   const last = episode.log_probs.length - 1;
-  const count = episode.rewards.length;
-  const state = { gamma: episode.gamma, lambda: episode.gae_lambda, clip: episode.clip, epoch: last, step: Math.max(0, count - 8) };
-  const strips = LEVELS.map(([key, name, formula]) => makeStrip(key, name, formula, count, choose));
+  const count = episode.old_log_probs.length;
+  const text = Boolean(episode.tokens);
+  const levelsShown = LEVELS.filter(([key]) => text || key !== "kl");
+  const state = { beta: episode.beta ?? 0, gamma: episode.gamma, lambda: episode.gae_lambda, clip: episode.clip, epoch: last, step: Math.max(0, count - 8) };
+  const strips = levelsShown.map(([key, name, formula]) => makeStrip(key, name, formula, count, choose));
+  const words = (episode.tokens ?? []).map((token, t) => h("span", { role: "option", onclick: () => choose(t) }, visible(token)));
   const chain = h("div", { class: "chain", id: "chain", "aria-live": "polite" });
   const controls = h("div", { class: "controls wide", id: "stairs-controls" },
+    text ? slider("beta", "β of the KL", 0, 1, 0.01) : [],
     slider("gamma", "γ, discount", 0, 1, 0.01), slider("lambda", "λ of GAE", 0, 1, 0.01),
     slider("clip", "ε of the clip", 0, 0.5, 0.005), slider("epoch", "epoch", 0, last, 1),
     h("button", { type: "button", id: "recorded", onclick: recorded }, "As recorded"));
@@ -40,7 +55,7 @@ export function makeStairs(episode) {
   }
 
   function recorded() {
-    Object.assign(state, { gamma: episode.gamma, lambda: episode.gae_lambda, clip: episode.clip, epoch: last });
+    Object.assign(state, { beta: episode.beta ?? 0, gamma: episode.gamma, lambda: episode.gae_lambda, clip: episode.clip, epoch: last });
     draw();
   }
 
@@ -52,9 +67,11 @@ export function makeStairs(episode) {
   function draw() {
     for (const element of controls.children) element.refresh?.();
     const rule = { low: state.clip, high: state.clip, dual: null };
-    const levels = staircase(episode, state.gamma, state.lambda, rule, state.epoch);
-    LEVELS.forEach(([key], i) => strips[i].draw(levels[key], levels.terms, state, key === "ratio" ? rule : null));
-    show(chain, h("h3", {}, `Step ${state.step}: the arithmetic`), arithmetic(levels, rule));
+    const levels = staircase(episode, state.beta, state.gamma, state.lambda, rule, state.epoch);
+    levelsShown.forEach(([key], i) => strips[i].draw(levels[key], levels.terms, state, key === "ratio" ? rule : null));
+    words.forEach((word, t) => word.setAttribute("aria-selected", String(t === state.step)));
+    const name = text ? `Token ${state.step}, “${visible(episode.tokens[state.step])}”` : `Step ${state.step}`;
+    show(chain, h("h3", {}, `${name}: the arithmetic`), arithmetic(levels, rule));
   }
 
   function arithmetic(levels, rule) {
@@ -69,6 +86,8 @@ export function makeStairs(episode) {
       h("div", { class: taken ? "taken" : null }, h("dt", {}, name), h("dd", {}, `${text} = `, h("b", {}, fixed(value, 3))), h("span", { class: "mark" }, taken ? "taken" : ""));
     return [
       h("dl", {},
+        text ? [row("KL", `log π_old − log π_ref = ${short(episode.old_log_probs[t])} − ${n(episode.ref_log_probs[t])}`, levels.kl[t]),
+          row("reward", `r = ${end ? `score − β KL = ${short(episode.score)}` : "0"} − ${short(state.beta)} · ${n(levels.kl[t])}`, r)] : [],
         row("return", `G = r + γ G′ = ${short(r)} + ${g} · ${n(next("return"))}`, levels.return[t]),
         row("TD residual", `δ = r + γ V′ − V = ${short(r)} + ${g} · ${n(ahead)} − ${n(v)}`, levels.residual[t]),
         row("advantage", `A = δ + γλ A′ = ${short(levels.residual[t])} + ${g} · ${l} · ${n(next("advantage"))}`, levels.advantage[t]),
@@ -77,13 +96,13 @@ export function makeStairs(episode) {
         row("clipped", `clip(ρ) A = ${short(it.held)} · ${n(it.advantage)}`, it.clipped, it.branch === "clipped"),
         row("objective", `J = min(${short(it.unclipped)}, ${short(it.clipped)})`, it.value)),
       h("p", { class: "why" }, reason(it, rule)),
-      h("p", { class: "hint" }, end ? "The pole fell here, so V′ and everything after it is 0." : "A here is not normalised; most runs shift and scale it over the batch."),
+      h("p", { class: "hint" }, end ? `${text ? "The answer ends" : "The pole fell"} here, so V′ and everything after it is 0.` : "A here is not normalised; most runs shift and scale it over the batch."),
     ];
   }
 
   draw();
-  return h("div", {}, controls, h("div", { class: "halves" },
-    h("div", { class: "strips", tabindex: "0", role: "slider", id: "step", "aria-label": "step of the episode", "aria-valuemin": "0", "aria-valuemax": String(count - 1),
+  return h("div", {}, controls, words.length ? h("div", { class: "steps text", id: "tokens" }, words) : [], h("div", { class: "halves" },
+    h("div", { class: "strips", tabindex: "0", role: "slider", id: "step", "aria-label": text ? "token of the answer" : "step of the episode", "aria-valuemin": "0", "aria-valuemax": String(count - 1),
       onkeydown: (event) => {
         const by = { ArrowRight: 1, ArrowLeft: -1, Home: -count, End: count }[event.key];
         if (by === undefined) return;
