@@ -25,7 +25,7 @@ from surefoot.inspector.traces import Traces
 
 LONGEST = 60
 """seconds, after which a command is taken to hang"""
-UNSIGNED = ("config.toml", "metrics.jsonl")
+UNSIGNED = ("config.toml", "metrics.jsonl", "fingerprints.jsonl")
 """files of a run that a person may edit, or that later lines follow"""
 MEMORY = 4 << 30
 """bytes that a command may take beyond those of this process: a device has no end"""

@@ -22,7 +22,7 @@ OWN = {
     "accel/programs.py": "the cache of compiled programs, and source of the package",
     "inspector/clip_table.py": "pages of the package",
     "language/data/cache.py": "a map of a file that was checked",
-    "language/memory/check.py": "files of the kernel",
+    "language/memory/available.py": "files of the kernel",
     "language/language_model.py": "a temporary folder of this process",
     "language/models/mapped.py": "a temporary file of this process",
     "recipes/control.py": "source of an installed package",

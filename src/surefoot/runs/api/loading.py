@@ -22,7 +22,8 @@ def load_result(parts: dict[str, Any], where: Path, trust_remote_code: bool = Fa
     if parts["recipe"].get("kind", "control") == "control":
         from surefoot.control.agent import Agent
 
-        parts = {**parts, "recipe": {**parts["recipe"], "task": task_from_here(parts["recipe"]["task"], where)}}
+        if isinstance(task := parts["recipe"].get("task"), str):
+            parts = {**parts, "recipe": {**parts["recipe"], "task": task_from_here(task, where)}}
         return Agent.from_parts(parts, where, functions_again(make_recipe(parts["recipe"]), network=network))
     reject(network=network)
     from surefoot.language.language_model import from_parts
