@@ -252,7 +252,7 @@ def test_an_observation_that_is_not_finite_is_rejected() -> None:
 
 def test_the_repr_of_an_agent_is_one_line_and_other_objects_are_not_evaluated() -> None:
     assert re.fullmatch(r"<Agent PPO_CLIP on CartPole-v1, [\d,]+ parameters>", repr(cartpole(steps=1)))
-    with pytest.raises(SurefootError, match="runs/first: no such run folder; see what there is with: ls runs"):
+    with pytest.raises(SurefootError, match=r"runs/first: no such run folder; see what there is with: ls .*/runs"):
         surefoot.evaluate("runs/first", episodes=1)
     with pytest.raises(SurefootError, match=r"3: is not an agent, model or run; load one with surefoot.load\(RUN\)"):
         surefoot.evaluate(3, episodes=1)

@@ -127,7 +127,7 @@ def test_an_iteration_ends_at_the_weights_of_stable_baselines3(task: str, monkey
         for actual, expected in ((credit.advantages, buffer.advantages), (credit.returns, buffer.returns)):
             np.testing.assert_allclose(actual, np.swapaxes(expected, 0, 1), rtol=1e-4, atol=1e-5)
         own, theirs = iter(orders), iter(orders)
-        monkeypatch.setattr("surefoot.core.minibatches.random_order", lambda count, generator, own=own: next(own))
+        monkeypatch.setattr("surefoot.core.steps.random_order", lambda count, generator, own=own: next(own))
 
         def in_order(size: int, theirs: Iterator[Tensor] = theirs) -> Iterator[Any]:
             if not buffer.generator_ready:

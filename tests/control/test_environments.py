@@ -709,11 +709,10 @@ def test_an_observation_space_of_odd_names_is_rejected(observation: spaces.Space
 @pytest.mark.parametrize(
     ("action", "named"),
     [
-        (spaces.Dict({"a": spaces.Discrete(2)}), "Dict"),
         (spaces.Box(0, 1, (2, 0)), r"Box\(2, 0\)"),
         (spaces.Box(0, 5, (2,), np.int64), "Box"),
     ],
-    ids=["dict", "empty", "whole numbers"],
+    ids=["empty", "whole numbers"],
 )
 def test_an_unsupported_action_space_is_named(action: spaces.Space[Any], named: str) -> None:
     with pytest.raises(SurefootError, match=rf"strange.*: action space {named}.* is not supported"):

@@ -29,6 +29,7 @@ class RecordingDisplay(Display):
     """Record all messages except that of the engine."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.said: list[str] = []
 
     def message(self, line: str) -> None:

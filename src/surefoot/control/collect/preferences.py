@@ -210,7 +210,7 @@ class Preferences:
 
     def _by_return(self, number: int, pairs: Clips, tapes: Tapes) -> Labels:
         """Labels by the task's rewards, of which a share is wrong."""
-        first, second = pairs.rewards.double().sum(-1).unbind(-1)
+        first, second = pairs.rewards.cpu().double().sum(-1).unbind(-1)
         labels = (first > second).float().masked_fill(first == second, 0.5)
         if self.settings.errors:  # else the same pairs are chosen as with people who answer like this
             labels = (labels - (torch.rand(len(labels), generator=self.generator) < self.settings.errors).float()).abs()
