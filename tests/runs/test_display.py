@@ -195,6 +195,8 @@ def test_every_key_that_a_run_writes_has_its_meaning_and_every_meaning_its_key(t
         "responses_missing",
         "sampler_lag",
     }
+    elsewhere |= {"tool_calls", "tool_calls_failed", "tool_calls_malformed"}  # of conversations with tools
+    elsewhere |= {"labels_trained", "label_accuracy"}  # of rewards that are learned from clips
     assert set(METRICS) - written <= elsewhere
 
 
