@@ -47,7 +47,7 @@ SAID = ("return Rollout(", "if state.iteration == 3:\n            print('at work
 
 
 @pytest.mark.slow
-def test_the_documented_program_prints_what_the_page_shows(start: Start) -> None:
+def test_two_ranks_learn_from_the_arms_that_both_pull(start: Start) -> None:
     first, second = start()
     code, out, err = first.finish()
     assert code == 0, err

@@ -138,9 +138,7 @@ def test_a_signal_to_the_command_saves_and_stops_in_one_line(number, tmp_path):
     run.send_signal(number)
     code, _, err = ended(run)
     assert code == 130
-    lines = [
-        line for line in err.splitlines() if not line.startswith("stopping after this iteration, ")
-    ]  # Ctrl-C alone says it
+    lines = [line for line in err.splitlines() if not line.startswith("stopping after this ")]  # Ctrl-C alone says it
     assert [line for line in lines if "stopped at step" in line and "surefoot resume" in line]
     assert len(lines) == 1
 
