@@ -37,7 +37,7 @@ class Chat:
     With a chat template, every answer follows the whole conversation. Without one, each line is a separate prompt, which the
     model continues.
 
-    player  calls tools; each line begins anew with an environment's state
+    player  calls tools; an environment is reset at each line
     """
 
     def __init__(self, model: LanguageModel, options: ChatOptions, player: "Player | None" = None) -> None:
