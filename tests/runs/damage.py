@@ -25,8 +25,8 @@ from surefoot.inspector.traces import Traces
 
 LONGEST = 60
 """seconds, after which a command is taken to hang"""
-UNSIGNED = ("config.toml", "metrics.jsonl", "fingerprints.jsonl")
-"""files of a run that a person may edit, or that later lines follow"""
+UNSIGNED = ("config.toml", "metrics.jsonl")
+"""files of a run that a person may edit, or of which another finding shows the damage"""
 MEMORY = 4 << 30
 """bytes that a command may take beyond those of this process: a device has no end"""
 PLACED = ("pipe", "device", "socket", "folder")

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surefoot.diagnostics.findings import damaged_files
 from surefoot.errors import SurefootError
 from surefoot.files import read_bytes, read_toml
 from surefoot.recipes.reading import make_recipe
 from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.folder import CHANGE_NOTHING, differences, table_differences, with_own_rows
-from surefoot.store.manifest import fault_of, read_listed_table
+from surefoot.store.manifest import read_listed_table
 from surefoot.store.metrics import FILE, read_history
-from surefoot.store.reading import FINGERPRINTS, STAGES, Fingerprinted, check_is_run, read_fingerprints
+from surefoot.store.reading import STAGES, check_is_run, read_fingerprints
 from surefoot.store.source import SHOWN
 
 Rows = Mapping[int, Mapping[str, Sequence[Any]]]
@@ -143,7 +144,7 @@ def compare_runs(a: Path, b: Path) -> Difference:
     found += [f"code: {line}" for line in differences(_in_checkpoint(a, "code"), _in_checkpoint(b, "code"))]
     # Of a run that was resumed elsewhere, the machine counts that computed the iteration.
     found += machine_differences(one.machine_of(at), other.machine_of(at))
-    return Difference(a, b, compared, first, before, found, [*damaged_in(a, one), *damaged_in(b, other)])
+    return Difference(a, b, compared, first, before, found, [*damaged_in(a), *damaged_in(b)])
 
 
 def _table(run: Path) -> dict[str, Any]:
@@ -181,10 +182,7 @@ def _in_checkpoint(run: Path, part: str) -> dict[str, Any]:
     return {}
 
 
-def damaged_in(run: Path, record: Fingerprinted) -> list[str]:
+def damaged_in(run: Path) -> list[str]:
     """The files of a run that are not what it wrote."""
-    found = [f"{run / FINGERPRINTS} {record.fault}"] if record.fault else []
-    if fault := read_history(run).fault:
-        found.append(f"{run / FILE} {fault}")
-    folders = [*checkpoints_in(run / "checkpoints"), *checkpoints_in(run / "best")]
-    return found + [f"{folder}: {fault}" for folder in folders if (fault := fault_of(folder))]
+    metrics = read_history(run).fault
+    return [f"{run / fault}" for fault in [*damaged_files(run), *([f"{FILE} {metrics}"] if metrics else [])]]

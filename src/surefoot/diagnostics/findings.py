@@ -27,11 +27,13 @@ from surefoot.store.manifest import LISTING, MANIFEST, check_folder, check_liste
 from surefoot.store.metrics import FILE, read_history, read_metrics
 from surefoot.store.reading import (
     ENVIRONMENT,
+    FINGERPRINTS,
     FINISHED,
     START,
     TRACKERS_FILE,
     History,
     check_is_run,
+    read_fingerprints,
     read_trackers,
     samples_in,
     traces_in,
@@ -133,9 +135,10 @@ def damaged_files(run: Path) -> list[str]:
     single = [run / ENVIRONMENT, run / FINISHED, run / TRACKERS_FILE, *traces_in(run / "traces"), *samples_in(run / "samples")]
     if (run / LISTING).exists():  # a copy from the hub, whose one listing has all of it
         folders, single = [run], []
-    return [
-        f"{path.relative_to(run)}: {fault}" for path in (*folders, *single) if _fault_of(path) and (fault := _fault_of(path))
-    ]  # asked twice, since a run that goes on may have replaced it in between
+    faults = [(path.relative_to(run), _fault_of(path) and _fault_of(path)) for path in (*folders, *single)]
+    # Twice, since a run that goes on may have replaced it in between.
+    faults.append((Path(FINGERPRINTS), read_fingerprints(run).fault))
+    return [f"{name}: {fault}" for name, fault in faults if fault]
 
 
 def _fault_of(path: Path) -> str | None:
