@@ -13,6 +13,7 @@ run at once: a cell that another process works on is left to it. Each process us
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -162,16 +163,7 @@ def why_text(claim: Claim, verdict: Verdict) -> str:
     """One sentence why; nothing while cells are missing."""
     if verdict.word == OUT_OF_REACH:
         return claim.out_of_reach
-    if verdict.done < verdict.planned:
-        return ""
-    if verdict.word in claim.why or verdict.word != UNDECIDED:
-        return claim.why.get(verdict.word, "")
-    open_ones = [bound.what for bound in verdict.bounds if not bound.holds]
-    if len(verdict.bounds) == 1 or not open_ones:
-        return "The interval contains its bound." if open_ones else ""
-    if len(open_ones) == len(verdict.bounds):
-        return "Every interval contains its bound."
-    return f"The interval contains the bound: {'; '.join(open_ones)}."
+    return claim.why.get(verdict.word, "") if verdict.done == verdict.planned else ""
 
 
 def full(experiment: Experiment) -> str:
@@ -186,25 +178,26 @@ def full(experiment: Experiment) -> str:
 
 
 def page() -> str:
-    """Everything between the marks of the page: first all claims by verdict, then each with its numbers."""
+    """Everything between the marks of the page: first one screen of verdicts, then each claim with its numbers."""
     by_verdict: dict[str, list[str]] = {word: [] for word in ("confirmed", "refuted", UNDECIDED, OUT_OF_REACH)}
     sections: list[str] = []
+    open_claims: dict[str, list[str]] = {}
     for experiment in EXPERIMENTS.values():
         results = experiment.results()
         heading = f"{experiment.key}: {experiment.title}"
         rows = []
         for claim in experiment.claims:
             verdict = decided(claim, experiment, results)
+            if verdict.word == UNDECIDED:
+                open_claims.setdefault(heading, []).append(claim.key)
             by_verdict[verdict.word].append(f"- [{claim.key}](#{anchor(heading)}) {claim.sentence}")
-            measured = bounds_text(verdict.bounds)
-            parts = (
-                why_text(claim, verdict),
-                f"{measured[:1].upper()}{measured[1:]}." if measured else "",
-                f"*{claim.source}*",
-            )
+            measured = re.sub("^[a-z]+ ", lambda first: first[0].capitalize(), bounds_text(verdict.bounds))
+            parts = (measured and f"{measured}.", why_text(claim, verdict), f"*{claim.source}*")
             rows.append(f"- **{claim.key}, {verdict.text}: {claim.sentence}** {' '.join(part for part in parts if part)}")
         sections.append("\n\n".join([f"## {heading}", experiment.protocol, "\n".join(rows)]))
-    lists = [f"## {word[0].upper()}{word[1:]}: {len(each)}\n\n" + "\n".join(each) for word, each in by_verdict.items() if each]
+    undecided = [f"- [{heading}](#{anchor(heading)}): {', '.join(keys)}" for heading, keys in open_claims.items()]
+    screen = {word: (len(each), undecided if word == UNDECIDED else each) for word, each in by_verdict.items() if each}
+    lists = [f"## {word[0].upper()}{word[1:]}: {count}\n\n" + "\n".join(lines) for word, (count, lines) in screen.items()]
     return "\n\n".join([*lists, *sections])
 
 

@@ -5,8 +5,10 @@ number with a 95 % interval from the results. The claim is confirmed if every in
 lies entirely on the other side, and undecided otherwise, or while cells are missing.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -75,11 +77,19 @@ class Bound:
 
 
 def bounds_text(bounds: Sequence[Bound]) -> str:
-    """Numbers and limits; a number with a limit on each side is one."""
+    """Numbers and limits: a number with a limit on each side is one, and what neighbours share is written once."""
     limits: dict[str, list[str]] = {}
     for bound in bounds:
         limits.setdefault(bound.number, []).append(f"{'>' if bound.above else '<'} {bound.limit:g}")
-    return "; ".join(f"{shown}, claimed {' and '.join(each)}" for shown, each in limits.items())
+    parts = []
+    for limit, group in groupby(limits, lambda each: " and ".join(limits[each])):
+        shown, before = [], ""
+        for each in group:
+            shown.append(each.removeprefix(before))
+            shared = re.match(r".*(?: minus |, )(?=.*: )", each)
+            before = shared[0] if shared else ""
+        parts.append(f"{'; '.join(shown)}, {'each ' if len(shown) > 1 else ''}claimed {limit}")
+    return "; ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,7 @@ Curve = Sequence[tuple[float, float]]
 """KL and gold of runs with several coefficients"""
 MARGIN = 0.1
 """of gold, below which a difference counts as none. Gold of the SFT models is about 0.4, its maximum 2"""
-COMMON = (
-    "The `reviews` task of `surefoot demo language`: SFT and reward model as in the demo, both shared by all cells of "
-    "a seed, 3,200 responses each, seeds 1 to 5. Gold, proxy and KL are means over 128 held-out prompts of products "
-    "in the training data."
-)
+COMMON = "The `reviews` task as in E3."
 
 
 # ---- one cell ---------------------------------------------------------------------------------------------------------
@@ -234,11 +230,10 @@ E3 = Experiment(
     key="E3",
     setting="β",
     title="The β frontier: reward hacking",
-    protocol=COMMON
-    + f" PPO with β = {', '.join(f'{beta:g}' for beta in BETAS)}; β = 0.3 was chosen on seeds 2 and 3 when the demo was "
-    "built. The model is that of the checkpoint with the highest proxy on held-out prompts, as in the demo. E3.1 and E3.2 "
-    "use the demo's own runs (benchmarks/language.py), which are older than this rule. Intervals are of "
-    "differences within seeds.",
+    protocol="The `reviews` task of `surefoot demo language`, seeds 1 to 5: all runs of a seed share SFT and reward model and "
+    "see 3,200 responses. Gold, proxy and KL are means over 128 held-out prompts of known products, at the checkpoint with the "
+    f"highest proxy; differences are within seeds. PPO with β = {', '.join(f'{beta:g}' for beta in BETAS)}; 0.3 was chosen on "
+    "seeds 2 and 3. E3.1 and E3.2 use the demo's own, older runs (benchmarks/language.py).",
     cells={cell.name: cell for cell in E3_CELLS},
     core_hours=1.2,
     claims=(
@@ -397,10 +392,9 @@ def kl_claim(key: str, estimator: str) -> Claim:
     return Claim(
         key,
         f"KL in the loss ({estimator}) gives as much true reward at equal KL as KL in the reward.",
-        "Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.1, moves it to the loss with k3; Ouyang et "
-        "al. 2022 (arXiv 2203.02155) has it in the reward",
+        "Shao et al. 2024 (arXiv 2402.03300), section 4.1.1; in the reward: Ouyang et al. 2022 (arXiv 2203.02155)",
         f"gold at equal KL, interpolated over three coefficients, is at most {MARGIN} lower than with KL in the reward; where "
-        "the KL is equal was chosen after seed 1 (see the protocol)",
+        "the KL is equal was chosen after seed 1",
         partial(at_equal_kl, estimator=estimator),
         why={"refuted": WHY_LESS[estimator]},
         needs=within(*(f"{place}_{coefficient:g}" for place in ("reward", estimator) for coefficient in COEFFICIENTS)),
@@ -411,11 +405,10 @@ E4 = Experiment(
     key="E4",
     setting="place of the KL, coefficient",
     title="KL in the reward or in the loss",
-    protocol=COMMON + f" PPO with KL in the reward (k1; these runs are E3's), or in the loss by k2 or k3, each with "
-    f"coefficients {', '.join(f'{c:g}' for c in COEFFICIENTS)}. The KL of the comparison was planned as {PLANNED_KL} nats. The "
-    "runs of seed 1 with the KL in the loss all ended above that, where gold at 1.5 nats would be that of the nearest run. So "
-    "the rule became the middle of what both cover, in each seed, when the runs with KL in the reward and seed 1 were known; "
-    "the last table has both.",
+    protocol=COMMON + " PPO with KL in the reward (k1; E3's runs), or in the loss by k2 or k3, with coefficients "
+    f"{', '.join(f'{c:g}' for c in COEFFICIENTS)}. A planned comparison at {PLANNED_KL} nats was not possible: all runs of "
+    "seed 1 with the KL in the loss ended above. After these runs the rule became the middle of what both cover, in each seed; "
+    "`show E4` has both.",
     tables=kl_tables,
     cells={cell.name: cell for cell in E4_CELLS},
     core_hours=1.9,
@@ -481,10 +474,9 @@ E5 = Experiment(
     setting="method",
     title="PPO, GRPO and DPO",
     protocol=COMMON
-    + f" Learning rates are the better of two by proxy reward on seed {TUNED_ON} (a repeat keeps them). PPO: β = 0.3 in the "
-    "reward. GRPO: 8 prompts × 8 answers, k3 in the loss with 0.3. DPO: the 6,000 pairs of the reward model, once, β = 0.3. "
-    "E5.4: `surefoot demo verifier`, 10,240 answers each, seeds 1 to 5. E5.5: benchmarks/dense.py, 5,120 answers, learning "
-    "rate 1e-3, seeds 1 to 3.",
+    + f" Learning rates: the better of two by proxy on seed {TUNED_ON}. PPO: β = 0.3 in the reward. GRPO: 8 prompts × 8 "
+    "answers, k3 in the loss with 0.3. DPO: the 6,000 pairs of the reward model, once, β = 0.3. E5.4: `surefoot demo "
+    "verifier`, 10,240 answers each, seeds 1 to 5. E5.5: benchmarks/dense.py, 5,120 answers, seeds 1 to 3.",
     cells={**{cell.name: cell for cell in E5_CELLS}, **BESIDE_GRPO_CELLS},
     core_hours=1.0,
     claims=(
@@ -530,10 +522,9 @@ def rounds_claim(key: str, beta: float) -> Claim:
     return Claim(
         key,
         f"Iterated rounds with fresh pairs beat one round of as many responses and pairs (β = {beta:g}).",
-        "Stiennon et al. 2020 (arXiv 2009.01325), section 3.1; Touvron et al. 2023 (Llama 2, arXiv 2307.09288), section 3.2.3",
+        "Stiennon et al. 2020 (arXiv 2009.01325), section 3.1; Touvron et al. 2023 (arXiv 2307.09288), section 3.2.3",
         f"gold after {ROUNDS} rounds is above gold after one",
         lambda results: [against(results, f"gold after {ROUNDS} rounds minus gold after one", many, one, "gold")],
-        {"undecided": "The differences of the seeds have both signs."},
         needs=within(many, one),
     )
 
@@ -543,8 +534,8 @@ E6 = Experiment(
     setting="rounds, β",
     title="Iterated rounds",
     protocol=COMMON
-    + f" Instead of 3,200: {RESPONSES:,} responses and {PAIRS:,} prompts for fresh pairs in all, in {ROUNDS} rounds or in "
-    "one; labels by gold with noise 0.25.",
+    + f" {RESPONSES:,} responses and {PAIRS:,} prompts for fresh pairs in all, in {ROUNDS} rounds or in one; labels by gold "
+    "with noise 0.25.",
     cells={cell.name: cell for cell in E6_CELLS},
     core_hours=2.0,
     claims=tuple(rounds_claim(f"E6.{index}", beta) for index, beta in enumerate(E6_BETAS, start=1)),

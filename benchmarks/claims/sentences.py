@@ -109,9 +109,9 @@ E13 = Experiment(
     key="E13",
     title="Three sentences, each with a formula and a run",
     protocol=(
-        f"CartPole-v1, the `cartpole` preset (PPO_CLIP, ε = 0.2, 20 epochs) cut to {STEPS:,} steps, seeds 1 to 5, "
-        "which the preset was not tuned on. The memory sentence uses the planner's sums and the allocator's record "
-        "of a run with four roles of 112 million parameters (benchmarks/memory.py, `large_own`)."
+        f"CartPole-v1, the `cartpole` preset (PPO_CLIP, ε = 0.2, 20 epochs) with {STEPS:,} steps, seeds 1 to 5, on which it "
+        "was not tuned. Memory: the planner's sums, and the allocator's record of a run with four roles of 112 million "
+        "parameters (benchmarks/memory.py, `large_own`)."
     ),
     cells=CELLS,
     core_hours=0.05,
@@ -119,7 +119,7 @@ E13 = Experiment(
         Claim(
             "E13.1",
             "Clipping at ε = 0.2 keeps every ratio within ±20 %.",
-            "common reading of Schulman et al. 2017 (arXiv 1707.06347), section 3; the paper does not claim it",
+            "common reading of the PPO paper, section 3; the paper does not claim it",
             "the largest ratio of a run lies below 1.2, and the clipped surrogate has no gradient outside the band",
             ratio_bounds,
             {

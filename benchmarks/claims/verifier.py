@@ -69,9 +69,9 @@ E1 = Experiment(
     key="E1",
     title="V as a probability of success",
     protocol=(
-        "`surefoot demo verifier`'s SFT and PPO (sorting five digits, reward 1 or 0, γ = 1, λ = 1), seeds 1 to 5; its "
-        "recipes were tuned on seeds 11 to 13. V of the best checkpoint, clipped to [0, 1], against the outcome of "
-        "one sampled answer to each of 512 test problems that no stage was trained on."
+        "`surefoot demo verifier`'s SFT and PPO (sorting five digits, reward 1 or 0, γ = 1, λ = 1), seeds 1 to 5; tuned on "
+        "seeds 11 to 13. V of the best checkpoint, clipped to [0, 1], against the outcome of one sampled answer to each of "
+        "512 unseen test problems."
     ),
     cells={f"{seed}": sorting(seed, 1.0, LEDGER / "E1" / str(seed)) for seed in SEEDS},
     core_hours=0.1,
