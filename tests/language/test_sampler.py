@@ -13,9 +13,10 @@ from torch import Tensor
 
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.language.data.tokens import Tokens
+from surefoot.language.language_model import LanguageModel
 from surefoot.language.sampling.ends import EndDetector
 from surefoot.language.sampling.engines import DecodingPath, Request, Samples
-from surefoot.language.sampling.sampler import generate, inverse_cdf, sample, uniform_draws
+from surefoot.language.sampling.sampler import inverse_cdf, sample, uniform_draws
 
 from . import tiny
 
@@ -198,11 +199,13 @@ def test_shortcut_that_skips_decoding_misses_no_stop_string(parts: list[bytes], 
 
 def test_generate_returns_text_without_the_stop_string(loaded: tuple[Any, Any]) -> None:
     model, tokens = loaded[0], Tokens(loaded[1], loaded[0])
-    free, ended = generate(model, tokens, ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3)
+    free, ended = LanguageModel(model, tokens).generate_ended(["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3)
     assert len(free) == 6
     assert len(set(free)) > 1
     word = free[0][4:6]
-    cut, ended_now = generate(model, tokens, ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3, stop=[word])
+    cut, ended_now = LanguageModel(model, tokens).generate_ended(
+        ["hello", "a", "what is it?"], max_tokens=30, samples=2, seed=3, stop=[word]
+    )
     assert cut == [answer.partition(word)[0] for answer in free]
     assert ended_now == [over or word in answer for over, answer in zip(ended, free, strict=True)]
 

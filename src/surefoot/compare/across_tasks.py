@@ -179,7 +179,7 @@ def compare_across_tasks(
         last = run.last(metric)
         if last is None or not np.isfinite(last):
             raise SurefootError(f"--score {metric}: {run.name} has none; name a metric that all runs have")
-        value, task = full_text(table[field]), _task_name(table)
+        value, task = full_text(table[field]), full_text(table.get("task") or table.get("data.train") or table.get("kind"))
         like = first.setdefault((value, task), run)
         if apart := differences_between([distinguishing_fields(like.recipe), distinguishing_fields(run.recipe)]):
             names = ", ".join(list(apart)[:3])
@@ -210,11 +210,6 @@ def _common_metric(runs: Sequence[SavedRun]) -> str:
         if not metric.endswith("loss") and all(run.last(metric) is not None for run in runs):
             return metric
     raise SurefootError("compare --by: the runs have no score in common; compare runs of one kind")
-
-
-def _task_name(table: Mapping[str, Any]) -> str:
-    """The environment of a run, or its data."""
-    return full_text(table.get("task") or table.get("data.train") or table.get("kind"))
 
 
 def _observed_range(task: str, scores: Mapping[str, Mapping[str, Sequence[float]]]) -> Range:

@@ -23,7 +23,6 @@ from surefoot.compare.runs import (
     ABSENT,
     SCORES,
     Comparison,
-    Group,
     SavedRun,
     differences_between,
     distinguishing_fields,
@@ -151,7 +150,12 @@ def interval_note(seeds: int) -> str:
 def comparison_text(comparison: Comparison) -> str:
     """A comparison of runs as text for a terminal, which is also Markdown."""
     groups = comparison.groups
-    lines = [markdown_table(["group", "runs", "seeds", "state"], [_group_row(group) for group in groups])]
+    lines = [
+        markdown_table(
+            ["group", "runs", "seeds", "state"],
+            [[each.name, str(len(each.runs)), *_seeds_and_states(each.runs)] for each in groups],
+        )
+    ]
     if comparison.fields:
         common = {field: values for field, values in comparison.fields.items() if ABSENT not in values}
         rows = [[field, *map(short_text, values)] for field, values in common.items()]
@@ -180,10 +184,6 @@ def _notices(runs: Sequence[SavedRun]) -> list[str]:
             lines.append(f"{visible(str(run.path))}: changed since the checkpoint: {changed}")
         lines += [f"{visible(str(run.path))}: {finding.line}" for finding in run.findings if finding.severity != "note"]
     return lines
-
-
-def _group_row(group: Group) -> list[str]:
-    return [group.name, str(len(group.runs)), *_seeds_and_states(group.runs)]
 
 
 def _seeds_and_states(runs: Sequence[SavedRun]) -> tuple[str, str]:

@@ -164,7 +164,8 @@ class Learner:
             with state.timer.detail("optimizer"):
                 state.updates += step.take()
             taken.add(step)
-            taken.add_norms(step.norms)
+            for name, norm in step.norms.items():
+                taken.norms.setdefault(name, []).append(norm)
         return taken
 
     def _context(self, rollout: Rollout, credit: Credit, state: LearnerState) -> UpdateContext:
@@ -272,6 +273,7 @@ class UpdateMetrics:
         self.terms: list[dict[str, float]] = []
         self.ratios: list[tuple[float, float]] = []
         self.norms: dict[str, list[float]] = {}
+        """of the steps that were taken"""
         self.ratio_at_start = 1.0
         self.outcome: Metrics = {}
         self.epochs, self.stopped = 0, False
@@ -283,11 +285,6 @@ class UpdateMetrics:
         self.ratios.append(step.ratios)
         self.outcome |= step.outcome
         self.epochs = step.epoch + (not self.stopped)
-
-    def add_norms(self, norms: dict[str, float]) -> None:
-        """Add the gradient norms of a step that was taken."""
-        for name, norm in norms.items():
-            self.norms.setdefault(name, []).append(norm)
 
     def summary(self) -> Metrics:
         """Means over the steps, and the smallest and largest ratio over all ranks."""

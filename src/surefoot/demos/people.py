@@ -36,6 +36,10 @@ OTHERS = 60
 def demo(judge: str = PEOPLE) -> Demo:
     """The stages; ``judge`` is "people", or "gold" for a program. Raises SurefootError without ``transformers``."""
     require_package("transformers", "demo people")  # before anything is written
+
+    def rounds(folder: Path, seed: int, display_for: DisplayFor) -> bool:
+        return len(run_rounds(settings_of(judge, folder, seed), folder / "rounds", ROUNDS, display_for)) == ROUNDS
+
     stages = (
         replace(STAGES[0], line="1/4 SFT: a small model learns to write reviews from demonstrations, good and bad ones."),
         Stage(
@@ -45,7 +49,7 @@ def demo(judge: str = PEOPLE) -> Demo:
             lambda folder, seed: write_pairs(folder / "data", folder / "sft", seed, OTHERS),
             {**REWARD, "steps": 5 * OTHERS},
         ),
-        Stage(line=f"3/4 {ROUNDS} rounds: you compare reviews, and reward model and PPO follow.", work=partial(_rounds, judge)),
+        Stage(line=f"3/4 {ROUNDS} rounds: you compare reviews, and reward model and PPO follow.", work=rounds),
         Stage(line="4/4 You compare reviews from before and after the rounds.", work=partial(_compare, judge)),
     )
     return Demo(f"demo-people{'' if judge == PEOPLE else '-gold'}", stages, partial(report, judge), continues=True)
@@ -57,10 +61,6 @@ def settings_of(judge: str, folder: Path, seed: int) -> RoundsSettings:
     recipe = find_recipe("reviews", {"seed": seed, **in_folder({**PPO, **of_person, "steps": 1_280}, folder)})
     assert isinstance(recipe, LanguageRecipe)
     return RoundsSettings(recipe, PEOPLE, PAIRS) if judge == PEOPLE else RoundsSettings(recipe, GOLD, PAIRS, NOISE)
-
-
-def _rounds(judge: str, folder: Path, seed: int, display_for: DisplayFor) -> bool:
-    return len(run_rounds(settings_of(judge, folder, seed), folder / "rounds", ROUNDS, display_for)) == ROUNDS
 
 
 def _compare(judge: str, folder: Path, seed: int, display_for: DisplayFor) -> bool:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
 from surefoot.files import made_from, read_toml
+from surefoot.language import quiet_transformers
 from surefoot.language.data.chat import Messages
 from surefoot.language.data.rows import fault_in
 from surefoot.language.data.tokens import Tokens
@@ -29,7 +31,9 @@ from surefoot.language.models.loading import HEAD, context_length, load_model, r
 from surefoot.language.models.mapped import map_weights
 from surefoot.language.models.placement import keeps_stored
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation, new_head
-from surefoot.language.sampling.sampler import generate
+from surefoot.language.sampling.ends import Ends
+from surefoot.language.sampling.engines import Request
+from surefoot.language.sampling.sampler import sample
 from surefoot.ranks.collectives import rank
 from surefoot.recipes.callables import Functions
 from surefoot.recipes.language import LanguageRecipe
@@ -86,14 +90,30 @@ class LanguageModel:
         model's context.
         """
         check_prompts(prompts)
-        stop = [stop] if isinstance(stop, str) else stop
-        options: dict[str, Any] = {"temperature": temperature, "seed": seed, "stop": stop, "greedy": greedy}
-        options |= {"special_tokens": special_tokens}
-        return self.generate_ended(prompts, samples=samples, max_tokens=max_tokens, **options)[0]
+        drawing: dict[str, Any] = {"samples": samples, "max_tokens": max_tokens, "temperature": temperature, "greedy": greedy}
+        stop = (stop,) if isinstance(stop, str) else stop
+        return self.generate_ended(prompts, seed=seed, stop=stop, special_tokens=special_tokens, **drawing)[0]
 
-    def generate_ended(self, prompts: Sequence[str | Messages], **options: Any) -> tuple[list[str], list[bool]]:
-        """The result of ``generate``, and for each response whether it ended before ``max_tokens``."""
-        return generate(self.model, self.tokens, prompts, **options)
+    def generate_ended(
+        self,
+        prompts: Sequence[str | Messages],
+        *,
+        samples: int = 1,
+        seed: int = 1,
+        stop: Sequence[str] = (),
+        special_tokens: bool = False,
+        **drawing: Any,
+    ) -> tuple[list[str], list[bool]]:
+        """The result of ``generate``, and for each response whether it ended before ``max_tokens``.
+
+        drawing   other fields of a request: ``max_tokens``, ``temperature``, ``greedy``
+        """
+        ends = Ends(self.tokens, tuple(stop))
+        with quiet_transformers():  # the tokenizer warns of long text, which sample rejects
+            ids = [self.tokens.encode_prompt(prompt) for prompt in prompts]
+        seeds = [derived_seed(seed, "generate", index) for index in range(samples * len(prompts))]
+        drawn = sample(self.model, Request(ids, seeds, samples=samples, **drawing, **ends.options))
+        return [ends.text(response, special_tokens) for response in drawn.responses()], drawn.ended.tolist()
 
     def save(self, folder: str | Path) -> list[str]:
         """Write a folder that ``transformers`` and ``surefoot.load`` read. Return lines for the user: none."""

@@ -62,10 +62,5 @@ def format_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def answer_text(answer: str | list[dict[str, str]]) -> str:
-    """The text of such an answer."""
-    return answer if isinstance(answer, str) else str(answer[-1]["content"])
-
-
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

@@ -19,14 +19,14 @@ from surefoot.control.environments.observations import (
     Reader,
     as_end,
     as_number,
+    call_failure,
     check_tuple,
     copied,
-    environment_failure,
     numbers_in,
 )
-from surefoot.control.environments.records import ENDS, MASKS, OBSERVATIONS, REWARDS, Record, as_arrays, claim
+from surefoot.control.environments.records import ENDS, REWARDS, Record, as_arrays, claim
 from surefoot.control.spaces import BARE, MASK, Array, Observations, SpaceError, action_dtype, as_float32, nester
-from surefoot.errors import SurefootError, cause_of, place_of
+from surefoot.errors import SurefootError
 from surefoot.recipes.callables import import_object
 
 SEEDS = 2**31
@@ -93,7 +93,7 @@ class AgentEnvironments:
         """names of the numbers that are the returns of single agents"""
         claim(self.copies, self, name)
         self.observation_space, self.action_space = shared_spaces(self.copies[0], self.agents, name)
-        self.nested, self.discrete = nester(self.action_space), isinstance(self.action_space, spaces.Discrete)
+        self.nested = int if isinstance(self.action_space, spaces.Discrete) else nester(self.action_space)
         self.reader = Reader(self.observation_space, self.action_space, self.count, name)
         self.observations = self.reader.empty()
         self.records = [Record(-1) for _ in self.copies]
@@ -148,15 +148,12 @@ class AgentEnvironments:
         record.actions.append(np.copy(actions))
         living = [(row, agent) for row, agent in zip(self._rows(copy), self.agents, strict=True) if not self.ended[row]]
         with self._errors(copy):
-            moves = {agent: self._sent(actions[row % self.size]) for row, agent in living}
+            moves = {agent: self.nested(actions[row % self.size].copy()) for row, agent in living}
             returned = check_tuple(environment.step(moves), STEP)
             for row, agent in living:
                 self._read(row, agent, returned, step)
                 if not self.ended[row] and agent not in environment.agents:
                     raise SpaceError(f"agent {agent!r} left neither terminated nor truncated")
-
-    def _sent(self, action: Any) -> Any:
-        return int(action) if self.discrete else self.nested(np.array(action))
 
     def _read(self, row: int, agent: Any, returned: Any, step: Step) -> None:
         """What one agent gets in a step."""
@@ -183,10 +180,7 @@ class AgentEnvironments:
     def _store(self, row: int, observation: Any, info: Any, acting: bool) -> None:
         observation, info = as_gymnasium(observation, info)
         self.reader.store(self.observations, row, observation, info, acting)
-        record = self.records[row // self.size]
-        for path, values in self.observations.items():
-            if path != MASK or acting:
-                record.add(MASKS if path == MASK else OBSERVATIONS, values[row].tobytes())
+        self.records[row // self.size].add_observations(self.observations, row, acting)
 
     @contextlib.contextmanager
     def _errors(self, copy: int) -> Iterator[None]:
@@ -194,10 +188,8 @@ class AgentEnvironments:
         try:
             yield
         except (Exception, SystemExit) as error:
-            what = f"gave {error}" if isinstance(error, SpaceError) else f"raised {cause_of(error)}"
-            record = self.records[copy]
-            position = self.first // self.size + copy, record.number, len(record.actions)
-            raise SurefootError(environment_failure(self.name, position, what, self.purpose, place_of(error))) from error
+            position = self.first // self.size + copy, self.records[copy].number, len(self.records[copy].actions)
+            raise call_failure(self.name, position, error, self.purpose) from error
 
     def mark(self) -> None:
         """Nothing: single rows are not replayed."""

@@ -22,16 +22,16 @@ from surefoot.control.environments.observations import (
     Reader,
     as_end,
     as_number,
+    call_failure,
     check_tuple,
     copied,
-    environment_failure,
     numbers_in,
     score_and_life,
 )
-from surefoot.control.environments.records import ENDS, MASKS, OBSERVATIONS, REWARDS, Hook, Record, as_arrays, claim, release
-from surefoot.control.spaces import MASK, Array, Observations, SpaceError, action_dtype, as_float32, nester
+from surefoot.control.environments.records import ENDS, REWARDS, Hook, Record, as_arrays, claim, release
+from surefoot.control.spaces import Array, Observations, SpaceError, action_dtype, as_float32, nester
 from surefoot.core.seeding import derived_seed
-from surefoot.errors import SurefootError, cause_of, place_of
+from surefoot.errors import SurefootError, cause_of
 
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
 Lost = dict[int, str]
@@ -240,17 +240,11 @@ class LoopedEnvironments:
             self.reader.store(self.observations, index, observation, info, acting)
         except Exception as error:
             raise self._failure(index, error) from error
-        record = self.records[index]
-        for path, values in self.observations.items():
-            if path != MASK:
-                record.add(OBSERVATIONS, values[index].tobytes())
-            elif acting:
-                record.add(MASKS, values[index].tobytes())
+        self.records[index].add_observations(self.observations, index, acting)
 
     def _failure(self, index: int, error: BaseException) -> SurefootError:
-        what = f"gave {error}" if isinstance(error, SpaceError) else f"raised {cause_of(error)}"
         position = self.first + index, self.records[index].number, len(self.records[index].actions)
-        return SurefootError(environment_failure(self.name, position, what, self.purpose, place_of(error)))
+        return call_failure(self.name, position, error, self.purpose)
 
     def state_dict(self) -> dict[str, Any]:
         """``rows``: the present and the last whole episode of each environment."""

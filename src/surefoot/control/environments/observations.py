@@ -25,7 +25,7 @@ from surefoot.control.spaces import (
     mask_of,
     observation_parts,
 )
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, cause_of, place_of
 
 INFO_KEY = "surefoot"
 """key of ``info`` under which an environment may report {"score": number, "life_lost": bool}; see ``Step``"""
@@ -354,6 +354,12 @@ def non_finite(
 def not_finite_message(task: str, what: str, environment: int, step: int) -> str:
     """The start of an error about an entry of ``non_finite``."""
     return f"{task}: the {what} of environment {environment} at step {step} of its episode is {NOT_FINITE}"
+
+
+def call_failure(name: str, position: Any, error: BaseException, purpose: str) -> SurefootError:
+    """The error for a call in which an environment raised one, or returned what can't be used."""
+    what = f"gave {error}" if isinstance(error, SpaceError) else f"raised {cause_of(error)}"
+    return SurefootError(environment_failure(name, position, what, purpose, place_of(error)))
 
 
 def environment_failure(name: str, position: Any, what: str, purpose: str = "training", line: str = "") -> str:

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from surefoot.control.spaces import SpaceError
+from surefoot.control.spaces import MASK, Observations, SpaceError
 from surefoot.core.seeding import Fingerprint
 from surefoot.errors import SurefootError
 
@@ -35,6 +35,12 @@ class Record:
     def add(self, kind: str, content: bytes) -> None:
         """Add to a hash."""
         self.hashes[kind].raw(content)
+
+    def add_observations(self, observations: Observations, row: Any = ..., acting: bool = True) -> None:
+        """Add observations, of one row or of all; and the action masks, if actions follow."""
+        for path, values in observations.items():
+            if path != MASK or acting:
+                self.add(MASKS if path == MASK else OBSERVATIONS, values[row].tobytes())
 
     def saved(self, dtype: Any) -> dict[str, Any]:
         """What a checkpoint has of it."""

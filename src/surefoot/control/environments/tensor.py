@@ -118,7 +118,9 @@ class TensorEnvironments:
             )
         self.parts = observation_parts(self.observation_space, name)
         self.choices = choices(check_action_space(self.action_space, name))
-        self.nested = nester(self.action_space, _as_tensor)
+        self.nested = nester(
+            self.action_space, lambda part, leaf: part.float() if isinstance(leaf, spaces.Box) else part.long()
+        )
         self.mode = _mode_of(environment, name)
         self.masked: bool | None = None
         """whether the task masks actions; None before the first reset"""
@@ -323,10 +325,6 @@ def nested(space: gymnasium.Space[Any], parts: Mapping[str, Any], prefix: str = 
     if isinstance(space, spaces.Tuple):
         return tuple(nested(part, parts, f"{prefix}{index}.") for index, part in enumerate(space.spaces))
     return parts[prefix.removesuffix(".") or next(iter(parts))]
-
-
-def _as_tensor(part: Tensor, leaf: Any) -> Tensor:
-    return part.float() if isinstance(leaf, spaces.Box) else part.long()
 
 
 def _flat(infos: Mapping[str, Any]) -> dict[str, Any]:

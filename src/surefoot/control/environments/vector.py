@@ -25,17 +25,7 @@ from surefoot.control.environments.observations import (
     final_numbers,
     masks_of_rows,
 )
-from surefoot.control.environments.records import (
-    ENDS,
-    MASKS,
-    OBSERVATIONS,
-    REWARDS,
-    Hook,
-    Record,
-    as_arrays,
-    claim,
-    has_hook,
-)
+from surefoot.control.environments.records import ENDS, REWARDS, Hook, Record, as_arrays, claim, has_hook
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32, nester
 from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
 
@@ -94,16 +84,9 @@ class VectorEnvironments:
         self.resets += 1
         self.record = None if has_hook(self.environments) else Record(self.resets - 1)
         self.observations = self._read(observations, infos, ~self.done)
-        self._log(self.observations)
+        if self.record is not None:
+            self.record.add_observations(self.observations)
         return self.observations
-
-    def _log(self, *observations: Observations) -> None:
-        """Add to the hashes of what was returned."""
-        if self.record is None:
-            return
-        for each in observations:
-            for path, values in each.items():
-                self.record.add(MASKS if path == MASK else OBSERVATIONS, values.tobytes())
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
         return self.reset(), list(range(self.count))  # a vector environment can't restart single rows
@@ -153,7 +136,8 @@ class VectorEnvironments:
         life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
         step = Step(read, rewards, terminated | life_lost, truncated, ignored, finals, scores, life_lost)
         if self.record is not None:
-            self._log(read, *finals.values())
+            for each in (read, *finals.values()):
+                self.record.add_observations(each)
             self.record.add(REWARDS, rewards.tobytes() + scores.tobytes())
             self.record.add(ENDS, step.terminated.tobytes() + truncated.tobytes() + life_lost.tobytes())
         last_infos = step_infos.get("final_info", {}) if self.mode is AutoresetMode.SAME_STEP else step_infos

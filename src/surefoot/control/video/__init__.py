@@ -10,17 +10,11 @@ from typing import Any
 
 from surefoot.control.agent import Agent
 from surefoot.control.environments import task_name
-from surefoot.control.environments.looped import MakeEnvironment, closing
+from surefoot.control.environments.looped import MakeEnvironment
 from surefoot.control.evaluate import EpisodeStep, check_same_spaces, greedy_episode
-from surefoot.control.video.encoder import Encoder, ffmpeg_path
-from surefoot.control.video.frames import caption_height, caption_text, captioned
-from surefoot.control.video.rendering import (
-    frames_per_second,
-    make_renderable,
-    prepare_mujoco,
-    render_frame,
-    use_headless_rendering,
-)
+from surefoot.control.video.encoder import Encoder
+from surefoot.control.video.frames import caption_text
+from surefoot.control.video.rendering import frames_per_second, rendered
 from surefoot.errors import SurefootError, announce
 
 
@@ -72,22 +66,17 @@ def record_video(
     """
     if path.suffix != ".mp4":
         raise SurefootError(f"out={str(path)!r}: must end in .mp4")
-    ffmpeg_path()  # fail early without an encoder
-    use_headless_rendering()
-    width, height = size
     arguments = (agent.recipe.environment if task is None else {}) if arguments is None else arguments
     task = agent.recipe.task if task is None else task
     name = task_name(task)
-    with closing(make_renderable(task, name, arguments)) as environment:
+    with rendered(task, arguments, size, caption) as (environment, picture):
         if note := check_same_spaces(agent, environment, name):
             announce(note)
-        prepare_mujoco(environment, name, width, height - caption_height(height) if caption else height)
         ends: list[EpisodeStep] = []
-        with Encoder(path, width, height, fps or frames_per_second(environment, seed)) as encoder:
+        with Encoder(path, *size, fps or frames_per_second(environment, seed)) as encoder:
             for episode in range(episodes):
                 for at in greedy_episode(agent, environment, name, seed, episode, max_steps):
-                    text = caption_text(at, episode, episodes) if caption else None
-                    encoder.add(captioned(render_frame(environment, name), width, height, text))
+                    encoder.add(picture(caption_text(at, episode, episodes)))
                 ends.append(at)
     returns, lengths = [end.total for end in ends], [end.step for end in ends]
     return Video(path, returns, lengths, not all(end.done for end in ends), encoder.frames, encoder.fps)

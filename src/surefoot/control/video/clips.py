@@ -11,24 +11,17 @@ from torch import Tensor
 
 from surefoot.control.collect.preferences import Clips, Labels, Tapes
 from surefoot.control.environments import task_name
-from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, closing
+from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment
 from surefoot.control.spaces import MASK, Array
-from surefoot.control.video.encoder import Encoder, ffmpeg_path
-from surefoot.control.video.frames import fit_frame
-from surefoot.control.video.rendering import (
-    frames_per_second,
-    make_renderable,
-    prepare_mujoco,
-    render_frame,
-    use_headless_rendering,
-)
+from surefoot.control.video.encoder import Encoder
+from surefoot.control.video.rendering import frames_per_second, rendered
 from surefoot.errors import LabelsNeededError, SurefootError, announce
 from surefoot.people.agreement import findings, of_people
 from surefoot.people.log import LABELS, QUEUE, Round, labelled
 from surefoot.recipes.control import ControlRecipe
 from surefoot.store.manifest import write_listed
 
-WIDTH, HEIGHT = 320, 240
+SIZE = 320, 240
 PEOPLE = "preferences.judge='people': "
 
 
@@ -42,21 +35,16 @@ class People:
 
     def __init__(self, task: str | MakeEnvironment, recipe: ControlRecipe, folder: Callable[[], Path | None]) -> None:
         self.task, self.recipe, self.folder = task, recipe, folder
-        ffmpeg_path()
-        use_headless_rendering()
         with self._stage() as (environments, picture, _):  # a task without pictures is an error now
             environments.begin(0, 0)
-            picture()
+            picture("")
 
     @contextmanager
-    def _stage(self) -> Iterator[tuple[LoopedEnvironments, Callable[[], Array], float]]:
+    def _stage(self) -> Iterator[tuple[LoopedEnvironments, Callable[[str], Array], float]]:
         """One environment that renders, a function that renders it, and frames per second."""
-        name = task_name(self.task)
-        with closing(make_renderable(self.task, name, self.recipe.environment, "training")) as environment:
-            prepare_mujoco(environment, name, WIDTH, HEIGHT)
-            environments = LoopedEnvironments(lambda: environment, 1, self.recipe.seed, name)
-            speed = frames_per_second(environment, self.recipe.seed)
-            yield environments, lambda: fit_frame(render_frame(environment, name), WIDTH, HEIGHT), speed
+        with rendered(self.task, self.recipe.environment, SIZE, False, "training") as (environment, picture):
+            environments = LoopedEnvironments(lambda: environment, 1, self.recipe.seed, task_name(self.task))
+            yield environments, picture, frames_per_second(environment, self.recipe.seed)
 
     def __call__(self, number: int, pairs: Clips, tapes: Tapes) -> Labels:
         """The labels of a round; the queue is written first.
@@ -94,11 +82,11 @@ class People:
             for pair, names in enumerate(files):
                 for side, name in enumerate(names):
                     if not (at.folder / name).is_file():
-                        with Encoder(at.folder / name, WIDTH, HEIGHT, speed) as encoder:
+                        with Encoder(at.folder / name, *SIZE, speed) as encoder:
                             place, inputs = pairs.places[pair, side], pairs.inputs[pair, side]
                             row, episode, _ = place[0].tolist()
                             for _ in _replayed(environments, place, inputs, tapes[row, episode]):
-                                encoder.add(picture())
+                                encoder.add(picture(""))
         write_listed(at.folder / QUEUE, text)
 
 

@@ -7,15 +7,17 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from surefoot.control.environments import maker, making_error
-from surefoot.control.environments.looped import MakeEnvironment, close_all
+from surefoot.control.environments import maker, making_error, task_name
+from surefoot.control.environments.looped import MakeEnvironment, close_all, closing
 from surefoot.control.spaces import Array
+from surefoot.control.video.encoder import ffmpeg_path
+from surefoot.control.video.frames import caption_height, captioned
 from surefoot.errors import SurefootError, missing_extra
 
 DEFAULT_FPS, EMULATOR_FPS = 30, 60
@@ -31,6 +33,23 @@ def use_headless_rendering() -> None:
         os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
     for name, value in (("SDL_VIDEODRIVER", "dummy"), ("SDL_AUDIODRIVER", "dummy"), ("PYGAME_HIDE_SUPPORT_PROMPT", "1")):
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def rendered(
+    task: str | MakeEnvironment, arguments: Mapping[str, Any], size: tuple[int, int], caption: bool, purpose: str = "evaluation"
+) -> Iterator[tuple[gymnasium.Env[Any, Any], Callable[[str], Array]]]:
+    """One environment of a task, and a function that renders it: its present frame in a size, (width, height), with a caption
+    if there are captions.
+
+    Raises SurefootError without an encoder, or if the task can't be rendered.
+    """
+    ffmpeg_path()
+    use_headless_rendering()
+    (width, height), name = size, task_name(task)
+    with closing(make_renderable(task, name, arguments, purpose)) as environment:
+        prepare_mujoco(environment, name, width, height - caption_height(height) if caption else height)
+        yield environment, lambda text: captioned(render_frame(environment, name), width, height, text if caption else None)
 
 
 def make_renderable(

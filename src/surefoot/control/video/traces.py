@@ -11,18 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from surefoot.control.environments import task_name
-from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment, closing
+from surefoot.control.environments.looped import LoopedEnvironments, MakeEnvironment
 from surefoot.control.normalise import action_converter
 from surefoot.control.replay import NOT_REPLAYABLE, ReplayMismatchError, replay
-from surefoot.control.video.encoder import Encoder, ffmpeg_path
-from surefoot.control.video.frames import caption_height, caption_text, captioned
-from surefoot.control.video.rendering import (
-    frames_per_second,
-    make_renderable,
-    prepare_mujoco,
-    render_frame,
-    use_headless_rendering,
-)
+from surefoot.control.video.encoder import Encoder
+from surefoot.control.video.frames import caption_text
+from surefoot.control.video.rendering import frames_per_second, rendered
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml, write_text
 from surefoot.recipes.control import ControlRecipe
@@ -52,15 +46,10 @@ def record_traces(
     recipe = make_recipe(read_toml(run / "config.toml"))
     if not isinstance(recipe, ControlRecipe):
         raise SurefootError(f"{run}: was trained on text, but only environments can be recorded; use surefoot inspect {run}")
-    ffmpeg_path()
-    use_headless_rendering()
-    width, height = size
     made: str | MakeEnvironment = task or recipe.task
-    name = task_name(made)
     recorded, failure = 0, ""
-    with closing(make_renderable(made, name, recipe.environment, "training")) as environment:
-        prepare_mujoco(environment, name, width, height - caption_height(height) if caption else height)
-        environments = LoopedEnvironments(lambda: environment, 1, recipe.seed, name)
+    with rendered(made, recipe.environment, size, caption, "training") as (environment, picture):
+        environments = LoopedEnvironments(lambda: environment, 1, recipe.seed, task_name(made))
         convert = action_converter(environment.action_space, recipe.normalise.actions)
         speed = fps or frames_per_second(environment, recipe.seed)
         for file in files:
@@ -73,10 +62,9 @@ def record_traces(
                 try:
                     if path is None:
                         raise ReplayMismatchError(NOT_REPLAYABLE)
-                    with Encoder(path, width, height, speed) as encoder:
+                    with Encoder(path, *size, speed) as encoder:
                         for at in replay(row, environments, convert):
-                            text = caption_text(at) if caption else None
-                            encoder.add(captioned(render_frame(environment, name), width, height, text))
+                            encoder.add(picture(caption_text(at)))
                 except ReplayMismatchError as error:
                     failure = f"traces/{file.name}, row {index}: not recorded; {error}"
                     if path is not None:

@@ -166,13 +166,6 @@ def _texts(value: Any) -> Iterable[str]:
             yield from _texts(part)
 
 
-def changed_span(text: str, others: Sequence[str]) -> Span:
-    """The characters of a text in which it differs from all others, which differ from each other at both ends."""
-    start = min(common_length(text, other) for other in others)
-    end = min(common_length(text[start:][::-1], other[start:][::-1]) for other in others)
-    return start, len(text) - end
-
-
 def tokens_within(spans: Sequence[Span], characters: Iterable[Span], inside: bool) -> list[bool]:
     """Which tokens are in some of the characters: those that begin there (``inside``), or all that touch them."""
     ranges = list(characters)
@@ -367,7 +360,8 @@ class ChatTemplate:
         others = [with_content(content) for content in ENDS]
         if any(content not in other for content, other in zip(ENDS, others, strict=True)):
             raise PrefixError(index + 1)
-        return changed_span(text, others)
+        start = min(common_length(text, other) for other in others)  # they differ from each other at both ends
+        return start, len(text) - min(common_length(text[start:][::-1], other[start:][::-1]) for other in others)
 
 
 def _in_form(message: Mapping[str, Any], as_text: bool, missing: Any) -> Mapping[str, Any]:

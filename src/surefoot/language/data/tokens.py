@@ -369,7 +369,7 @@ class Tokens(ChatTemplate):
 
     def _note_edits(self, messages: Messages, turns: Sequence[int], ids: Sequence[int], trained: Sequence[bool]) -> None:
         """Record a part of the trained answers that is not among the tokens, and whether the row begins with its prompt."""
-        written = _dense(self.decode([i for i, kept in zip(ids, trained, strict=True) if kept], special=True))
+        written = "".join(self.decode([i for i, kept in zip(ids, trained, strict=True) if kept], special=True).split())
         if turns[-1] == 0:
             return
         for turn in turns:
@@ -444,10 +444,6 @@ def _call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A message that calls a tool."""
     call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": "", CALLS: [call]}
-
-
-def _dense(text: str) -> str:
-    return "".join(text.split())
 
 
 def _omitted(written: str, text: str) -> str:

@@ -2,7 +2,7 @@
 
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -354,8 +354,9 @@ def _check_hub(name: str) -> None:
 
 
 def _hub_unreachable(name: str) -> SurefootError:
+    here = ["pocket", *(path.name for path in Path.cwd().iterdir() if path.is_dir())]
     return SurefootError(
-        f"model={name!r}: no such folder here, and the hub can't be reached{did_you_mean(name, _local_names())}; "
+        f"model={name!r}: no such folder here, and the hub can't be reached{did_you_mean(name, here)}; "
         "give a folder, or 'pocket', the built-in model"
     )
 
@@ -412,10 +413,6 @@ def _load_error(name: str, error: Exception) -> SurefootError:
     if any(words in text for words in ("connect", "offline", "resolve", "timed out", "local_files_only", "cached")):
         return _hub_unreachable(name)
     return SurefootError(f"model={name!r}: no such folder here, and the hub rejects it ({cause_of(error)}); check the name")
-
-
-def _local_names() -> Sequence[str]:
-    return ["pocket", *(path.name for path in Path.cwd().iterdir() if path.is_dir())]
 
 
 @torch.no_grad()

@@ -40,7 +40,11 @@ class InProcess:
         if name == "packed" and why_not is not None:
             raise SurefootError(f"sampling.engine='packed': {why_not}; set engine = 'auto' or 'model'")
         self.name: EngineName = name or ("packed" if why_not is None else "model")
-        self.reason = "set by sampling.engine" if name else why_not or f"small {model.config.model_type} in {dtype_name(model)}"
+        self.reason = (
+            "set by sampling.engine"
+            if name
+            else why_not or f"small {model.config.model_type} in {model.dtype}".replace("torch.", "")
+        )
 
     def use(self, version: int | None) -> None:
         self.version = version
@@ -67,11 +71,6 @@ class InProcess:
 
     def close(self) -> None:
         pass
-
-
-def dtype_name(model: Any) -> str:
-    """The dtype of a model's weights, such as "float32"."""
-    return str(model.dtype).removeprefix("torch.")
 
 
 def make_engine(recipe: LanguageRecipe, model: Any, tokens: Tokens, longest: int) -> Engine:

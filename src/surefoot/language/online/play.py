@@ -51,14 +51,14 @@ class Player:
         *,
         samples: int = 1,
         max_tokens: int = 64,
-        temperature: float = 1.0,
         seed: int = 1,
         stop: Sequence[str] = (),
-        greedy: bool = False,
+        **drawing: Any,
     ) -> list[Conversation]:
         """Conversations that begin with these prompts, prompt-major.
 
         max_tokens   of each turn
+        drawing      other fields of a request: ``temperature``, ``greedy``
 
         Raises SurefootError if the tokenizer can't call tools, or if a prompt leaves no room for an answer.
         """
@@ -68,7 +68,7 @@ class Player:
         ends = Ends(self.tokens, tuple(stop))
         rows = [{"prompt": prompt, **columns_of(prompt)} for prompt in prompts for _ in range(samples)]
         seeds = [derived_seed(seed, "generate", number) for number in range(len(rows))]
-        options = {"temperature": temperature, "greedy": greedy, **ends.options}
+        options = {**drawing, **ends.options}
         with quiet_transformers():
             return environments.converse(
                 rows, seeds, lambda ids, of_turn: sample(self.model, Request(ids, of_turn, max_tokens, **options)), ends

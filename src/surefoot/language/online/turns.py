@@ -145,12 +145,6 @@ class Conversation:
         self.answers.append(ends.text(ids, special=True))
         self.ends.append(len(self.ids) - 1)
 
-    def add_reply(self, ids: list[int]) -> None:
-        """Add tokens of the environment."""
-        self.ids += ids
-        self.own += [False] * len(ids)
-        self.log_probs += [0.0] * len(ids)
-
 
 def as_samples(conversations: Sequence[Conversation], tokens: Tokens, device: torch.device) -> Samples:
     """Conversations as rows, with the mask True at the model's tokens; one that never began is an empty row."""
@@ -377,7 +371,9 @@ class Environments:
         length = len(conversation.prompt) + len(conversation.ids) + len(new)
         if length > self.token_limits[1]:  # not added for V either: it may not fit into the context
             return False
-        conversation.add_reply(new)
+        conversation.ids += new
+        conversation.own += [False] * len(new)
+        conversation.log_probs += [0.0] * len(new)
         return turn < self.settings.max_turns
 
     def _encoded(self, encode: Callable[[], list[int]]) -> list[int]:

@@ -9,19 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from surefoot.core.minibatches import select_rows
-from surefoot.core.seeding import derived_seed
 from surefoot.errors import NotFiniteError, SurefootError
-from surefoot.language import quiet_transformers
 from surefoot.language.data.batches import left_padded
 from surefoot.language.models.policy.lengths import switch_of
-from surefoot.language.sampling.ends import EndDetector, Ends
+from surefoot.language.sampling.ends import EndDetector
 from surefoot.language.sampling.engines import DecodingPath, Request, Samples, check_request
 from surefoot.language.sampling.fast_decode import fast_decoder
 from surefoot.language.sampling.kv_cache import (
@@ -34,9 +32,6 @@ from surefoot.language.sampling.kv_cache import (
 )
 from surefoot.language.sampling.rows import chunk_of
 from surefoot.ranks.collectives import exact_device, in_float64
-
-if TYPE_CHECKING:
-    from surefoot.language.data.tokens import Tokens
 
 Decoding = DecodingPath | Literal["model"]
 """a path, or the better of the two by the model's forward pass"""
@@ -246,35 +241,6 @@ def concat_samples(parts: Sequence[Samples], pad_id: int) -> Samples:
         real=torch.cat([right(mask) for mask in read]) if read else None,
         missing=torch.cat(missing) if any(part.missing is not None for part in parts) else None,
     )
-
-
-def generate(
-    model: Any,
-    tokens: "Tokens",
-    prompts: Sequence[Any],
-    *,
-    samples: int = 1,
-    max_tokens: int = 64,
-    temperature: float = 1.0,
-    seed: int = 1,
-    stop: Sequence[str] = (),
-    greedy: bool = False,
-    special_tokens: bool = False,
-) -> tuple[list[str], list[bool]]:
-    """Text responses to prompts (text or messages), prompt-major, without the stop string and what follows it; and whether each
-    one ended before ``max_tokens``.
-
-    special_tokens   keep special tokens in the text
-
-    A response depends on the prompt, the seed and its index in the list. Raises the errors of ``sample`` and ``tokens``.
-    """
-    ends = Ends(tokens, tuple(stop))
-    with quiet_transformers():  # the tokenizer warns of long text, which sample rejects
-        ids = [tokens.encode_prompt(prompt) for prompt in prompts]
-    seeds = [derived_seed(seed, "generate", index) for index in range(samples * len(prompts))]
-    options = {"samples": samples, "temperature": temperature, "greedy": greedy, **ends.options}
-    drawn = sample(model, Request(ids, seeds, max_tokens, **options))
-    return [ends.text(ids, special_tokens) for ids in drawn.responses()], drawn.ended.tolist()
 
 
 def working_dtype(logits: Tensor) -> torch.dtype:

@@ -119,7 +119,9 @@ class LanguagePolicy(TextPolicy):
             parts.append((places, (*likelihood, likelihood[0] if values is None else values)))
             valued = values is not None
             router_loss = self.routers.loss(router_logits, read.real) if self.routers is not None and router_logits else None
-        log_probs, entropy, values = (_scatter(x, batch, mask) for x in _joined(parts))
+        log_probs, entropy, values = (
+            mask.new_zeros(mask.shape, dtype=x.dtype).index_put((batch.rows, batch.steps), x) for x in _joined(parts)
+        )
         return Evaluation(log_probs, entropy, values if valued else None, router_loss=router_loss)
 
     @contextmanager
@@ -263,8 +265,3 @@ def _joined(parts: Sequence[tuple[Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor,
         return parts[0][1]
     back = torch.cat([places for places, _ in parts]).argsort()
     return tuple(torch.cat(pieces)[back] for pieces in zip(*(values for _, values in parts), strict=True))
-
-
-def _scatter(values: Tensor, batch: PackedBatch, mask: Tensor) -> Tensor:
-    """Values of the K decisions at their places in the responses, and zeros elsewhere.   [K] -> [B, T]"""
-    return values.new_zeros(mask.shape).index_put((batch.rows, batch.steps), values)
