@@ -16,11 +16,13 @@ import uvicorn
 import surefoot
 from surefoot.errors import SurefootError
 from surefoot.inspector.serving import application
+from surefoot.language.data.chat import Dialogue
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
 from surefoot.language.rewards.endpoint import Endpoint
 from surefoot.language.rewards.model import ModelReward
-from surefoot.language.served import ServedPolicy, load_served
+from surefoot.language.rewards.terms import FunctionReward
+from surefoot.language.served import ServedPolicy, ServedReward, load_served
 from surefoot.people.log import Round
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
@@ -111,6 +113,19 @@ def test_a_second_run_trains_on_a_served_reward_as_on_the_model(reward: Path, fo
     assert TOKEN not in (tmp_path / "url" / "config.toml").read_text()
 
 
+def test_a_served_reward_reads_the_tools_of_each_conversation(reward: Path) -> None:
+    model, names = load_served(str(reward)), "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
+    assert isinstance(model, ServedReward)
+    tokenizer = model.reward.tokens.tokenizer  # type: ignore[union-attr]
+    tokenizer.chat_template = names + tokenizer.chat_template
+    talks = [Dialogue([{"role": "user", "content": "one"}], {"tools": tools} if tools else {}) for tools in ([{"name": "add"}], None)]
+    with served(model) as url:
+        server = FunctionReward(Endpoint(f"{url}/score", token_from="REWARD_TOKEN"))
+        scores = server(talks, ["a", "a"], {}).total.tolist()
+    assert scores == pytest.approx(model.reward(talks, ["a", "a"], {}).total.tolist(), abs=1e-5)
+    assert scores[0] != pytest.approx(scores[1], abs=1e-3)
+
+
 def test_another_model_another_token_and_what_can_t_be_scored_are_one_line(reward: Path, folders: dict[str, Path]) -> None:
     model = load_served(str(reward))
     with served(model) as url:
@@ -132,6 +147,7 @@ def test_another_model_another_token_and_what_can_t_be_scored_are_one_line(rewar
             ({"prompts": ["a"], "responses": []}, "lists of the same length"),
             ({"prompts": ["a"], "responses": [3]}, "responses[0]=3: must be text"),
             ({"prompts": [["a"]], "responses": ["b"]}, "prompts[0]=['a']: is neither text nor messages"),
+            ({"prompts": ["a"], "responses": ["b"], "tools": [None, None]}, "tools: must be a list of 1"),
             ({"prompts": ["a"], "responses": ["b" * 200]}, "more than its context of 128"),
             ([1], "has no JSON object"),
         ):

@@ -11,7 +11,7 @@ import torch
 
 from surefoot import calls as deadlines
 from surefoot.errors import SurefootError
-from surefoot.language.data.chat import Dialogue
+from surefoot.language.data.chat import Dialogue, options_of
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pocket import character_tokenizer
@@ -253,6 +253,7 @@ def test_an_environments_methods_are_tools_and_its_reward_is_on_the_last_turn_en
         {**call("add", number=3)},
         {"role": "tool", "name": "add", "content": "5", "tool_call_id": "call00000"},
     ]
+    assert [tool["function"]["name"] for tool in options_of(talks[0].history)["tools"]] == ["add"], "for rewards"
     assert talks[0].transcript == "add(number=3)\ntool: 5\nassistant: five\nreward: 10"
     assert tool_metrics(talks) == {"tool_calls": 1.5, "tool_calls_failed": 0.0, "tool_calls_malformed": 0.0}
 

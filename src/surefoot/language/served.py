@@ -15,7 +15,16 @@ from surefoot.errors import SurefootError
 from surefoot.files import check_whole, read_toml
 from surefoot.language import quiet_transformers
 from surefoot.language.chat import write_response
-from surefoot.language.data.rows import Row, check_same_kind, fault_in, messages_column, require_columns, text_or_messages
+from surefoot.language.data.chat import Dialogue
+from surefoot.language.data.rows import (
+    TOOLS,
+    Row,
+    check_same_kind,
+    fault_in,
+    messages_column,
+    require_columns,
+    text_or_messages,
+)
 from surefoot.language.language_model import LanguageModel, check_prompts, load_language_model
 from surefoot.language.models.adapters import weights_hash
 from surefoot.language.models.classifier import classifier_kind
@@ -77,7 +86,10 @@ class ServedReward:
         self.version = f"{name}@{weights_hash(reward.model)[:12]}"
 
     def read(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A request, checked: lists ``prompts`` and ``responses``; other columns have no effect. Raises SurefootError."""
+        """A request, checked: lists ``prompts``, ``responses`` and, if given, ``tools``; other columns have no effect.
+
+        Raises SurefootError.
+        """
         prompts, responses = body.get("prompts"), body.get("responses")
         if not isinstance(prompts, list) or not isinstance(responses, list) or not len(prompts) == len(responses) <= MOST:
             raise SurefootError(f"prompts, responses: must be lists of the same length, of at most {MOST}")
@@ -86,6 +98,11 @@ class ServedReward:
         for number, response in enumerate(responses):
             if not isinstance(response, str) or fault_in(response):
                 raise SurefootError(f"responses[{number}]={response!r:.60}: must be text")
+        tools = body.get(TOOLS) or [None] * len(prompts)
+        if not isinstance(tools, list) or len(tools) != len(prompts):
+            raise SurefootError(f"{TOOLS}: must be a list of {len(prompts)}, one for each prompt")
+        pairs = zip(prompts, tools, strict=True)
+        prompts = [Dialogue(prompt, {TOOLS: own}) if own and isinstance(prompt, list) else prompt for prompt, own in pairs]
         return {"prompts": prompts, "responses": responses, "key": None}
 
     def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,8 +6,9 @@
 | ``completions`` | trl | once, with lists | a number for each; None adds 0 |
 | ``completion``, or ``state`` | verifiers | for each response | a number |
 
-Where prompts are messages, ``completions`` and ``completion`` are lists of one message of the assistant. A function of any
-style may be asynchronous. Functions may change what they get: every call has its own copies.
+Where prompts are messages, ``completions`` and ``completion`` are lists of one message of the assistant, and ``tools`` is a
+column if the prompts have tools: the schemas. A function of any style may be asynchronous. Functions may change what they
+get: every call has its own copies.
 """
 
 import inspect
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from surefoot.calls import wait_for
+from surefoot.language.data.chat import options_of
+from surefoot.language.data.rows import TOOLS
 from surefoot.language.rewards.scores import Columns, Prompt
 
 Style = Literal["surefoot", "trl", "verifiers"]
@@ -54,7 +57,9 @@ class Signature:
 
     def arguments(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> dict[str, list[Any]]:
         """Every argument that the function may take, as lists with an entry for each response."""
-        lists = {name: _copies(column) for name, column in columns.items()}
+        tools = [options_of(prompt).get(TOOLS) for prompt in prompts]
+        own = {TOOLS: tools, **columns} if any(tools) else columns
+        lists = {name: _copies(column) for name, column in own.items()}
         plain = _copies(prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts)
         if self.style == "surefoot":
             return {**lists, "prompts": plain, "responses": list(responses)}
