@@ -118,7 +118,8 @@ def test_a_served_reward_reads_the_tools_of_each_conversation(reward: Path) -> N
     assert isinstance(model, ServedReward)
     tokenizer = model.reward.tokens.tokenizer  # type: ignore[union-attr]
     tokenizer.chat_template = names + tokenizer.chat_template
-    talks = [Dialogue([{"role": "user", "content": "one"}], {"tools": tools} if tools else {}) for tools in ([{"name": "add"}], None)]
+    asked = [{"role": "user", "content": "one"}]
+    talks = [Dialogue(asked, {"tools": [{"name": "add"}]}), Dialogue(asked, {})]
     with served(model) as url:
         server = FunctionReward(Endpoint(f"{url}/score", token_from="REWARD_TOKEN"))
         scores = server(talks, ["a", "a"], {}).total.tolist()
