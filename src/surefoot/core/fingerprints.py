@@ -6,21 +6,24 @@ ranks may share the work; a stage whose numbers several ranks hold in parts has 
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from surefoot.core.optimizer import FlatParameters, Optimizer, Parts
 from surefoot.core.rollout import Credit, LearnerState, Rollout, tensors_in
 from surefoot.core.steps import PendingStep
 from surefoot.ranks.collectives import all_max, bit_sum, exact_device, exchange, rank, world_size
 
-CHUNK = 2**16
-"""elements that are hashed at a time, so that what is computed of them stays in the processor's cache"""
+CHUNK = 2**13
+"""elements that a CPU hashes at a time, so that what is computed of them stays in its cache, and numpy on one thread"""
+BLOCK = 2**20
+"""elements that another device hashes at a time, so that it has few calls, and little memory"""
 GOLDEN = 0x9E3779B97F4A7C15
 MEASURED = 10
 """iterations whose time decides how often fingerprints are taken"""
@@ -28,18 +31,18 @@ SHARE = 0.01
 """of an iteration's time that they may take"""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """whole numbers as wide as an element, or half as wide"""
+HIGH = 0x5851F42D4C957F2D
+"""an odd factor of the upper half of an element"""
 
 Fingerprint = list[Any]
 """16 hexadecimal digits; √Σx²; Σ±x, with signs that depend on the position. A sum that is not finite is None"""
 
 
 @cache
-def _weights(device: torch.device) -> tuple[Any, Any]:
+def _weights() -> tuple[Any, Any]:
     """Odd factors of the words, and signs of the elements, the same everywhere and always.   [CHUNK] int64, [CHUNK] float64"""
     drawn = np.random.PCG64(0).random_raw(CHUNK)
-    factors, signs = (drawn | np.uint64(1)).view(np.int64), np.where(drawn >> np.uint64(63), 1.0, -1.0)
-    of_words = factors if device.type == "cpu" else torch.from_numpy(factors).to(device)
-    return of_words, torch.from_numpy(signs).to(exact_device(device))
+    return (drawn | np.uint64(1)).view(np.int64), np.where(drawn >> np.uint64(63), 1.0, -1.0)
 
 
 @cache
@@ -55,36 +58,49 @@ def _mixed(number: int) -> int:
     return (number ^ number >> 29) * 0xBF58476D1CE4E5B9 % 2**64
 
 
-def measure(x: Tensor, start: int = 0) -> Iterator[tuple[int, Any, Any, Any]]:
-    """The hash of a tensor, and Σx² and Σ±x in float64, in parts to be added. A change of one element changes the hash.
+def measure(x: Tensor, start: int = 0) -> tuple[Any, Any, Any]:
+    """The hash of a tensor, a whole number modulo 2⁶⁴, and Σx² and Σ±x in float64. A change of one element changes the hash.
 
-    start   index of its first element in a larger tensor, whose parts are those of all its parts
-
-    Of each part a factor of its hash, the hash [] int64, and both sums [] float64; the hash is that of the tensor modulo 2⁶⁴.
-    On a CPU numpy computes the hash, since its calls take less time.
+    start   index of its first element in a larger tensor, whose hash and sums are those of its parts, added
     """
-    flat = x.detach().reshape(-1)
-    size, (factors, signs) = flat.numel(), _weights(x.device)
-    if start == 0 and 0 < size <= CHUNK:  # the usual case, without its arithmetic
-        yield 1, *_sums(flat, factors[:size], signs[:size])
-        return
-    for chunk in range(start // CHUNK, -(-(start + size) // CHUNK)):
-        first = chunk * CHUNK - start
-        part = flat[max(0, first) : first + CHUNK]
-        at = slice(max(0, -first), max(0, -first) + part.numel())
-        yield _factor(chunk) if chunk else 1, *_sums(part, factors[at], signs[at])
+    flat, (factors, signs) = x.detach().reshape(-1).contiguous(), _weights()
+    if flat.device.type != "cpu":
+        return _measure_on_device(flat, start)
+    words: Any = flat.view(WORDS[flat.element_size()]).numpy()
+    values: Any = (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
+    number, square, sign = 0, 0.0, 0.0
+    for first in range(start // CHUNK * CHUNK, start + len(values), CHUNK):
+        part = slice(max(0, first - start), first - start + CHUNK)
+        exact = values[part].astype(np.float64)
+        at = slice(max(0, start - first), max(0, start - first) + len(exact))
+        if flat.element_size() == 8:
+            pairs = words.reshape(-1, 2)[part].astype(np.int64)
+            whole = pairs[:, 0] + pairs[:, 1] * HIGH
+        else:
+            whole = words[part].astype(np.int64)
+        number += int(whole.dot(factors[at])) * _factor(first // CHUNK)
+        square, sign = square + exact.dot(exact), sign + exact.dot(signs[at])
+    return number, square, sign
 
 
-def _sums(part: Tensor, factors: Any, signs: Tensor) -> tuple[Any, Tensor, Tensor]:
-    words = part.view(WORDS[part.element_size()])
-    if part.element_size() == 8:
-        low, high = words.view(-1, 2).unbind(1)
-        words = low.to(torch.int64) + high * _factor(-2)
-    else:
-        words = words.to(torch.int64)
-    exact = part.to(signs.device).to(torch.float64)
-    hashed = words.numpy().dot(factors) if part.device.type == "cpu" else (words * factors).sum()
-    return hashed, exact.dot(exact), exact.dot(signs)
+def _measure_on_device(flat: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, by few calls and without waiting for the device."""
+    device, doubles = flat.device, exact_device(flat.device)
+    factors, signs = torch.from_numpy(_weights()[0]).to(device), torch.from_numpy(_weights()[1]).to(doubles)
+    number = torch.zeros((), dtype=torch.int64, device=device)
+    square, sign = torch.zeros((2,), dtype=torch.float64, device=doubles)
+    for first in range(start // CHUNK * CHUNK, start + len(flat), BLOCK):
+        part = flat[max(0, first - start) : first - start + BLOCK]
+        before = max(0, start - first)
+        around = (before, -(before + len(part)) % CHUNK)
+        words = part.view(WORDS[part.element_size()]).to(torch.int64)
+        if part.element_size() == 8:
+            words = words[::2] + words[1::2] * HIGH
+        sums = (pad(words, around).view(-1, CHUNK) * factors).sum(1)
+        of_chunks = torch.tensor([_factor(first // CHUNK + index) for index in range(len(sums))], device=device)
+        exact = pad(part.to(doubles, torch.float64), around).view(-1, CHUNK)
+        number, square, sign = number + (sums * of_chunks).sum(), square + exact.square().sum(), sign + (exact @ signs).sum()
+    return number, square, sign
 
 
 def _bits(tensors: Iterable[Parts]) -> list[int]:
@@ -180,8 +196,7 @@ class Fingerprints:
         """Add tensors to those of a stage, each in the parts that this rank has."""
         for number, parts in enumerate(tensors):
             for x, start in parts:
-                for factor, *measured in measure(x, start):
-                    self._parts.append((stage, factor * _factor(-100 - number), *measured))
+                self._parts.append((stage, _factor(-100 - number), *measure(x, start)))
 
     @property
     def share(self) -> float:
