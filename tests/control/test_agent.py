@@ -1,6 +1,5 @@
 """Agents after training: acting, evaluation, saving and loading, with the same results for the same seed."""
 
-import inspect
 import re
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,13 @@ import pytest
 import torch
 
 import surefoot
-from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, NotFiniteError, SurefootError
+from surefoot import A2C, PPO_CLIP, REINFORCE, NotFiniteError, SurefootError
 from surefoot.control import evaluate
 from surefoot.control.environments.looped import episode_seed
 from surefoot.control.export import export_agent
-from surefoot.core.algorithms import algorithm_name
 from surefoot.errors import announced
 
-from .tiny import Endless, bare, small
+from .tiny import Endless, bare
 
 QUICK: dict[str, Any] = {
     "rollout": {"environments": 4, "steps": 64},
@@ -74,18 +72,6 @@ def test_the_callback_gets_the_metrics_of_each_iteration() -> None:
             assert isinstance(metrics[name], float), name
 
 
-def test_a_callback_that_returns_true_stops_the_run() -> None:
-    seen: list[Any] = []
-
-    def stop(metrics: Any) -> bool:
-        seen.append(metrics)
-        return len(seen) == 2
-
-    agent = cartpole(steps=100_000, callback=stop)
-    assert len(seen) == 2
-    assert agent.predict(CARTPOLE)[0] in (0, 1)
-
-
 def test_the_same_seed_gives_the_same_weights_bit_for_bit_and_another_seed_others() -> None:
     one = cartpole(seed=1)
     assert_same_weights(one, cartpole(seed=1))
@@ -111,17 +97,6 @@ def test_the_global_generators_neither_steer_training_nor_are_moved_by_it() -> N
     assert_same_weights(one, cartpole(steps=500))
 
 
-@pytest.mark.parametrize("algorithm", LADDER, ids=algorithm_name)
-def test_every_rung_trains_on_box_actions(algorithm: Any) -> None:
-    seen: list[Any] = []
-    fields = {"rollout": {"environments": 2, "steps": 100}, "evaluation": {"episodes": 0}, "normalise": BOTH}
-    agent = surefoot.train("Pendulum-v1", algorithm, steps=800, objective=small(algorithm), callback=seen.append, **fields)
-    assert seen[-1]["steps"] >= 800
-    assert seen[-1]["episode_length"] == 200
-    assert all(weight.isfinite().all() for weight in agent.state_dict().values())
-    assert agent.policy.log_std.abs().max() > 0  # it moved too
-
-
 @pytest.mark.parametrize(
     ("task", "fields"),
     [
@@ -141,22 +116,6 @@ def test_other_networks_and_optimizers_train(task: str, fields: dict[str, Any], 
     assert surefoot.load(tmp_path / "agent").value(observation) == agent.value(observation)
 
 
-def test_a_critic_with_its_own_learning_rate_moves_at_that_rate() -> None:
-    def moved(**fields: Any) -> tuple[float, float]:
-        seen: list[Any] = []
-        first = cartpole(steps=1, callback=lambda _: True, optimizer={"learning_rate": 1e-12}).policy
-        last = cartpole(steps=256, callback=seen.append, optimizer={"schedule": "constant", **fields}).policy
-        assert "gradient_norm_critic" in seen[0]
-        pairs = ((last.actor_head, first.actor_head), (last.critic_head, first.critic_head))
-        actor, critic = ((a.weight - b.weight).detach().norm().item() for a, b in pairs)
-        return actor, critic
-
-    policy, critic = moved(learning_rate=1e-3, critic_learning_rate=1e-8)
-    assert policy > 1e-3 > 1e-5 > critic
-    policy, critic = moved(learning_rate=1e-8, critic_learning_rate=1e-3)
-    assert critic > 1e-3 > 1e-5 > policy
-
-
 def test_a_shared_trunk_is_used_by_both_heads_and_separate_ones_share_no_parameter() -> None:
     shared, apart = (cartpole(steps=1, network={"shared_trunk": shared}).policy for shared in (True, False))
     assert shared.critic_trunk is None
@@ -170,12 +129,6 @@ def test_a_shared_trunk_is_used_by_both_heads_and_separate_ones_share_no_paramet
 
 
 # ---- acting -----------------------------------------------------------------------------------------------------------
-
-
-def test_predict_has_the_signature_that_stable_baselines3s_tools_call() -> None:
-    parameters = inspect.signature(surefoot.Agent.predict).parameters
-    assert list(parameters) == ["self", "observation", "state", "episode_start", "deterministic", "action_mask"]
-    assert [parameters[name].default for name in list(parameters)[2:]] == [None, None, False, None]
 
 
 def test_discrete_actions_come_as_integers_of_their_space_one_or_many() -> None:
@@ -236,16 +189,11 @@ def test_predict_returns_the_state_and_accepts_lists_and_doubles() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3), (2, 2, 4)])
-def test_an_observation_of_the_wrong_shape_is_rejected(shape: tuple[int, ...]) -> None:
+def test_an_observation_of_the_wrong_shape_or_that_is_not_finite_is_rejected(shape: tuple[int, ...]) -> None:
     agent = cartpole(steps=1)
     for method in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"observation: has shape .*; this agent takes \(4,\)"):
             method(np.zeros(shape, np.float32))
-
-
-def test_an_observation_that_is_not_finite_is_rejected() -> None:
-    agent = cartpole(steps=1)
-    for method in (agent.predict, agent.value):
         with pytest.raises(SurefootError, match=r"observation: is not finite"):
             method([0.0, np.inf, 0.0, 0.0])
 
@@ -254,8 +202,6 @@ def test_the_repr_of_an_agent_is_one_line_and_other_objects_are_not_evaluated() 
     assert re.fullmatch(r"<Agent PPO_CLIP on CartPole-v1, [\d,]+ parameters>", repr(cartpole(steps=1)))
     with pytest.raises(SurefootError, match=r"runs/first: no such run folder; see what there is with: ls .*/runs"):
         surefoot.evaluate("runs/first", episodes=1)
-    with pytest.raises(SurefootError, match=r"3: is not an agent, model or run; load one with surefoot.load\(RUN\)"):
-        surefoot.evaluate(3, episodes=1)
 
 
 def test_value_is_a_number_for_one_observation_and_an_array_for_several() -> None:
@@ -332,25 +278,16 @@ def test_an_evaluation_is_whole_episodes_each_from_its_own_seed() -> None:
 
 def test_the_same_evaluation_seed_gives_the_same_result_and_another_seed_another() -> None:
     agent = cartpole(steps=2000)
+    assert surefoot.evaluate(agent, episodes=5).returns != surefoot.evaluate(agent, episodes=5, deterministic=False).returns
     for deterministic in (True, False):
         first = surefoot.evaluate(agent, episodes=5, seed=3, deterministic=deterministic)
         assert surefoot.evaluate(agent, episodes=5, seed=3, deterministic=deterministic) == first
         assert surefoot.evaluate(agent, episodes=5, seed=4, deterministic=deterministic).returns != first.returns
 
 
-def test_sampled_and_greedy_evaluations_differ() -> None:
-    agent = cartpole(steps=2000)
-    assert surefoot.evaluate(agent, episodes=5).returns != surefoot.evaluate(agent, episodes=5, deterministic=False).returns
-
-
 def test_evaluating_on_a_task_with_other_spaces_is_rejected() -> None:
     with pytest.raises(SurefootError, match=r"task='Pendulum-v1': has observations .* the agent was trained on"):
         surefoot.evaluate(cartpole(steps=1), "Pendulum-v1")
-
-
-def test_evaluating_no_episode_is_rejected() -> None:
-    with pytest.raises(SurefootError, match="episodes=0"):
-        surefoot.evaluate(cartpole(steps=1), episodes=0)
 
 
 def test_an_agent_is_evaluated_on_the_environment_that_it_was_trained_in() -> None:

@@ -24,7 +24,7 @@ from surefoot.functional import successor_values
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
 from .misbehaving import Misbehaving
-from .tiny import ENDS, Clockwork, Endless, clockworks, one_by_one
+from .tiny import Clockwork, Endless, clockworks, one_by_one
 
 SEED = 7
 MODES = ("looped", *(mode.name for mode in AutoresetMode))
@@ -98,17 +98,13 @@ def recorded(environment: Clockwork, kept: int) -> Kept:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_kept_transitions_and_next_values_are_what_happened_in_every_autoreset_mode(mode: str) -> None:
+    single, kept = clockworks(action_space=spaces.Box(-2, 2, (2,), np.float32)), 25
+    ours = play(together(mode, single), lambda b, k: np.float32([b - 1, k % 3 - 1]), kept)
+    assert ours == [recorded(env, kept) for env in single]
     single, kept = clockworks(), 30
     ours = play(together(mode, single), lambda b, k: (b + k // 2) % 2, kept)
     assert ours == [recorded(env, kept) for env in single]
     assert {(row["terminated"], row["truncated"]) for row in ours[0]} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_same_holds_for_box_actions(mode: str) -> None:
-    single, kept = clockworks(action_space=spaces.Box(-2, 2, (2,), np.float32)), 25
-    ours = play(together(mode, single), lambda b, k: np.float32([b - 1, k % 3 - 1]), kept)
-    assert ours == [recorded(env, kept) for env in single]
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -136,19 +132,6 @@ def test_on_a_real_task_all_vector_modes_agree_and_the_loop_agrees_on_every_firs
     assert any(step["terminated"] for step in same[2])
 
 
-def test_only_next_step_environments_have_ignored_rows_one_after_every_end() -> None:
-    for mode in MODES:
-        environments = together(mode, clockworks())
-        environments.reset()
-        over = np.zeros(3, bool)
-        for _ in range(30):
-            step = environments.step(np.zeros(3, int))
-            assert np.array_equal(step.ignored, over if mode == "NEXT_STEP" else np.zeros(3, bool))
-            assert not (step.ignored & (step.terminated | step.truncated)).any()
-            assert (step.rewards[step.ignored] == 0).all()
-            over = step.terminated | step.truncated
-
-
 def test_whole_episodes_side_by_side_step_only_the_active_environments() -> None:
     single = clockworks()
     environments = together("looped", single)
@@ -158,14 +141,6 @@ def test_whole_episodes_side_by_side_step_only_the_active_environments() -> None
     assert step.ignored.tolist() == [False, True, False]
     assert np.array_equal(step.observations["observation"][1], before["observation"][1])
     assert step.rewards[1] == 0
-
-
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_a_vector_environment_rejects_whole_episodes_side_by_side(mode: str) -> None:
-    environments = together(mode, clockworks())
-    environments.reset()
-    with pytest.raises(SurefootError, match=r"tiny: .*whole episodes.*critic"):
-        environments.step(np.zeros(3, int), np.array([True, False, True]))
 
 
 # ---- episode seeds ----------------------------------------------------------------------------------------------------
@@ -265,17 +240,6 @@ def test_an_environment_that_does_not_replay_is_reported_lost_and_restarts_its_e
     _, lost = again.load_state_dict(environments.state_dict())
     assert list(lost) == [1]
     assert [(record.number, len(record.actions)) for record in again.records] == [(0, 5), (1, 0), (0, 5)]
-
-
-def test_an_environment_whose_episode_ends_earlier_than_it_did_is_reported_lost() -> None:
-    environments = LoopedEnvironments(lambda: Clockwork(ends=((9, "terminated"),)), 1, SEED, "clock")
-    environments.reset()
-    for _ in range(5):
-        environments.step(np.zeros(1, int))
-    again = LoopedEnvironments(lambda: Clockwork(ends=((5, "terminated"),)), 1, SEED, "clock")
-    observations, lost = again.load_state_dict(environments.state_dict())
-    assert list(lost) == [0]
-    assert observations["observation"].tolist() == [[0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
@@ -519,9 +483,20 @@ def test_an_unknown_id_is_rejected_with_a_suggestion() -> None:
         surefoot.train("CartPol-v1", steps=100)
 
 
-def test_an_id_that_can_not_be_made_is_named() -> None:
-    with pytest.raises(SurefootError, match=r"task='NoSuchTask-v0': could not be made \(NameNotFound"):
-        make_environments("NoSuchTask-v0", {}, 1, SEED)
+@pytest.mark.filterwarnings("ignore:.*is out of date")
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("NoSuchTask-v0", r"task='NoSuchTask-v0': could not be made \(NameNotFound"),
+        ("Walker2d-v3", "^task='Walker2d-v3': was removed from Gymnasium; use 'Walker2d-v5'$"),
+        ("surefoot.nowhere:make", "task='surefoot.nowhere:make': can't be imported .*must name module:function"),
+        ("surefoot.demos:nothing", "task='surefoot.demos:nothing': can't be imported .*must name module:function"),
+        (dict, r"made a dict, not a gymnasium\.Env"),
+    ],
+)
+def test_what_can_not_be_made_is_named(task: Any, message: str) -> None:
+    with pytest.raises(SurefootError, match=message):
+        make_environments(task, {}, 1, SEED)
 
 
 @pytest.mark.parametrize(
@@ -538,14 +513,6 @@ def test_a_missing_package_names_the_extra_to_install(error: Exception, extra: s
 
     with pytest.raises(SurefootError, match=rf"needs_more.*pip install .*\[{extra}\]'"):
         surefoot.train(needs_more, surefoot.PPO_CLIP, steps=100)
-
-
-@pytest.mark.filterwarnings("ignore:.*is out of date")
-@pytest.mark.parametrize("old", ["Walker2d-v3"])
-def test_an_id_that_moved_out_of_gymnasium_gets_its_new_id(old: str) -> None:
-    """Gymnasium lists it, and no package that could be installed brings it back."""
-    with pytest.raises(SurefootError, match=rf"^task='{old}': was removed from Gymnasium; use '{old[:-3]}-v5'$"):
-        make_environments(old, {}, 1, SEED)
 
 
 def test_the_line_that_fails_while_an_environment_is_made_is_named(tmp_path: Path) -> None:
@@ -622,17 +589,6 @@ def test_a_task_may_be_a_function_of_a_file(tmp_path: Path) -> None:
     assert (made.step(np.zeros(2, np.int64)).rewards == 0).all(), "and gets its arguments"
 
 
-@pytest.mark.parametrize("task", ["surefoot.nowhere:make", "surefoot.demos:nothing"])
-def test_a_function_that_can_not_be_imported_is_named(task: str) -> None:
-    with pytest.raises(SurefootError, match=rf"task='{task}': can't be imported .*must name module:function"):
-        make_environments(task, {}, 1, SEED)
-
-
-def test_a_maker_that_makes_something_else_is_rejected() -> None:
-    with pytest.raises(SurefootError, match=r"made a dict, not a gymnasium\.Env"):
-        make_environments(dict, {}, 1, SEED)
-
-
 def two_actions_then_three(made: Path) -> Endless:
     """An environment with two actions for the first caller of any process, and with three for others."""
     environment = Endless()
@@ -674,59 +630,27 @@ def endless_with(**space: spaces.Space[Any]) -> Callable[[], Endless]:
 NODES = spaces.Graph(spaces.Box(0, 1, (2,)), None)
 
 
-@pytest.mark.parametrize(
-    ("observation", "named"),
-    [
-        (spaces.Text(5), "Text is not supported"),
-        (spaces.Box(0, 1, (0,)), r"Box\(0,\) is not supported \(it has no entries\)"),
-        (spaces.Dict({"camera": spaces.Dict({"depth": NODES}), "x": spaces.Discrete(2)}), r'part "camera\.depth": Graph'),
-        (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), 'part "1": Text'),
-    ],
-    ids=["text", "empty", "in a dict", "in a tuple"],
-)
-def test_an_unsupported_observation_space_is_named(observation: spaces.Space[Any], named: str) -> None:
-    with pytest.raises(SurefootError, match=rf"strange.*: observation space {named}.*; wrap the environment"):
-        surefoot.train(endless_with(observation=observation), surefoot.PPO_CLIP, steps=100)
+TWICE = {"a.b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(2)})}
 
 
 @pytest.mark.parametrize(
-    ("observation", "message"),
+    ("kind", "space", "message"),
     [
-        (
-            spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(2)})}),
-            r'part "a\.b": two parts have this name',
-        ),
-        (spaces.Dict({"action_mask": spaces.MultiBinary(2)}), r'part "action_mask": .*info\["action_mask"\]'),
-        (spaces.Dict({}), "Dict is empty"),
+        ("observation", spaces.Text(5), "Text is not supported.*; wrap the environment"),
+        ("observation", spaces.Box(0, 1, (0,)), r"Box\(0,\) is not supported \(it has no entries\)"),
+        ("observation", spaces.Dict({"camera": spaces.Dict({"depth": NODES})}), r'part "camera\.depth": Graph'),
+        ("observation", spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), 'part "1": Text'),
+        ("observation", spaces.Dict(TWICE), r'part "a\.b": two parts have this name'),
+        ("observation", spaces.Dict({"action_mask": spaces.MultiBinary(2)}), r'"action_mask": .*info\["action_mask"\]'),
+        ("observation", spaces.Dict({}), "Dict is empty"),
+        ("action", spaces.Box(0, 1, (2, 0)), r"Box\(2, 0\).* is not supported"),
+        ("action", spaces.Box(0, 5, (2,), np.int64), "Box.* is not supported"),
     ],
-    ids=["the same path twice", "a mask among the observations", "nothing"],
+    ids=str,
 )
-def test_an_observation_space_of_odd_names_is_rejected(observation: spaces.Space[Any], message: str) -> None:
-    with pytest.raises(SurefootError, match=rf"strange.*: observation space {message}"):
-        surefoot.train(endless_with(observation=observation), surefoot.PPO_CLIP, steps=100)
-
-
-@pytest.mark.parametrize(
-    ("action", "named"),
-    [
-        (spaces.Box(0, 1, (2, 0)), r"Box\(2, 0\)"),
-        (spaces.Box(0, 5, (2,), np.int64), "Box"),
-    ],
-    ids=["empty", "whole numbers"],
-)
-def test_an_unsupported_action_space_is_named(action: spaces.Space[Any], named: str) -> None:
-    with pytest.raises(SurefootError, match=rf"strange.*: action space {named}.* is not supported"):
-        surefoot.train(endless_with(action=action), surefoot.PPO_CLIP, steps=100)
-
-
-@pytest.mark.parametrize("mode", ["looped", "NEXT_STEP"])
-def test_episodes_end_at_the_lengths_the_environments_were_made_with(mode: str) -> None:
-    """The fake itself: were its episodes to end otherwise, the laws above would be about nothing."""
-    single = clockworks()
-    play(together(mode, single), lambda b, k: 0, 20)
-    for env, ends in zip(single, ENDS, strict=True):
-        lengths = [sum(step.episode == episode for step in env.log) for episode in range(4)]
-        assert lengths == [ends[episode % len(ends)][0] for episode in range(4)]
+def test_a_space_that_is_not_supported_is_named(kind: str, space: spaces.Space[Any], message: str) -> None:
+    with pytest.raises(SurefootError, match=rf"strange.*: {kind} space .*{message}"):
+        surefoot.train(endless_with(**{kind: space}), surefoot.PPO_CLIP, steps=100)
 
 
 def test_leaves_of_a_vector_environment_lie_in_memory_as_they_are_read_whatever_its_own_layout() -> None:

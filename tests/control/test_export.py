@@ -488,18 +488,6 @@ def test_actions_keep_the_dtype_of_their_space(kind: str, format: str, tmp_path:
 
 # ---- memory -----------------------------------------------------------------------------------------------------------
 
-Stepping = Callable[[np.ndarray, np.ndarray, np.ndarray], list[np.ndarray]]
-
-
-def stepping(path: Path) -> Stepping:
-    """A file with memory as its own runtime runs it: observations, memory, episode starts -> its outputs."""
-    if path.suffix == ".onnx":
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        names = ["observation", "memory", "episode_start"]
-        return lambda *arguments: session.run(None, dict(zip(names, arguments, strict=True)))
-    module = torch.export.load(path).module()
-    return lambda *arguments: [output.numpy() for output in module(*map(torch.from_numpy, arguments))]
-
 
 def remembering_agent(task: str, shared: bool = False, **changes: Any) -> surefoot.Agent:
     """An agent whose LSTM weighs so much that what it remembers decides what it does."""
@@ -546,7 +534,7 @@ def probed() -> tuple[surefoot.Agent, export.ExportedPolicy, list[export.ExportP
 def test_the_file_carries_the_lstm_state_like_the_agent(task: str, format: str, shared: bool, remembering: Any) -> None:
     """The program acts on its own memory, the agent is asked at every step, and the second episode forgets the first."""
     agent, made = remembering(task, format, shared)
-    run = stepping(made.path)
+    run = named(made.path)
     environment = gymnasium.make(task, disable_env_checker=True)
     memory, state = np.full((1, 1 if shared else 2, 2, 6), 7, np.float32), None  # of no episode: to be forgotten
     taken, forgetful = [], []
@@ -555,7 +543,7 @@ def test_the_file_carries_the_lstm_state_like_the_agent(task: str, format: str, 
         start, over = True, False
         while not over:
             seen = observation[None].astype(np.float32)
-            action, *_, value, memory = run(seen, memory, np.array([start]))
+            action, *_, value, memory = run({"observation": seen, "memory": memory, "episode_start": np.array([start])})
             expected_value = agent.value(seen, state, [start])
             wanted, state = agent.predict(seen, state, [start], deterministic=True)
             assert np.allclose(action, wanted, rtol=1e-4, atol=1e-5)
@@ -567,27 +555,6 @@ def test_the_file_carries_the_lstm_state_like_the_agent(task: str, format: str, 
             start, over = False, terminated or truncated
     assert len(taken) > 10
     assert not np.allclose(taken, forgetful), "without its memory the agent would act otherwise"
-
-
-@pytest.mark.parametrize("format", ["onnx", pytest.param("torch", marks=LATER)])
-def test_rows_of_a_batch_have_independent_lstm_states(format: str, remembering: Any) -> None:
-    agent, made = remembering("CartPole-v1", format, False)
-    assert made.signature == (
-        "observation [N, 4], memory [N, 2, 2, 6], episode_start [N] -> "
-        "action [N], logits [N, 2], value [N], next_memory [N, 2, 2, 6]"
-    )
-    run, draws = stepping(made.path), np.random.default_rng(1)
-    for count in (1, 5):
-        memory = draws.uniform(-1, 1, (count, 2, 2, 6)).astype(np.float32)
-        for _ in range(4):
-            seen, starts = draws.normal(size=(count, 4)).astype(np.float32), draws.random(count) < 0.5
-            action, _, _, after = run(seen, memory, starts)
-            for row in range(count):
-                fresh = None if starts[row] else memory[row : row + 1]
-                wanted, state = agent.predict(seen[row], fresh, deterministic=True)
-                assert action[row] == wanted
-                assert np.allclose(after[row], state[0], rtol=1e-4, atol=1e-5)
-            memory = after
 
 
 @pytest.mark.parametrize("forgotten", ["memory", "episode_start"])

@@ -14,14 +14,13 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 
 import surefoot
-from surefoot import PPO_CLIP, REINFORCE, SurefootError
+from surefoot import PPO_CLIP, SurefootError
 from surefoot.control.environments.looped import LoopedEnvironments
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.policy import ActorCritic
 from surefoot.core.seeding import stream
 from surefoot.diagnostics.recipe import check_environment
-from surefoot.functional import fisher_vector_product
 from surefoot.recipes.control import Network
 from surefoot.store.events import Message
 
@@ -116,31 +115,6 @@ def test_forbidden_actions_get_no_gradient_and_none_is_nan(name: str) -> None:
         assert first.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["multidiscrete"])
-def test_curvature_of_the_kl_is_finite_and_zero_where_forbidden(name: str) -> None:
-    """What a natural gradient needs: a second derivative through the mask."""
-    policy, allowed = policy_of(name), masks(name, 10, 0.05)
-    allowed[:, 7], allowed[:, 6] = False, True
-    inputs = {"observation": torch.randn(10, 3, generator=stream(3)), "action_mask": allowed}
-    with torch.no_grad():
-        old = policy.step(inputs)[0]
-    kl = old.kl(policy.step(inputs)[0]).mean()
-    product = fisher_vector_product(kl, [policy.actor_head.bias], damping=0.0)(torch.ones(1000) + torch.arange(1000) / 1000)
-    assert product.isfinite().all()
-    assert product[7] == 0
-    assert product.abs().max() > 0
-
-
-def test_an_only_choice_is_certain_and_has_no_entropy() -> None:
-    policy = policy_of("discrete")
-    allowed = torch.zeros(1, 1000, dtype=torch.bool)
-    allowed[0, 123] = True
-    evaluation = policy({"observation": torch.zeros(1, 3), "action_mask": allowed}, torch.tensor([123]))
-    assert evaluation.log_probs.item() == evaluation.entropy.item() == 0
-    evaluation.log_probs.sum().backward()
-    assert not policy.actor_head.weight.grad.any()
-
-
 # ---- in training ------------------------------------------------------------------------------------------------------
 
 
@@ -175,16 +149,6 @@ def test_a_masking_vector_environment_trains_without_a_forbidden_action(mode: st
     seen: list[Any] = []
     surefoot.train(vector, PPO_CLIP, steps=200, objective=small(PPO_CLIP), callback=seen.append, **fields)
     assert seen[-1]["updates"] >= 8
-
-
-def test_whole_episodes_of_unequal_length_are_masked_too() -> None:
-    class Uneven(Sampled):
-        def step(self, action: Any) -> Any:
-            *rest, truncated, info = super().step(action)
-            return *rest, truncated or (self.t == 2 and self.generator.random() < 0.5), info
-
-    agent = surefoot.train(lambda: Uneven(SEEN, spaces.Discrete(5), True), REINFORCE, steps=100)
-    assert surefoot.evaluate(agent, lambda: Uneven(SEEN, spaces.Discrete(5), True), episodes=3).episodes == 3
 
 
 # ---- judging and acting -----------------------------------------------------------------------------------------------
@@ -262,6 +226,10 @@ FAULTS = [
 def test_a_wrong_mask_stops_training_in_a_line_that_names_environment_and_step(infos: Any, message: str) -> None:
     with pytest.raises(SurefootError, match=rf"environment 0 gave {message} in step\(\), episode 0, step 1;"):
         surefoot.train(lambda: Odd(*infos), PPO_CLIP, steps=100)
+    with pytest.raises(SurefootError, match=r"environment 0 gave an action mask that allows no .* in reset\(\), episode 0"):
+        surefoot.train(lambda: Odd({"action_mask": [0, 0, 0]}), PPO_CLIP, steps=100)
+    with pytest.raises(SurefootError, match="gave an action mask, but Box actions can't be masked"):
+        surefoot.train(lambda: Odd(RIGHT, action_space=spaces.Box(-1, 1, (3,))), PPO_CLIP, steps=100)
 
 
 @pytest.mark.parametrize(("infos", "message"), FAULTS[:2])
@@ -272,18 +240,6 @@ def test_a_wrong_mask_of_a_vector_environment_names_environment_and_call(infos: 
     environments.reset()
     with pytest.raises(SurefootError, match=r"^odd: (raised ValueError|gave .* in environment 1, in call 1 of step\(\))"):
         environments.step(np.zeros(2, int))
-
-
-def test_a_wrong_mask_at_the_first_reset_is_named() -> None:
-    with pytest.raises(
-        SurefootError, match=r"environment 0 gave an action mask that allows no action .* in reset\(\), episode 0"
-    ):
-        surefoot.train(lambda: Odd({"action_mask": [0, 0, 0]}), PPO_CLIP, steps=100)
-
-
-def test_box_actions_can_not_be_masked() -> None:
-    with pytest.raises(SurefootError, match="gave an action mask, but Box actions can't be masked"):
-        surefoot.train(lambda: Odd(RIGHT, action_space=spaces.Box(-1, 1, (3,))), PPO_CLIP, steps=100)
 
 
 def test_at_the_end_of_an_episode_no_mask_is_needed() -> None:

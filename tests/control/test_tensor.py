@@ -396,20 +396,6 @@ class Copies(Refusing):
             return func(*args, **(kwargs or {}))
 
 
-def test_the_check_detects_copies_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: an environment that waits is found out."""
-
-    class Waiting(CartPole):
-        def step(self, actions: Tensor) -> tuple[Any, ...]:
-            if self.elapsed.max() > 1:
-                self.elapsed.zero_()
-            return super().step(actions)
-
-    collector = world_of(lambda: Waiting(4), rollout={"environments": 4, "steps": 8}).collector
-    with no_reads(monkeypatch), pytest.raises(SurefootError, match="WaitsError"):
-        collector._act_out(torch.Generator(), Timer())
-
-
 # ---- bad input ---------------------------------------------------------------------------------------------------------------
 
 
@@ -774,18 +760,11 @@ def test_the_saved_state_of_a_brax_environment_goes_to_its_device(jax: None, mon
 # ---- runs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lstm", [8])
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, lstm: int | None) -> None:
-    resumes_exactly(tmp_path, network={"lstm": lstm})
-
-
-@pytest.mark.parametrize("lstm", [None])
-def test_a_resumed_compiled_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, lstm: int | None, programs: None) -> None:
-    resumes_exactly(tmp_path, engine="compiled", network={"lstm": lstm})
-
-
-def resumes_exactly(tmp_path: Path, **changes: Any) -> None:
-    options: dict[str, Any] = SMALL | {"rollout": {"environments": 8, "steps": 16}} | changes
+@pytest.mark.parametrize(("engine", "lstm"), [("eager", 8), ("compiled", None)])
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
+    engine: str, lstm: int | None, tmp_path: Path, programs: None
+) -> None:
+    options: dict[str, Any] = SMALL | {"rollout": {"environments": 8, "steps": 16}, "engine": engine, "network": {"lstm": lstm}}
     options |= {"checkpoint": {"every": 128, "keep": 9}, "normalise": {"observations": True, "rewards": True}}
     whole = surefoot.train("tensor/CartPole-v1", steps=512, run_dir=tmp_path / "whole", **options)
     surefoot.train("tensor/CartPole-v1", steps=512, run_dir=tmp_path / "half", callback=stop_after(2), **options)
@@ -863,15 +842,10 @@ def test_an_unknown_part_is_one_line() -> None:
         world_of(Grouped, rollout={"environments": 4}, network={"actor_parts": ["polcy"]})
 
 
-def test_an_adaptive_learning_rate_follows_the_kl_of_each_minibatch_and_resumes(tmp_path: Path) -> None:
-    adapts_and_resumes(tmp_path, "eager")
-
-
-def test_an_adaptive_learning_rate_follows_the_kl_with_compiled_programs_too(tmp_path: Path, programs: None) -> None:
-    adapts_and_resumes(tmp_path, "compiled")
-
-
-def adapts_and_resumes(tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_an_adaptive_learning_rate_follows_the_kl_of_each_minibatch_and_resumes(
+    engine: str, tmp_path: Path, programs: None
+) -> None:
     """Against the rule, applied by hand to the KL before each step."""
     options: dict[str, Any] = {
         "rollout": {"environments": 8, "steps": 16},

@@ -107,19 +107,6 @@ def test_rows_are_visited_whole() -> None:
     assert sorted(rows) == sorted([tuple(range(6 * i, 6 * i + 6)) for i in range(5)] * 2)
 
 
-def test_the_same_streams_give_the_same_parameters() -> None:
-    def run(seed: int) -> Tensor:
-        policy = TinyPolicy()
-        learner = Learner(policy, replace(PPO_CLIP, reuse=Reuse(2, 3)), LearnerSettings(ADAM))
-        update(learner, random_rollout(policy, 0), LearnerState.seeded(seed, 100))
-        return parameters(policy)
-
-    before = torch.random.get_rng_state()
-    assert torch.equal(run(0), run(0))
-    assert not torch.equal(run(0), run(1)), "the order is drawn from the state's stream"
-    assert torch.equal(torch.random.get_rng_state(), before), "and never from the global one"
-
-
 # ---- how far: optimizer and schedules -----------------------------------------------------------------------------------
 
 
