@@ -23,9 +23,10 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Scores
 from surefoot.language.rewards.terms import FunctionReward, WeightedSum
-from surefoot.recipes.reading import make_recipe
 from surefoot.store.reading import traces_in
 from surefoot.store.traces import read_trace
+
+from . import tiny
 
 TEXTS = ["a;bb;c", "été;日本;🙂!", "", ";; ;", "no separator", "  two  spaces ", "end;"]
 TOKENS = [["a", ";b", "b;c", ""], ["x", ";", ""]]
@@ -288,24 +289,14 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def fields(files: dict[str, str], model: Path, functions: tuple[str, ...], **changes: Any) -> dict[str, Any]:
-    reward = changes.pop("reward", {})
-    table: dict[str, Any] = {
-        "model": str(model),
-        "steps": 64,
-        "data": {"train": files["prompts"], "max_length": 32},
-        "sampling": {"prompts": 8, "samples": 2, "max_tokens": 6},
-        "reward": {
-            "terms": [{"function": f"{files['rewards']}:{name}"} for name in functions],
-            "missing_eos": "none",
-            **reward,
-        },
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    return {**table, **changes}
+    terms = [{"function": f"{files['rewards']}:{name}"} for name in functions]
+    table = {"sampling": {"prompts": 8, "samples": 2, "max_tokens": 6}, **changes}
+    table["reward"] = {"terms": terms, "missing_eos": "none", **changes.get("reward", {})}
+    return tiny.fields_of(model, files["prompts"], "", **table)
 
 
 def collected(files: dict[str, str], model: Path, *functions: str, **changes: Any) -> tuple[LanguageWorld, Rollout]:
-    made = LanguageWorld(make_recipe({"kind": "language", **fields(files, model, functions, **changes)}))  # type: ignore[arg-type]
+    made = tiny.world_of(fields(files, model, functions, **changes))
     return made, made.collector.collect(LearnerState.seeded(1, 64))
 
 

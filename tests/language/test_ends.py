@@ -12,7 +12,6 @@ from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.ends import EndDetector, Ends
-from surefoot.recipes.reading import make_recipe
 
 from . import tiny
 
@@ -79,15 +78,9 @@ def test_reply_does_not_repeat_the_end_that_a_stop_text_is(tokens: Tokens) -> No
 def world(folder: Path, root: Path, **changes: Any) -> LanguageWorld:
     """A world whose responses are ⟨system⟩, "a" and ⟨user⟩, which ends them."""
     (root / "others.py").write_text(FILES)
-    write_rows(root / "rows.jsonl", [{"prompt": [{"role": "user", "content": "hi"}]}] * 4)
-    table: dict[str, Any] = {
-        "model": str(folder),
-        "steps": 16,
-        "data": {"train": str(root / "rows.jsonl"), "max_length": 24},
-        "sampling": {"prompts": 4, "samples": 4, "max_tokens": 8, "stop": [USER]},
-        "reward": {"terms": [f"{root / 'others.py'}:seen"], "missing_eos": "none"},
-    }
-    made = LanguageWorld(make_recipe({"kind": "language", "algorithm": "GRPO", **table, **changes}))  # type: ignore[arg-type]
+    write_rows(rows := root / "rows.jsonl", [{"prompt": [{"role": "user", "content": "hi"}]}] * 4)
+    table = {"algorithm": "GRPO", "sampling": {"prompts": 4, "samples": 4, "max_tokens": 8, "stop": [USER]}, **changes}
+    made = tiny.world_of(tiny.fields_of(folder, rows, f"{root / 'others.py'}:seen", **table))
     ids = [made.tokens.special_id(SYSTEM), ids_of(made.tokens, "a")[0], made.tokens.special_id(USER)]
     tiny.set_probabilities(made.policy.model, ids, (0.3, 0.2, 0.5))  # type: ignore[arg-type]
     return made

@@ -24,6 +24,7 @@ from surefoot.recipes.models import AdapterSettings
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world
 
+from . import tiny
 from .tiny import VOCABULARY, tokenizer
 
 pytest.importorskip("peft")
@@ -276,16 +277,12 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def fields(kind: str, files: dict[str, str], model: Path, **changes: Any) -> dict[str, Any]:
-    table: dict[str, Any] = {"model": str(model), "steps": 32, "optimizer": {"learning_rate": 1e-2}}
+    table: dict[str, Any] = {"steps": 32, "optimizer": {"learning_rate": 1e-2}}
     if kind == "sft":
-        return {**table, "data": {"train": files["rows"], "held_out": files["rows"], "max_length": 32, "batch": 8}, **changes}
-    online = {
-        "data": {"train": files["rows"], "max_length": 32},
-        "sampling": {"prompts": 8, "max_tokens": 6},
-        "reward": {"terms": [{"function": files["reward"]}], "missing_eos": "none"},
-        "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
-    }
-    return {**table, **online, **changes}
+        data = {"train": files["rows"], "held_out": files["rows"], "max_length": 32, "batch": 8}
+        return {"model": str(model), **table, "data": data, **changes}
+    table |= {"sampling": {"prompts": 8, "max_tokens": 6}, "objective": {"reuse": {"epochs": 2, "minibatches": 2}}}
+    return tiny.fields_of(model, files["rows"], files["reward"], **{**table, **changes})
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses the old name in transformers

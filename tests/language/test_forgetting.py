@@ -12,8 +12,9 @@ import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import evaluate_run, report_table
 from surefoot.language.online.world import LanguageWorld
-from surefoot.recipes.reading import make_recipe
 from surefoot.store.metrics import read_metrics
+
+from . import tiny
 
 LIKELIHOOD = "held_out_log_likelihood"
 COMPLETIONS = ("hello there.", "why not?", "a b c", "it is what it is, and that is that.", "no")
@@ -32,20 +33,14 @@ def files(tmp_path: Path) -> Path:
 
 
 def fields(files: Path, model: Path, **changes: Any) -> dict[str, Any]:
-    table: dict[str, Any] = {
-        "model": str(model),
-        "steps": 32,
-        "data": {"train": str(files / "prompts.jsonl"), "held_out": str(files / "prompts.jsonl"), "max_length": 16},
-        "sampling": {"prompts": 16, "max_tokens": 8},
-        "reward": {"terms": [{"function": f"{files}/rewards.py:zs"}], "missing_eos": "none"},
-        "optimizer": {"learning_rate": 1e-3},
-        "evaluation": {"demonstrations": str(files / "rows.jsonl"), "every": 16},
-    }
-    return {**table, **changes}
+    prompts = str(files / "prompts.jsonl")
+    table: dict[str, Any] = {"steps": 32, "data": {"train": prompts, "held_out": prompts, "max_length": 16}}
+    table["evaluation"] = {"demonstrations": str(files / "rows.jsonl"), "every": 16}
+    return tiny.fields_of(model, prompts, f"{files}/rewards.py:zs", **{**table, **changes})
 
 
 def world(files: Path, model: Path, **changes: Any) -> LanguageWorld:
-    return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, **changes)}))  # type: ignore[arg-type]
+    return tiny.world_of(fields(files, model, **changes))
 
 
 def log_likelihood(made: LanguageWorld) -> float:

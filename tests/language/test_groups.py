@@ -25,6 +25,8 @@ from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.factory import make_learner
 from surefoot.store.metrics import read_metrics
 
+from . import tiny
+
 REWARDS = """
 def vowels(responses):
     return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
@@ -50,15 +52,9 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def fields(files: dict[str, str], model: Path, function: str = "vowels", **changes: Any) -> dict[str, Any]:
-    table: dict[str, Any] = {
-        "model": str(model),
-        "steps": 96,
-        "data": {"train": files["prompts"], "max_length": 32},
-        "sampling": {"prompts": 6, "samples": 4, "max_tokens": 8},
-        "reward": {"terms": [{"function": f"{files['rewards']}:{function}"}], "missing_eos": "none"},
-        "optimizer": {"learning_rate": 2e-3},
-    }
-    return {**table, **changes}
+    drawing = {"prompts": 6, "samples": 4, "max_tokens": 8}
+    table = {"steps": 96, "sampling": drawing, "optimizer": {"learning_rate": 2e-3}} | changes
+    return tiny.fields_of(model, files["prompts"], f"{files['rewards']}:{function}", **table)
 
 
 def recipe(algorithm: str = "GRPO", **changes: Any) -> LanguageRecipe:
@@ -69,9 +65,7 @@ def recipe(algorithm: str = "GRPO", **changes: Any) -> LanguageRecipe:
 
 
 def world(files: dict[str, str], model: Path, function: str, algorithm: str = "GRPO", **changes: Any) -> LanguageWorld:
-    made = make_recipe({"kind": "language", "algorithm": algorithm, **fields(files, model, function, **changes)})
-    assert isinstance(made, LanguageRecipe)
-    return LanguageWorld(made)
+    return tiny.world_of({"algorithm": algorithm, **fields(files, model, function, **changes)})
 
 
 # ---- recipe defaults and rejections -------------------------------------------------------------------------------------

@@ -14,10 +14,8 @@ from surefoot.language.data.batches import left_padded, right_padded
 from surefoot.language.data.rows import write_rows
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.reward_model import new_reward_model
-from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import prompt_groups, sample
-from surefoot.recipes.reading import make_recipe
 from surefoot.store.metrics import read_metrics
 
 from . import tiny
@@ -153,7 +151,7 @@ def test_run_past_the_switch_trains_the_policy_that_samples(tmp_path: Path) -> N
 
 def test_model_whose_rows_depend_on_each_other_is_rejected_before_training(folders: dict[str, Path], tmp_path: Path) -> None:
     table = fields(tmp_path / "model", model=str(folders["gpt2"]))
-    made = LanguageWorld(make_recipe({"kind": "language", **table}))  # type: ignore[arg-type]
+    made = tiny.world_of(table)
 
     def mixed(_: Any, __: Any, outputs: Any) -> Any:
         outputs.last_hidden_state = outputs.last_hidden_state + 0.1 * outputs.last_hidden_state.mean(0, keepdim=True)
@@ -167,4 +165,4 @@ def test_model_whose_rows_depend_on_each_other_is_rejected_before_training(folde
 def test_engine_that_cannot_separate_rows_by_their_length_is_rejected(tmp_path: Path) -> None:
     table = fields(tmp_path / "model", sampling={"prompts": 4, "max_tokens": 8, "engine": "continuous"})
     with pytest.raises(SurefootError, match=r"past 24 tokens .*continuous batching"):
-        LanguageWorld(make_recipe({"kind": "language", **table}))  # type: ignore[arg-type]
+        tiny.world_of(table)

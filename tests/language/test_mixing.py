@@ -15,9 +15,10 @@ from surefoot.core.traces import Recorder, Trace
 from surefoot.diagnostics.metrics import TIMING
 from surefoot.errors import SurefootError
 from surefoot.language.online.world import LanguageWorld
-from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
 from surefoot.store.metrics import read_metrics
+
+from . import tiny
 
 ONCE = {"epochs": 1, "minibatches": 1}
 
@@ -34,20 +35,17 @@ def files(tmp_path: Path) -> Path:
 
 
 def fields(files: Path, model: Path, coefficient: float, **changes: Any) -> dict[str, Any]:
+    rows = str(files / "rows.jsonl")
     table: dict[str, Any] = {
-        "model": str(model),
-        "steps": 64,
-        "data": {"train": str(files / "rows.jsonl"), "max_length": 32},
         "sampling": {"prompts": 16, "max_tokens": 8, "temperature": 0.7},
-        "reward": {"terms": [{"function": f"{files / 'rewards.py'}:vowels"}], "missing_eos": "none"},
         "optimizer": {"learning_rate": 1e-3, "max_grad_norm": "none"},
-        "mixing": {"sft_coefficient": coefficient, "demonstrations": str(files / "rows.jsonl"), "batch": 5},
+        "mixing": {"sft_coefficient": coefficient, "demonstrations": rows, "batch": 5},
     }
-    return {**table, **changes}
+    return tiny.fields_of(model, rows, f"{files / 'rewards.py'}:vowels", **{**table, **changes})
 
 
 def world(files: Path, model: Path, coefficient: float, **changes: Any) -> LanguageWorld:
-    return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, coefficient, **changes)}))  # type: ignore[arg-type]
+    return tiny.world_of(fields(files, model, coefficient, **changes))
 
 
 def update_once(made: LanguageWorld, recorder: Recorder | None = None) -> tuple[dict[str, float | None], Trace | None]:

@@ -24,6 +24,8 @@ from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.display import Display
 from surefoot.store.metrics import read_metrics
 
+from . import tiny
+
 
 class RecordingDisplay(Display):
     """Record all messages except that of the engine."""
@@ -47,19 +49,15 @@ def files(tmp_path: Path) -> Path:
 
 def fields(files: Path, model: Path, whose: str, **changes: Any) -> dict[str, Any]:
     table: dict[str, Any] = {
-        "model": str(model),
-        "steps": 64,
-        "data": {"train": str(files / "prompts.jsonl"), "max_length": 32},
         "sampling": {"prompts": 16, "max_tokens": 8, "temperature": 0.8, "old_log_probs": whose},
-        "reward": {"terms": [{"function": f"{files}/rewards.py:score"}], "missing_eos": "none"},
         "optimizer": {"learning_rate": 1e-4},
         "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
     }
-    return {**table, **changes}
+    return tiny.fields_of(model, files / "prompts.jsonl", f"{files}/rewards.py:score", **{**table, **changes})
 
 
 def world(files: Path, model: Path, whose: str) -> LanguageWorld:
-    return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, whose)}))  # type: ignore[arg-type]
+    return tiny.world_of(fields(files, model, whose))
 
 
 def test_rollouts_have_the_old_log_probs_of_the_trainer_or_the_sampler(files: Path, folder: Path) -> None:
@@ -123,8 +121,7 @@ def test_an_initial_ratio_other_than_one_is_reported_once_in_bfloat16(files: Pat
 
 def test_behaviour_log_probs_are_kept_in_bfloat16_but_not_in_float32(files: Path, folders: dict[str, Path]) -> None:
     exact, rough = (
-        LanguageWorld(make_recipe({"kind": "language", **fields(files, folders["llama"], "trainer", precision=precision)}))  # type: ignore[arg-type]
-        for precision in ("float32", "bfloat16")
+        tiny.world_of(fields(files, folders["llama"], "trainer", precision=precision)) for precision in ("float32", "bfloat16")
     )
     rollout = exact.collector.collect(LearnerState.seeded(1, 64))
     assert rollout.behaviour_log_probs is None
@@ -162,7 +159,7 @@ def one_update(files: Path, model: Path, whose: str, algorithm: str, **objective
     """Metrics and gradient of the update on one batch of 4 groups."""
     sampling = {"prompts": 4, "samples": 4, "max_tokens": 8, "temperature": 0.8, "old_log_probs": whose}
     changes = {"algorithm": algorithm, "sampling": sampling, "objective": objective, "reference": {"beta": 0.0}}
-    made = LanguageWorld(make_recipe({"kind": "language", **fields(files, model, whose, **changes)}))  # type: ignore[arg-type]
+    made = tiny.world_of(fields(files, model, whose, **changes))
     state = LearnerState.seeded(1, 64)
     rollout = made.collector.collect(state)
     assert (rollout.old_log_probs is None) == (whose == "update")

@@ -21,6 +21,7 @@ from surefoot.runs.factory import make_learner
 from surefoot.store.folder import recipe_differences
 from surefoot.store.metrics import read_metrics
 
+from . import tiny
 from .tiny import write_folder
 
 VOWELS = """
@@ -62,19 +63,11 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def fields(files: dict[str, str], model: Path, function: str = "vowels", **changes: Any) -> dict[str, Any]:
-    table: dict[str, Any] = {
-        "model": str(model),
-        "steps": 64,
-        "data": {"train": files["prompts"], "max_length": 32},
-        "sampling": {"prompts": 16, "max_tokens": 8},
-        "reward": {"terms": [{"function": f"{files['rewards']}:{function}"}], "missing_eos": "none"},
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    return {**table, **changes}
+    return tiny.fields_of(model, files["prompts"], f"{files['rewards']}:{function}", **changes)
 
 
 def world(files: dict[str, str], model: Path, function: str = "vowels", **changes: Any) -> LanguageWorld:
-    return LanguageWorld(make_recipe({"kind": "language", **fields(files, model, function, **changes)}))  # type: ignore[arg-type]
+    return tiny.world_of(fields(files, model, function, **changes))
 
 
 def collected(made: LanguageWorld) -> Rollout:

@@ -28,7 +28,6 @@ from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Scores, scatter_scores
 from surefoot.language.sampling.ends import cut_at_stop
 from surefoot.language.tasks.guess import Guess
-from surefoot.recipes.reading import make_recipe
 from surefoot.store.metrics import read_metrics
 from surefoot.store.reading import traces_in
 
@@ -192,20 +191,18 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 def fields(files: dict[str, str], model: Path, name: str = "Talk", **changes: Any) -> dict[str, Any]:
     table: dict[str, Any] = {
-        "model": str(model),
         "steps": 24,
         "data": {"train": files["rows"], "max_length": 24},
         "sampling": {"prompts": 12, "max_tokens": 6, "stop": STOP},
         "turns": {"environment": f"{files['others']}:{name}", "max_turns": 3},
         "reward": {"missing_eos": "none"},
-        "optimizer": {"learning_rate": 1e-3},
     }
-    return {**table, **changes}
+    return tiny.fields_of(model, files["rows"], "", **{**table, **changes})
 
 
 def world(files: dict[str, str], model: Path, name: str = "Talk", **changes: Any) -> LanguageWorld:
     """A world with frequent EOS, a non-zero critic, and a reference that differs from the policy."""
-    made = LanguageWorld(make_recipe({"kind": "language", **fields(files, model, name, **changes)}))  # type: ignore[arg-type]
+    made = tiny.world_of(fields(files, model, name, **changes))
     with torch.no_grad():
         made.policy.model.get_output_embeddings().weight[made.tokens.eos_id] *= 3
         if made.reference is not None:

@@ -3,12 +3,15 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import surefoot
 from surefoot.store.checkpoint import load_checkpoint
+
+if TYPE_CHECKING:
+    from surefoot.language.online.world import LanguageWorld
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 102, 32, 2, 4
 FAMILIES = ("llama", "qwen2", "gpt2", "gemma")
@@ -87,6 +90,30 @@ def whole_and_resumed(kind: str, folder: Path, steps: int = 32, **fields: Any) -
     surefoot.train(kind, run_dir=folder / "cut", steps=steps, **half, **fields)
     surefoot.resume(folder / "cut")
     return [load_checkpoint(folder / run / "checkpoints" / str(steps)) for run in ("whole", "cut")]
+
+
+def fields_of(model: object, rows: object, function: str, **changes: Any) -> dict[str, Any]:
+    """The fields of a short run on text: batches of 16 responses of at most 8 tokens, which a function scores."""
+    table: dict[str, Any] = {
+        "model": str(model),
+        "steps": 64,
+        "data": {"train": str(rows), "max_length": 32},
+        "sampling": {"prompts": 16, "max_tokens": 8},
+        "reward": {"terms": [{"function": function}], "missing_eos": "none"},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return {**table, **changes}
+
+
+def world_of(fields: Mapping[str, Any]) -> "LanguageWorld":
+    """The world of a recipe with these fields."""
+    from surefoot.language.online.world import LanguageWorld
+    from surefoot.recipes.language import LanguageRecipe
+    from surefoot.recipes.reading import make_recipe
+
+    recipe = make_recipe({"kind": "language", **fields})
+    assert isinstance(recipe, LanguageRecipe)
+    return LanguageWorld(recipe)
 
 
 Shape = tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]
