@@ -4,6 +4,7 @@ The message of an error is one line: what is wrong, why, and the remedy.
 """
 
 import difflib
+import importlib.util
 import re
 import shlex
 import sysconfig
@@ -168,6 +169,15 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 def missing_extra(package: str, extra: str, purpose: str) -> SurefootError:
     """The error for an optional package that is not installed."""
     return SurefootError(f"{purpose} needs {package}, which is not installed; run: {to_install(extra)}")
+
+
+def require_package(package: str, extra: str, purpose: str, module: str = "") -> None:
+    """Raise SurefootError, naming the extra, unless an optional package is installed.
+
+    module   its name in Python, if that is another
+    """
+    if importlib.util.find_spec(module or package.replace("-", "_")) is None:
+        raise missing_extra(package, extra, purpose)
 
 
 def to_install(extras: str, code: Path = Path(__file__), here: Path | None = None) -> str:

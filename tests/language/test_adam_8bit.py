@@ -1,5 +1,6 @@
 """Adam with moments in 8 bits: the steps of bitsandbytes on one flat tensor, exact on resume, a fifth of the bytes."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -102,12 +103,11 @@ def test_a_run_learns_and_resumes_exactly(files: dict[str, str], model: Path, tm
 
 
 def test_a_missing_package_is_named(files: dict[str, str], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surefoot import language
 
     recipe = make_recipe(table("sft", files, model, adapter=None, **LOW))
     world = SupervisedWorld(recipe)  # type: ignore[arg-type]
-    real, missing = language.importlib.util.find_spec, "bitsandbytes"
-    monkeypatch.setattr(language.importlib.util, "find_spec", lambda name, *a: None if name == missing else real(name, *a))
+    real, missing = importlib.util.find_spec, "bitsandbytes"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else real(name, *a))
     with pytest.raises(SurefootError, match=r"optimizer.kind='adam-8bit' needs bitsandbytes, .*pip install .*\[quantized\]'"):
         make_learner(recipe, world.policy)
 

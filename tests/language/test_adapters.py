@@ -1,5 +1,6 @@
 """Adapters: only they are trained and saved, the base is the reference bit for bit, and each role uses its own."""
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -421,10 +422,9 @@ def test_unknown_target_layers_are_rejected_with_those_of_the_model(files: dict[
 def test_a_missing_peft_names_the_extra(
     files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from surefoot import language
 
-    real = language.importlib.util.find_spec
-    monkeypatch.setattr(language.importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))
     with pytest.raises(SurefootError, match=r"adapter needs peft, which is not installed; run: pip install .*\[adapters\]'"):
         SupervisedWorld(make_recipe(table("sft", files, folders["llama"])))  # type: ignore[arg-type]
 

@@ -182,7 +182,7 @@ def test_a_checkpoint_that_would_write_outside_its_folder_is_rejected(runs: Path
 def test_the_demo_rejects_unknown_options_before_it_writes(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = command("demo", "--no-anchor")
     assert (code, err) == (2, "surefoot: --no-anchor: is for the language demo; run: surefoot demo language --no-anchor\n")
-    monkeypatch.setattr("surefoot.language.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = command("demo", "language")
     assert code == 2
     assert "needs transformers" in err

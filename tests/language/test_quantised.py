@@ -1,5 +1,6 @@
 """4-bit and 8-bit bases: all roles share the same quantised weights, and saved files contain what was trained."""
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,10 +258,9 @@ def test_unsupported_layers_and_a_missing_package_are_rejected(
     other = write_folder(tmp_path / "gpt2", "gpt2")
     with pytest.raises(SurefootError, match=r"^adapter.quantize='nf4': GPT2Model has layers that are not nn.Linear"):
         SupervisedWorld(make_recipe(table("sft", files, other, **quantised("nf4"))))  # type: ignore[arg-type]
-    from surefoot import language
 
-    real, missing = language.importlib.util.find_spec, "bitsandbytes"
-    monkeypatch.setattr(language.importlib.util, "find_spec", lambda name, *a: None if name == missing else real(name, *a))
+    real, missing = importlib.util.find_spec, "bitsandbytes"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else real(name, *a))
     with pytest.raises(SurefootError, match=r"adapter.quantize='nf4' needs bitsandbytes, .*pip install .*\[quantized\]'"):
         SupervisedWorld(make_recipe(table("sft", files, model, **quantised("nf4"))))  # type: ignore[arg-type]
 

@@ -74,7 +74,7 @@ def test_an_unknown_tracker_is_one_line(command):
 @pytest.mark.parametrize("problem", ["tensorboard", "wandb", "trackio", "no key", "invalid settings"])
 def test_a_tracker_that_can_not_work_is_one_line_before_work_starts(problem, command, monkeypatch, tmp_path):
     if problem in READERS:
-        monkeypatch.setattr(delivery.importlib.util, "find_spec", lambda module: None)
+        monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
         expected = f"trackers=['{problem}'] needs {problem}, which is not installed; run: pip install"
     elif problem == "no key":
         pytest.importorskip("wandb")

@@ -21,7 +21,6 @@ from surefoot.compare.card import check_no_places, public_recipe
 from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, to_table
-from surefoot.store import hub as hub_module
 from surefoot.store.manifest import write_listed
 from surefoot.store.public import without_place
 
@@ -423,7 +422,7 @@ def test_a_changed_repository_is_rejected_and_nothing_is_written(hub: Hub, run: 
 
 
 def test_a_missing_extra_is_named(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for words in (("pull", "org/cart", "x"), ("push", "cart", "org/cart"), ("evaluate", "hf://org/cart")):
         line = rejected(command, *words)
         assert "the hub needs huggingface_hub, which is not installed; run: pip install" in line

@@ -26,7 +26,7 @@ from surefoot.cli.options import (
 )
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import LADDER, MAX_COUNT
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, require_package
 from surefoot.files import check_name, write_bytes
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def compare(
     interquartile mean, median, mean, optimality gap, and the probability of improvement, with 95 % intervals.
     """
     from surefoot.compare.plots import draw_profiles
-    from surefoot.compare.report import across_tasks_text, comparison_text, require_matplotlib
+    from surefoot.compare.report import across_tasks_text, comparison_text
     from surefoot.compare.runs import Comparison, compare_runs, read_run
     from surefoot.store.reading import FINGERPRINTS
 
@@ -98,7 +98,7 @@ def compare(
     if figure is not None:
         if by is None:
             raise SurefootError("compare: --figure needs --by FIELD; add it, such as --by algorithm")
-        require_matplotlib(f"--figure {figure}")
+        require_package("matplotlib", "plots", f"--figure {figure}")
         if figure.suffix not in (".png", ".svg"):
             raise SurefootError(f"--figure {figure}: name a .png or .svg file")
         if figure.is_dir():
@@ -288,7 +288,7 @@ def tune(
     """
     from surefoot.compare import tune as tuning
 
-    tuning.require_optuna()
+    require_package("optuna", "tune", "surefoot tune")
     if resume:
         reject_options({*flags, "space", "seeds", "no_pruning", "name", "run_dir", "preset"}, "a study keeps its settings")
         result = tuning.resume_study(Path(run_named(what)), trials=trials, jobs=jobs, confirm=confirm, stderr=as_json)

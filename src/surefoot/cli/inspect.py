@@ -2,7 +2,6 @@
 
 import contextlib
 import getpass
-import importlib.util
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ import click
 
 from surefoot.cli.options import PATH, RUN, IntRange, option
 from surefoot.cli.output import echo, echo_json
-from surefoot.errors import SurefootError, missing_extra
+from surefoot.errors import SurefootError, require_package
 from surefoot.files import RUNS, write_text, writing
 from surefoot.people.log import CLOSED, LABELS, LabelLog, Queue, Round, check_person, labels_of_all, pair_rows, rounds_of
 from surefoot.terminal import is_terminal
@@ -70,8 +69,7 @@ def show_runs(runs: list[Path], port: int, no_browser: bool) -> None:
 def require_server(what: str) -> None:
     """Raise SurefootError if the packages of the inspector's server are missing."""
     for package in ("starlette", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise missing_extra(package, "inspector", what)
+        require_package(package, "inspector", what)
 
 
 def in_browser(serve: Callable[[Callable[[str], None], Callable[[], None]], None], note: str, no_browser: bool) -> None:

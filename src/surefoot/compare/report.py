@@ -41,7 +41,7 @@ from surefoot.compare.statistics import (
     with_interval,
 )
 from surefoot.diagnostics.metrics import title_of
-from surefoot.errors import missing_extra, to_install
+from surefoot.errors import require_package, to_install
 from surefoot.files import write_bytes, write_text
 from surefoot.recipes.base import SCHEDULES
 from surefoot.recipes.control import ControlRecipe
@@ -255,14 +255,14 @@ def write_page(runs: Sequence[SavedRun], out: Path, tasks: TaskComparison | None
 
     Raises SurefootError if matplotlib is not installed.
     """
-    require_matplotlib()
+    require_package("matplotlib", "plots", "surefoot report")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, page(runs, tasks))
 
 
 def write_figures(runs: Sequence[SavedRun], folder: Path, kind: Any, tasks: TaskComparison | None = None) -> list[Path]:
     """Write each plot as a file, and return their paths. Raises SurefootError if matplotlib is not installed."""
-    require_matplotlib()
+    require_package("matplotlib", "plots", "surefoot report")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for panel in panels_of(runs):
@@ -272,12 +272,6 @@ def write_figures(runs: Sequence[SavedRun], folder: Path, kind: Any, tasks: Task
         paths.append(folder / f"profiles.{kind}")
         write_bytes(paths[-1], draw_profiles(tasks, kind))
     return paths
-
-
-def require_matplotlib(purpose: str = "surefoot report") -> None:
-    """Raise SurefootError, naming the extra, if matplotlib is not installed."""
-    if not matplotlib_installed():
-        raise missing_extra("matplotlib", "plots", purpose)
 
 
 def page(runs: Sequence[SavedRun], tasks: TaskComparison | None = None) -> str:

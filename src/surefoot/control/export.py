@@ -28,7 +28,7 @@ from surefoot.control.evaluate import EpisodeStep, check_same_spaces, greedy_epi
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.normalise import inputs_of, sent_actions
 from surefoot.control.spaces import MASK, Array, action_columns, choices, flat_action, mask_of
-from surefoot.errors import SurefootError, missing_extra
+from surefoot.errors import SurefootError, require_package
 from surefoot.files import write_bytes, writing
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
@@ -333,11 +333,8 @@ def _rename(graph: Any, names: dict[str, str]) -> None:
 
 
 def _check_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise missing_extra(error.name or "onnx", "export", "surefoot export --format onnx") from None
+    for package in ("onnx", "onnxscript"):
+        require_package(package, "export", "surefoot export --format onnx")
 
 
 @contextmanager

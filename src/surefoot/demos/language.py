@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from surefoot.demos import Demo, Stage, command_here
-from surefoot.language import require_package
+from surefoot.errors import require_package
 from surefoot.language.data.rows import write_rows
 from surefoot.language.language_model import load_language_model
 from surefoot.language.pairs import sample_pairs
@@ -62,7 +62,7 @@ STAGES = (
 
 def demo(anchored: bool = True) -> Demo:
     """SFT, a reward model and PPO; ``anchored``: with a KL penalty. Raises SurefootError without ``transformers``."""
-    require_package("transformers", "demo language")  # before anything is written
+    require_package("transformers", "language", "demo language")  # before anything is written
     *before, ppo = STAGES
     ppo = ppo if anchored else replace(ppo, changes={**PPO, **UNANCHORED})
     return Demo("demo-language", (*before, ppo), report)

@@ -12,8 +12,8 @@ from typing import Any
 
 from surefoot.demos import Demo, DisplayFor, Stage, command_here, in_folder
 from surefoot.demos.language import GOLD, NOISE, PPO, REWARD, STAGES, write_pairs
+from surefoot.errors import require_package
 from surefoot.files import write_text
-from surefoot.language import require_package
 from surefoot.language.data.rows import rows_text
 from surefoot.language.language_model import load_language_model
 from surefoot.language.tasks import reviews
@@ -35,7 +35,7 @@ OTHERS = 60
 
 def demo(judge: str = PEOPLE) -> Demo:
     """The stages; ``judge`` is "people", or "gold" for a program. Raises SurefootError without ``transformers``."""
-    require_package("transformers", "demo people")  # before anything is written
+    require_package("transformers", "language", "demo people")  # before anything is written
 
     def rounds(folder: Path, seed: int, display_for: DisplayFor) -> bool:
         return len(run_rounds(settings_of(judge, folder, seed), folder / "rounds", ROUNDS, display_for)) == ROUNDS

@@ -9,7 +9,8 @@ from typing import Any
 
 from surefoot.demos import Demo, Stage, command_here
 from surefoot.demos.verifier import attempts_at
-from surefoot.language import require_package, tasks
+from surefoot.errors import require_package
+from surefoot.language import tasks
 from surefoot.language.data.rows import write_rows
 from surefoot.terminal import visible
 
@@ -20,7 +21,7 @@ FILES = {"train": "./data/problems.jsonl", "held_out": "./data/validation.jsonl"
 
 def demo(demonstrations: int = 8_000, problems: int = 4_096) -> Demo:
     """SFT, then PPO and GRPO from there. Raises SurefootError without ``transformers``."""
-    require_package("transformers", "demo tools")  # before anything is written
+    require_package("transformers", "language", "demo tools")  # before anything is written
     online = {"model": "./sft", "steps": problems, "data": FILES}
     return Demo(
         "demo-tools",

@@ -10,7 +10,8 @@ from typing import Any
 
 from surefoot.core.seeding import derived_seed
 from surefoot.demos import Demo, Stage, command_here
-from surefoot.language import require_package, tasks
+from surefoot.errors import require_package
+from surefoot.language import tasks
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
 from surefoot.language.language_model import load_language_model
@@ -42,7 +43,7 @@ SIZES = Sizes()
 
 def demo(sizes: Sizes = SIZES) -> Demo:
     """SFT, then PPO and GRPO from there. Raises SurefootError without ``transformers``."""
-    require_package("transformers", "demo verifier")  # before anything is written
+    require_package("transformers", "language", "demo verifier")  # before anything is written
 
     files = {"train": "./data/problems.jsonl", "held_out": "./data/validation.jsonl"}
     online = {"model": "./sft", "steps": sizes.problems, "data": files}

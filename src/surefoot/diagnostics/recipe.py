@@ -20,7 +20,7 @@ from surefoot.control.environments import is_tensor_environment, make_environmen
 from surefoot.control.environments.agents import copies_of
 from surefoot.control.environments.looped import MakeEnvironment, Step, closing
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite, with_masks
-from surefoot.control.environments.records import ENDS, MASKS, OBSERVATIONS, REWARDS, Record
+from surefoot.control.environments.records import ENDS, REWARDS, Record
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.normalise import ActionBounds, action_converter, normalised_parts
 from surefoot.control.spaces import (
@@ -399,8 +399,7 @@ class _Rows:
     def _noted(self, observations: dict[str, torch.Tensor]) -> Observations:
         self.observations = observations
         arrays = {path: part.cpu().numpy().copy() for path, part in observations.items()}
-        for path, array in arrays.items():
-            self.record.add(MASKS if path == MASK else OBSERVATIONS, array.tobytes())
+        self.record.add_observations(arrays)
         return arrays
 
     def state_dict(self) -> tuple[Any, Any, Record]:

@@ -1,22 +1,12 @@
 """Language: models that write. What is particular here is how responses are sampled and what they earn.
 
-Optional packages are checked here before use, and the messages of ``transformers`` are silenced.
+The messages of ``transformers`` are silenced here.
 """
 
-import importlib.util
 import logging as levels
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-
-from surefoot.errors import missing_extra
-
-
-def require_package(package: str, purpose: str, extra: str = "language") -> None:
-    """Raise SurefootError, naming the extra, if the package is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise missing_extra(package, extra, purpose)
-
 
 _lock, _users, _before = threading.Lock(), 0, ExitStack()
 

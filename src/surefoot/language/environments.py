@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from surefoot.calls import settled
-from surefoot.errors import missing_extra
+from surefoot.errors import require_package
 from surefoot.recipes.callables import import_object
 
 Row = Mapping[str, Any]
@@ -18,10 +18,9 @@ Row = Mapping[str, Any]
 @cache
 def _shared(server: str) -> Any:
     """A client of an MCP server, which all conversations use; it ends with the process."""
-    try:
-        from fastmcp import Client
-    except ImportError:
-        raise missing_extra("fastmcp", "mcp", f"turns.arguments.server={server!r}:") from None
+    require_package("fastmcp", "mcp", f"turns.arguments.server={server!r}:")
+    from fastmcp import Client
+
     in_memory = ":" in server and "://" not in server
     client = Client(import_object("turns.arguments.server", server) if in_memory else server)
     settled(client.__aenter__())
@@ -54,10 +53,9 @@ class OpenEnv:
     """
 
     def __init__(self, environment: str) -> None:
-        try:
-            from openenv.core.env_server.mcp_types import CallToolAction, ListToolsAction
-        except ImportError:
-            raise missing_extra("openenv-core", "openenv", f"turns.arguments.environment={environment!r}:") from None
+        require_package("openenv-core", "openenv", f"turns.arguments.environment={environment!r}:", "openenv")
+        from openenv.core.env_server.mcp_types import CallToolAction, ListToolsAction
+
         self.made, self.action = import_object("turns.arguments.environment", environment)(), CallToolAction
         self.schemas = [_schema(tool) for tool in self.made.step(ListToolsAction()).tools]
         self.close = self.made.close
@@ -109,10 +107,7 @@ class OpenEnvText:
 
 @cache
 def _tasks(path: str) -> list[Any]:
-    try:
-        import verifiers.v1  # noqa: F401  (the file imports it too)
-    except ImportError:
-        raise missing_extra("verifiers", "verifiers-tasks", f"turns.arguments.taskset={path!r}:") from None
+    require_package("verifiers", "verifiers-tasks", f"turns.arguments.taskset={path!r}:")
     tasks = import_object("turns.arguments.taskset", path)
     return list(tasks() if callable(tasks) else tasks)
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
 from surefoot.calls import DeadlineExceeded
-from surefoot.errors import SurefootError, cause_of
-from surefoot.language import require_package
+from surefoot.errors import SurefootError, cause_of, require_package
 from surefoot.store.public import RANDOM_VALUE, is_harmless
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class HttpClient:
 
     def ready(self, purpose: str) -> None:
         """Raise SurefootError when the package is missing, or the URL or the token is missing or invalid."""
-        require_package("httpx2", purpose)
+        require_package("httpx2", "language", purpose)
         if complaint := url_complaint(self.url):
             raise SurefootError(complaint)
         if self.token_from is not None:

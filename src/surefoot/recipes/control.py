@@ -14,7 +14,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from surefoot.core.algorithms import MAX_COUNT
-from surefoot.errors import SurefootError, cause_of, did_you_mean, missing_extra
+from surefoot.errors import SurefootError, cause_of, did_you_mean, require_package
 from surefoot.files import BOOLEAN_WORDS, read_bytes
 from surefoot.recipes.base import (
     Cores,
@@ -332,8 +332,7 @@ def check_id(task: str, extra: Iterable[str] = ()) -> None:
     import gymnasium
 
     if task.startswith("ALE/"):
-        if importlib.util.find_spec("ale_py") is None:
-            raise missing_extra("ale-py", "atari", f"task={task!r}")
+        require_package("ale-py", "atari", f"task={task!r}")
         gymnasium.register_envs(importlib.import_module("ale_py"))
     if task in gymnasium.registry or task in TENSOR_IDS:
         return

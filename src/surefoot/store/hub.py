@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot import __version__
-from surefoot.errors import SurefootError, cause_of, missing_extra
+from surefoot.errors import SurefootError, cause_of, require_package
 from surefoot.files import copy_file, read_table, write_text
 from surefoot.store.manifest import FORMAT, LISTING, atomic_folder, fault_of_file, fingerprint, listed_files
 from surefoot.terminal import is_terminal
@@ -337,8 +337,7 @@ def hub_errors(where: str) -> Iterator[None]:
 
     Raises SurefootError, naming the extra, if it is not installed.
     """
-    if find_spec("huggingface_hub") is None:
-        raise missing_extra("huggingface_hub", "hub", f"{where}: the hub")
+    require_package("huggingface_hub", "hub", f"{where}: the hub")
     from huggingface_hub import errors
 
     try:

@@ -9,13 +9,12 @@ from fractions import Fraction
 from functools import cache, partial
 from typing import Any
 
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, require_package
 from surefoot.verifiers.numbers import correct_number, first_number, last_number
 from surefoot.verifiers.processes import (
     check_count,
     check_in_processes,
     check_number,
-    check_package,
     check_text,
     reward_function,
 )
@@ -144,8 +143,8 @@ def reject_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-_check_math = partial(check_package, "math_verify", "math-verify", "math")
-_check_json = partial(check_package, "jsonschema", "jsonschema", "json")
+_check_math = partial(require_package, "math-verify", "verifiers", "surefoot.verifiers:math")
+_check_json = partial(require_package, "jsonschema", "verifiers", "surefoot.verifiers:json")
 
 
 @reward_function(_check_texts, ready=_check_math)

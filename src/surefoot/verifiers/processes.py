@@ -1,7 +1,6 @@
 """Run checks in separate processes with a time limit, so that a response that hangs scores 0 and stops nothing else."""
 
 import contextlib
-import importlib.util
 import inspect
 import json
 import sys
@@ -12,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from surefoot.calls import in_threads
-from surefoot.errors import SurefootError, missing_extra
+from surefoot.errors import SurefootError
 from surefoot.files import available_cores
 from surefoot.processes import Child, ChildEnded, ChildLate, end
 
@@ -37,12 +36,6 @@ def check_in_processes(kind: str, rows: Sequence[tuple[str, Any]], seconds: floa
         if "error" in reply:
             raise SurefootError(f"response {number}: {reply['error']}")
     return [float(reply["value"]) for reply in replies]
-
-
-def check_package(module: str, package: str, name: str) -> None:
-    """Raise SurefootError, which names the extra to install, unless the package is installed."""
-    if importlib.util.find_spec(module) is None:
-        raise missing_extra(package, "verifiers", f"surefoot.verifiers:{name}")
 
 
 def _check(kind: str, row: tuple[str, Any], seconds: float) -> dict[str, Any]:

@@ -6,7 +6,6 @@ command or of several. Each trial is locked by the process that trains it. A run
 process continues it from the checkpoints of its runs, so no trial is lost or counted twice.
 """
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from surefoot.compare.tune.result import best_toml, result_text, results_of
 from surefoot.compare.tune.study import FIXED, WAIT, Plan, Study, usable_database
 from surefoot.compare.tune.trials import train_run, work_on
 from surefoot.core.algorithms import check_count
-from surefoot.errors import Interrupted, SurefootError, missing_extra
+from surefoot.errors import Interrupted, SurefootError, require_package
 from surefoot.files import read_toml, write_text
 from surefoot.ranks.launching import check_single_process
 from surefoot.recipes.base import Recipe
@@ -79,7 +78,7 @@ def tune(
     Raises SurefootError for a missing extra, a space or recipe that can't be used, before writing anything, and for a folder
     with another study; Interrupted after a signal.
     """
-    require_optuna()
+    require_package("optuna", "tune", "surefoot tune")
     _check_counts(trials, seeds, jobs, confirm)
     recipe = resolve_recipe(what, changes, preset=preset).recipe
     if space is None:
@@ -102,7 +101,7 @@ def resume_study(folder: Path, *, trials: int | None = None, jobs: int = 1, conf
 
     Raises SurefootError if the folder has no study.
     """
-    require_optuna()
+    require_package("optuna", "tune", "surefoot tune")
     check_single_process(folder)
     plan = Plan.read(folder)
     if trials is None:
@@ -110,12 +109,6 @@ def resume_study(folder: Path, *, trials: int | None = None, jobs: int = 1, conf
             trials = Study(folder, plan).wanted
     _check_counts(trials, plan.seeds, jobs, confirm)
     return _run(folder, trials, jobs, confirm, stderr)
-
-
-def require_optuna() -> None:
-    """Raise SurefootError if the extra ``tune`` is not installed."""
-    if importlib.util.find_spec("optuna") is None:
-        raise missing_extra("optuna", "tune", "surefoot tune")
 
 
 def _check_counts(trials: int, seeds: int, jobs: int, confirm: int) -> None:

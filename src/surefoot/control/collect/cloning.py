@@ -19,7 +19,7 @@ from surefoot.control.normalise import stored_actions
 from surefoot.control.spaces import Observations, choices, flat_action, is_nested
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.core.seeding import fingerprint, stream
-from surefoot.errors import SurefootError, cause_of, missing_extra
+from surefoot.errors import SurefootError, cause_of, require_package
 from surefoot.files import open_file
 from surefoot.recipes.control import Cloning
 
@@ -154,10 +154,8 @@ def _json_rows(name: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _minari_rows(name: str) -> Iterator[tuple[str, Any, Any]]:
-    try:
-        minari: Any = importlib.import_module("minari")
-    except ImportError:
-        raise missing_extra("minari", "minari", f"cloning.data={name!r}") from None
+    require_package("minari", "minari", f"cloning.data={name!r}")
+    minari: Any = importlib.import_module("minari")
     try:
         episodes = minari.load_dataset(name.removeprefix(MINARI)).iterate_episodes()
     except Exception as error:

@@ -21,7 +21,7 @@ from surefoot.control.environments.atari import ATARI, make_atari
 from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment, close_all
 from surefoot.control.environments.observations import masks_elsewhere, with_masks
 from surefoot.control.environments.vector import VectorEnvironments
-from surefoot.errors import SurefootError, cause_of, missing_extra, place_of, to_install
+from surefoot.errors import SurefootError, cause_of, place_of, require_package, to_install
 from surefoot.recipes.callables import append_working_folder, import_object
 from surefoot.recipes.control import TENSOR
 
@@ -100,8 +100,8 @@ def maker(
     if isinstance(task, str) and task.startswith(PETTINGZOO):
         seat = {key: value for key, value in arguments.items() if key in ("seat", "opponent")}
         task, arguments = task.removeprefix(PETTINGZOO), {key: x for key, x in arguments.items() if key not in seat}
-        if task.startswith("pettingzoo.") and importlib.util.find_spec("pettingzoo") is None:
-            raise missing_extra("pettingzoo", "pettingzoo", f"task={PETTINGZOO + task!r}")
+        if task.startswith("pettingzoo."):
+            require_package("pettingzoo", "pettingzoo", f"task={PETTINGZOO + task!r}")
     make = _maker(task, arguments, purpose, count if training else 1, device if training else "cpu")
 
     def make_and_log() -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from surefoot.control.spaces import Array
-from surefoot.errors import SurefootError, missing_extra
+from surefoot.errors import SurefootError, require_package
 from surefoot.files import writing
 
 OTHER_PATH = "choose another path with --out"
@@ -87,10 +87,9 @@ class Encoder:
 
 def ffmpeg_path() -> str:
     """Path of the ffmpeg of imageio-ffmpeg; SurefootError if it is not installed."""
-    try:
-        import imageio_ffmpeg  # type: ignore[import-untyped]
-    except ImportError:
-        raise missing_extra("imageio-ffmpeg", "video", "a video") from None
+    require_package("imageio-ffmpeg", "video", "a video")
+    import imageio_ffmpeg  # type: ignore[import-untyped]
+
     try:
         return str(imageio_ffmpeg.get_ffmpeg_exe())
     except RuntimeError as error:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from surefoot.errors import SurefootError, cause_of
-from surefoot.language import quiet_transformers, require_package
+from surefoot.errors import SurefootError, cause_of, require_package
+from surefoot.language import quiet_transformers
 from surefoot.language.language_model import model_folder
 from surefoot.language.memory import Estimate, estimate, total
 from surefoot.language.memory.check import peak_text, readable, running_peak
@@ -93,7 +93,7 @@ def model_config(name: str) -> "tuple[PreTrainedConfig, int | None]":
 
     Raises SurefootError for any other name.
     """
-    require_package("transformers", f"model={name!r}")
+    require_package("transformers", "language", f"model={name!r}")
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([bm])", name.lower()):
         parameters = int(float(match[1]) * {"b": 1e9, "m": 1e6}[match[2]])
         return llama_of(parameters), parameters

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.seeding import derived_seed, stream
-from surefoot.errors import SurefootError, cause_of
-from surefoot.language import quiet_transformers, require_package
+from surefoot.errors import SurefootError, cause_of, require_package
+from surefoot.language import quiet_transformers
 from surefoot.language.models.adapter_targets import (
     bare_matrices,
     linear_layers,
@@ -67,7 +67,7 @@ class SharedBase:
     """
 
     def __init__(self, model: "PreTrainedModel", seed: int = 1, base_hash: str | None = None) -> None:
-        require_package("peft", "adapter", extra="adapters")
+        require_package("peft", "adapters", "adapter")
         prepare_bitsandbytes()
         self.hash = weights_hash(model) if base_hash is None else base_hash
         """of the base weights; an adapter stores it"""

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.errors import SurefootError, cause_of, did_you_mean, require_package
 from surefoot.files import as_path, read_table
-from surefoot.language import quiet_transformers, require_package
+from surefoot.language import quiet_transformers
 from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.pocket import pocket, pocket_config
 from surefoot.language.models.quantised import has_quantised
@@ -48,7 +48,7 @@ def load_model(
     configuration, or if ``transformers`` is not installed.
     """
     name = str(name)
-    require_package("transformers", f"model={name!r}")
+    require_package("transformers", "language", f"model={name!r}")
     if name == "pocket":
         return pocket(seed=seed)
     from transformers import AutoModelForCausalLM
@@ -70,7 +70,7 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> "PreTra
 
     Raises SurefootError if the model does not exist or lacks a part.
     """
-    require_package("transformers", f"model={str(name)!r}")
+    require_package("transformers", "language", f"model={str(name)!r}")
     if str(name) == "pocket":
         return pocket_config()
     name = str(Path(name).expanduser()) if is_folder(str(name)) else str(name)

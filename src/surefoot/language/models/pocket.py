@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from surefoot.core.seeding import derived_seed
-from surefoot.errors import SurefootError
-from surefoot.language import require_package
+from surefoot.errors import SurefootError, require_package
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -63,7 +62,7 @@ def pocket(alphabet: str = ALPHABET, seed: int = 1) -> "tuple[LlamaForCausalLM, 
 
     Raises SurefootError if the alphabet is empty or repeats a character.
     """
-    require_package("transformers", "model='pocket'")
+    require_package("transformers", "language", "model='pocket'")
     from transformers import LlamaForCausalLM
 
     tokenizer = character_tokenizer(alphabet)

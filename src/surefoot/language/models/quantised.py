@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.errors import SurefootError
-from surefoot.language import require_package
+from surefoot.errors import SurefootError, require_package
 
 if TYPE_CHECKING:
     from surefoot.recipes.models import AdapterSettings
@@ -31,7 +30,7 @@ QUANTISED = ("Linear4bit", "Linear8bitLt")
 
 def require_bitsandbytes(purpose: str) -> None:
     """Raise SurefootError, naming the extra, if ``bitsandbytes`` is not installed; import it."""
-    require_package("bitsandbytes", purpose, extra="quantized")
+    require_package("bitsandbytes", "quantized", purpose)
     prepare_bitsandbytes()
 
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from surefoot.core.seeding import stream
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, require_package
 from surefoot.files import made_from
-from surefoot.language import require_package
 from surefoot.language.data.batches import positions
 from surefoot.language.models.classifier import (
     SCALE,
@@ -254,7 +253,7 @@ def load_reward_model(
 ) -> RewardModel | TextClassifier:
     """A reward model, or a classifier that scores only whole texts. See ``RewardModel.load``."""
     name = str(folder)
-    require_package("transformers", f"reward model {name!r}")
+    require_package("transformers", "language", f"reward model {name!r}")
     from transformers import AutoModel
 
     if name == "pocket":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from surefoot.core.seeding import derived_seed
-from surefoot.errors import SurefootError, did_you_mean, missing_extra
+from surefoot.errors import SurefootError, did_you_mean, require_package
 from surefoot.language.tasks import calculator, countdown, guess, successors
 from surefoot.language.tasks.task import ADDITION, BRACKETS, COUNTING, HELD_OUT, REVERSING, SORTING, Row, Task, is_answer
 
@@ -126,12 +126,11 @@ def reasoning_gym_problems(inner: str, seed: int, size: int) -> Any:
     Raises SurefootError when the package is missing, for an unknown name, and for a task without one right answer.
     """
     name = f"{REASONING_GYM}{inner}"
-    try:
-        import reasoning_gym
-        from reasoning_gym.dataset import ProceduralDataset
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise missing_extra("reasoning-gym", "reasoning-gym", f"task {name}") from None
+    require_package("reasoning-gym", "reasoning-gym", f"task {name}")
+    import reasoning_gym
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import DATASETS
+
     if inner not in DATASETS:
         raise SurefootError(f"task={name!r}: reasoning-gym has no such task{did_you_mean(inner, DATASETS)}")
     if DATASETS[inner][0].score_answer is not ProceduralDataset.score_answer:

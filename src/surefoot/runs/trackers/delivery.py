@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.diagnostics.findings import tracker_failed
-from surefoot.errors import SurefootError, cause_of, missing_extra
+from surefoot.errors import SurefootError, cause_of, require_package
 from surefoot.recipes.base import Recipe
 from surefoot.runs.trackers.interface import TRACKERS, TrackedRun, Tracker
 from surefoot.store.events import (
@@ -50,8 +50,7 @@ def check_trackers(recipe: Recipe, run_dir: Path | None) -> None:
         names = ", ".join(map(repr, recipe.trackers))
         raise SurefootError(f"trackers=[{names}]: a run without a folder can't be resumed or tracked; set run_dir")
     for name in recipe.trackers:
-        if importlib.util.find_spec(name) is None:
-            raise missing_extra(name, name, f"trackers=[{name!r}]")
+        require_package(name, name, f"trackers=[{name!r}]")
     if "wandb" in recipe.trackers:
         _module("wandb").check()
 

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, require_package
 from surefoot.files import open_file, read_table
-from surefoot.language import require_package
 from surefoot.language.data.rows import RENDERED, Row, json_type
 
 COMPRESSED = (".gz", ".zst")
@@ -54,7 +53,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             with gzip.open(file) as content:
                 yield cast(BinaryIO, content)
         elif path.suffix == ".zst":
-            require_package("zstandard", f"{path}: reading .zst", "data")
+            require_package("zstandard", "data", f"{path}: reading .zst")
             yield cast(BinaryIO, io.BufferedReader(cast(Any, ZstandardFile(file)), CHUNK))
         else:
             yield file
@@ -206,7 +205,7 @@ def csv_rows(path: Path) -> Iterator[Row]:
 
 def parquet_rows(path: Path) -> Iterator[Row]:
     """The rows of a Parquet file."""
-    require_package("pyarrow", f"{path}: reading Parquet")
+    require_package("pyarrow", "language", f"{path}: reading Parquet")
     from pyarrow import ArrowException, parquet
 
     def batches() -> Iterator[Columns]:
@@ -222,7 +221,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 def saved_rows(folder: Path) -> Iterator[Row]:
     """Rows of ``Dataset.save_to_disk``: Arrow streams, which ``state.json`` lists."""
-    require_package("pyarrow", f"{folder}: reading Arrow files")
+    require_package("pyarrow", "language", f"{folder}: reading Arrow files")
     from pyarrow import ArrowException, ipc
 
     def batches() -> Iterator[Columns]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from surefoot.errors import SurefootError, cause_of, did_you_mean
+from surefoot.errors import SurefootError, cause_of, did_you_mean, require_package
 from surefoot.files import cache_folder, read_text, write_text
-from surefoot.language import require_package
 from surefoot.language.data.rows import Row
 from surefoot.language.data.sources.formats import BATCH, without_schema_nulls
 from surefoot.store.hub import COMMIT, HubName, parse_name, why_unreachable
@@ -34,7 +33,7 @@ def pinned(text: str) -> str:
     name = parse_data(text)
     if name.revision and COMMIT.fullmatch(name.revision):
         return str(name)
-    require_package("datasets", f"{text}: reading the hub", "data")
+    require_package("datasets", "data", f"{text}: reading the hub")
     with _errors(text):
         return str(replace(name, revision=_commit(name)))
 
@@ -59,7 +58,7 @@ def hub_size(text: str) -> int:
 
 def _load(text: str, name: HubName) -> Any:
     """The split as a ``datasets.Dataset``."""
-    require_package("datasets", f"{text}: reading the hub", "data")
+    require_package("datasets", "data", f"{text}: reading the hub")
     with _errors(text), _quiet():
         builder = _builder(text, replace(name, revision=_commit(name)))
         builder.download_and_prepare()
