@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import surefoot
 from surefoot import SurefootError
 from surefoot.cli.main import cli
 from surefoot.compare.card import Options, write_repository
+from surefoot.control.policy import DiagonalGaussian
 from surefoot.core.steps.eager import EagerPasses
 from surefoot.runs.verify import plan_of, verify
 from surefoot.store.reading import FINGERPRINTS
@@ -113,6 +115,26 @@ def test_on_another_machine_close_numbers_pass_but_are_never_the_same(run: Path,
     far = verify(plan_of(pulled(run, tmp_path / "far", 1.01)))
     assert not far.passed
     assert far.to_json()["result"] == "different"
+
+
+def test_on_another_machine_actions_come_from_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", **FIELDS)
+    original = DiagonalGaussian.transform
+    monkeypatch.setattr(DiagonalGaussian, "transform", lambda self, noise: original(self, noise) + 0.1)
+    assert not verify(plan_of(tmp_path / "run")).passed, "on the same machine they are sampled"
+    there = pulled(tmp_path / "run", tmp_path / "there", 1 + 3e-7)
+    shutil.copytree(tmp_path / "run" / "checkpoints", there / "checkpoints")
+    (there / "checkpoints/384/manifest.json").unlink()  # which has the file before it came there
+    plan = plan_of(there)
+    assert (plan.first, plan.last) == (5, 5), "after a checkpoint"
+    assert plan.line.endswith("repeats one iteration, from checkpoints/256, with the recorded actions")
+    verified = verify(plan)
+    assert verified.result == "close"
+    assert verified.largest is not None
+    assert verified.largest.stage == "gradient"
+    without = verify(replace(plan, record=replace(plan.record, taken={})))
+    assert without.first is not None
+    assert without.first.stage in ("inputs", "actions")
 
 
 def test_the_model_card_says_what_repeats_and_what_is_pulled_repeats_from_the_start(run: Path, tmp_path: Path) -> None:

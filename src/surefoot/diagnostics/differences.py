@@ -56,13 +56,13 @@ class Parting:
         return {**vars(self), "distance": self.distance if math.isfinite(self.distance) else None}
 
 
-def parting(a: Rows, b: Rows) -> Parting | None:
-    """The first stage of the first iteration that both have in which they differ; None where they are the same."""
+def parting(a: Rows, b: Rows, beyond: float = -1.0) -> Parting | None:
+    """The first stage of the first iteration that both have in which they differ, and by more than ``beyond``; None without."""
     for iteration in sorted(a.keys() & b.keys()):
         for stage in STAGES:
             one, other = a[iteration].get(stage), b[iteration].get(stage)
-            if (one and one[0]) != (other and other[0]):
-                return Parting(iteration, stage, _distance(one, other))
+            if (one and one[0]) != (other and other[0]) and (distance := _distance(one, other)) > beyond:
+                return Parting(iteration, stage, distance)
     return None
 
 

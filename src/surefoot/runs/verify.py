@@ -1,15 +1,17 @@
 """Execute iterations of a run again, and compare their fingerprints with those that it wrote."""
 
 import contextlib
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from surefoot.core.fingerprints import Fingerprints
+from surefoot.core.rollout import LearnerState
 from surefoot.core.seeding import as_found, prepare_gpu
 from surefoot.diagnostics.differences import CLOSE, WHY, Parting, largest_distance, machine_differences, parting
 from surefoot.errors import SurefootError
@@ -46,6 +48,8 @@ class Plan:
     first: int
     """the first iteration that is executed"""
     last: int
+    elsewhere: list[str] = field(default_factory=list)
+    """what it is computed with here and was not then: versions, processor, threads, engine"""
 
     @property
     def ranks(self) -> int:
@@ -62,7 +66,17 @@ class Plan:
         count = self.last - self.first + 1
         many = f"repeats {count:,} iterations" if count > 1 else "repeats one iteration"
         start = "the start" if self.checkpoint is None else f"{self.checkpoint.parent.name}/{self.checkpoint.name}"
-        return f"{self.run}: {many}, from {start}"
+        return f"{self.run}: {many}, from {start}{self.given}"
+
+    @property
+    def given(self) -> str:
+        """A clause, if recorded actions are taken."""
+        return ", with the recorded actions" if any(self.first <= at <= self.last for at in self.taken) else ""
+
+    @property
+    def taken(self) -> dict[int, Any]:
+        """Recorded actions, which another machine takes: its own would differ in the last bits, and a simulator soon in all."""
+        return self.record.taken if self.elsewhere else {}
 
 
 @dataclass(frozen=True)
@@ -73,46 +87,52 @@ class Verified:
     compared: list[int]
     """iterations whose fingerprints were compared"""
     first: Parting | None
-    """where the first difference is; None: there is none"""
+    """where the first difference is, on another machine the first that rounding does not explain; None: there is none"""
     largest: Parting | None
-    """where the largest is"""
-    elsewhere: list[str] = field(default_factory=list)
-    """what it was computed with here and was not then: versions, processor, threads, engine, ranks"""
+    """where the largest is; None: all is the same to the last bit"""
     changed: list[str] = field(default_factory=list)
     """fields of the recipe, and code, that have changed since"""
 
     @property
-    def close(self) -> bool:
-        """Whether another machine or version explains all differences."""
-        return self.largest is not None and bool(self.elsewhere) and not self.changed and self.largest.distance <= CLOSE
+    def result(self) -> str:
+        """ "same" to the last bit, "close" where another machine or version explains all differences, or "different"."""
+        close = self.first is None and not self.changed
+        return "same" if self.largest is None and not self.plan.given else "close" if close else "different"
 
     @property
     def passed(self) -> bool:
         """Whether the iterations are the same to the last bit, or close on another machine."""
-        return self.first is None or self.close
+        return self.result != "different"
 
     @property
     def line(self) -> str:
         """The result in one line."""
         first, last = self.compared[0], self.compared[-1]
         named = f"iterations {first:,}–{last:,} repeat" if last > first else f"iteration {last:,} repeats"
-        if self.first is None:
+        if self.largest is None:
             sparse = "" if len(self.compared) == last - first + 1 else f" ({len(self.compared):,} of them have fingerprints)"
-            return f"{named} to the last bit{sparse}"
-        other = f"; {'; '.join(self.elsewhere)}" if self.elsewhere else ""
-        if self.close and self.largest is not None:
+            return f"{named} to the last bit{sparse}{self.plan.given}"
+        other = f"; {'; '.join(self.plan.elsewhere)}" if self.plan.elsewhere else ""
+        if self.result == "close":
             return f"close: {self.largest.text}{other}"
         changed = f"; changed since: {'; '.join(self.changed)}" if self.changed else ""
-        why = "" if changed or other else f"; the same machine and recipe, so look at {WHY[self.first.stage]}"
-        return f"{self.first.text}{changed}{other}{why}"
+        place = self.first or self.largest
+        why = "" if changed or other else f"; the same machine and recipe, so look at {WHY[place.stage]}"
+        return f"{place.text}{changed}{other}{why}"
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values."""
         place = None if self.first is None else self.first.to_json()
-        result = "same" if self.first is None else "close" if self.close else "different"
         start = None if self.plan.checkpoint is None else self.plan.checkpoint.name
-        lists = {"compared": self.compared, "machine": self.elsewhere, "changed": self.changed}
-        return {"run": str(self.plan.run), "result": result, "first": place, "checkpoint": start, **lists, "line": self.line}
+        lists = {"compared": self.compared, "machine": self.plan.elsewhere, "changed": self.changed}
+        return {
+            "run": str(self.plan.run),
+            "result": self.result,
+            "first": place,
+            "checkpoint": start,
+            **lists,
+            "line": self.line,
+        }
 
 
 def plan_of(run: str | Path, iteration: int | None = None, every: bool = False) -> Plan:
@@ -127,14 +147,17 @@ def plan_of(run: str | Path, iteration: int | None = None, every: bool = False) 
         raise SurefootError(f"{shown}: has no {FINGERPRINTS} to compare with; train it again with fingerprints = true")
     if record.fault:
         raise SurefootError(f"{shown / FINGERPRINTS}: {record.fault}; copy the run again, or compare it with: surefoot diff")
+    recipe = make_recipe(with_own_rows(read_toml(path / "config.toml"), shown))
+    starts = {} if every else {_iteration_of(folder): folder for folder in checkpoints_in(path / "checkpoints")}
     last = max(record.rows) if iteration is None else iteration
     if last not in record.rows:
         near = min(record.rows, key=lambda there: abs(there - last))
         raise SurefootError(f"--iteration {last}: has no fingerprints; the nearest one that has is {near}")
-    recipe = make_recipe(with_own_rows(read_toml(path / "config.toml"), shown))
-    starts = {} if every else {_iteration_of(folder): folder for folder in checkpoints_in(path / "checkpoints")}
+    elsewhere = _elsewhere(record, last, recipe, int(record.machine_of(last).get("ranks", 1)))
+    if elsewhere and iteration is None and not every:
+        last = max((at for at in record.taken if at - 1 in starts or at == 1), default=last)
     before = max((at for at in starts if at is not None and at < last), default=0)
-    return Plan(shown, recipe, record, starts.get(before), before + 1, last)
+    return Plan(shown, recipe, record, starts.get(before), before + 1, last, elsewhere)
 
 
 def _iteration_of(checkpoint: Path) -> int | None:
@@ -185,6 +208,8 @@ def verify(
             objects = {**functions, **({} if task is None else {"task": task})}
             session = Session(plan.recipe, world, None, [listener], callbacks, objects)
             session.learner.fingerprints = Fingerprints(1)
+            if plan.taken:
+                _take(world.collector, world.result, session.state, plan.taken)
             session.state.total_steps = plan.budget_of(plan.first)
             if plan.checkpoint is None:
                 start_from(world, None)
@@ -198,5 +223,32 @@ def verify(
     compared = sorted(rows.keys() & repeated.keys())
     if not compared:
         raise SurefootError(f"{plan.run}: ended before iteration {plan.last}; nothing was compared")
-    elsewhere = machine_differences(plan.record.machine_of(plan.last), machine(plan.recipe, world_size()))
-    return Verified(plan, compared, parting(rows, repeated), largest_distance(rows, repeated), elsewhere, changed)
+    plan = replace(plan, elsewhere=_elsewhere(plan.record, plan.last, plan.recipe, world_size()))
+    first = parting(rows, repeated, CLOSE if plan.elsewhere else -1.0)
+    return Verified(plan, compared, first, largest_distance(rows, repeated), changed)
+
+
+def _elsewhere(record: Fingerprinted, iteration: int, recipe: Recipe, ranks: int) -> list[str]:
+    return machine_differences(record.machine_of(iteration), machine(recipe, ranks))
+
+
+def _take(collector: Any, agent: Any, state: LearnerState, taken: Mapping[int, Any]) -> None:
+    """Make a collector take the recorded actions in the iterations that have some."""
+    actor, convert = collector.actor, agent.action_converter()
+
+    def replaying(*arguments: Any) -> Any:
+        act, recorded = actor(*arguments), taken.get(state.iteration + 1)
+        if recorded is None:
+            return act
+        shape, numbers = recorded
+        actions = torch.frombuffer(bytearray(b64decode(numbers)), dtype=torch.float32).view(*shape)
+        steps = iter(actions.unbind(1))
+
+        def act_as_recorded(*seen: Any) -> Any:
+            drawn, *sent, after = act(*seen)
+            given = next(steps)[: len(drawn)].to(drawn)  # mirror images follow
+            return (given, *(convert(given.cpu()) for _ in sent), after)
+
+        return act_as_recorded
+
+    collector.actor = replaying

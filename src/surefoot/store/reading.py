@@ -164,6 +164,8 @@ class Fingerprinted:
     """each with its iteration; what is no line of it is left out"""
     rows: dict[int, dict[str, Any]]
     """by iteration, the fingerprint of each stage: 16 digits, √Σx² and Σ±x; None for a sum that is not finite"""
+    taken: dict[int, list[Any]]
+    """the actions of some iterations: their shape, and float32 numbers in base64"""
     machines: dict[int, dict[str, Any]]
     """what they depend on besides the recipe, by the first iteration that was computed with it"""
     fault: str | None
@@ -176,7 +178,8 @@ class Fingerprinted:
 
 def read_fingerprints(run: Path) -> Fingerprinted:
     """The fingerprints of a run; none without the file."""
-    path, lines, rows, machines = run / FINGERPRINTS, list[tuple[int, bytes]](), dict[int, Any](), dict[int, Any]()
+    path, lines = run / FINGERPRINTS, list[tuple[int, bytes]]()
+    rows, taken, machines = dict[int, Any](), dict[int, Any](), dict[int, Any]()
     content = read_bytes(path) if path.exists() else b""
     for line in content.split(b"\n")[:-1]:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
@@ -185,8 +188,9 @@ def read_fingerprints(run: Path) -> Fingerprinted:
                 machines[row["iteration"]] = dict(row["machine"])
             else:
                 rows[row["iteration"]] = {name: (str(row[name][0]), *row[name][1:3]) for name in STAGES if name in row}
+                taken |= {row["iteration"]: row["taken"]} if "taken" in row else {}
             lines.append((row["iteration"], line + b"\n"))
-    return Fingerprinted(lines, rows, machines, _changed_rows(run, content))
+    return Fingerprinted(lines, rows, taken, machines, _changed_rows(run, content))
 
 
 def _changed_rows(run: Path, content: bytes) -> str | None:
