@@ -87,6 +87,9 @@ def test_a_pushed_agent_is_downloaded_with_the_same_actions(hub: Hub, run: Path,
     ).all()
     here, hubs = (command("evaluate", where, "--episodes", "3", "--json")[1] for where in ("here", "hf://org/cart"))
     assert json.loads(here)["returns"] == json.loads(hubs)["returns"]
+    for where in ("here", "hf://org/cart"):
+        code, out, err = command("verify", where)
+        assert (code, out.splitlines()[1:]) == (0, ["iterations 1–2 repeat to the last bit"]), err
 
 
 def test_the_card_has_the_metadata_of_the_hub_and_the_evaluation_with_its_seed(
