@@ -1,9 +1,11 @@
 """The first place where two runs part, by the fingerprints of their iterations, and what could explain it."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_bytes, read_toml
 from surefoot.recipes.reading import make_recipe
 from surefoot.store.checkpoint import checkpoints_in
-from surefoot.store.folder import CHANGE_NOTHING, differences, table_differences, with_own_rows
+from surefoot.store.folder import CHANGE_NOTHING, differences, table_differences, with_own_rows, working_folder
 from surefoot.store.manifest import read_listed_table
 from surefoot.store.metrics import FILE, read_history
 from surefoot.store.reading import STAGES, check_is_run, read_fingerprints
 from surefoot.store.source import SHOWN
 
+HASH = re.compile("[0-9a-f]{32,64}")
 Rows = Mapping[int, Mapping[str, Sequence[Any]]]
 CLOSE = 1e-4
 """relative distance of the sums up to which another processor or version explains a difference"""
@@ -140,10 +143,12 @@ def compare_runs(a: Path, b: Path) -> Difference:
     before = max((iteration for iteration in compared if iteration < at), default=0)
     fields = table_differences(_table(a), _table(b))
     found = [f"recipe: {line}" for line in fields if not line.startswith(IRRELEVANT)]
-    found += _data_differences(a, b)
-    found += [f"code: {line}" for line in differences(_in_checkpoint(a, "code"), _in_checkpoint(b, "code"))]
+    found += [f"{line}{_of_files(line, (a, b))}" for line in _in_checkpoints(a, b, "sources")]
+    found += [f"{part}: {line}" for part in ("model", "code") for line in _in_checkpoints(a, b, part)]
     # Of a run that was resumed elsewhere, the machine counts that computed the iteration.
-    found += machine_differences(one.machine_of(at), other.machine_of(at))
+    found += [line for line in machine_differences(one.machine_of(at), other.machine_of(at)) if f"recipe: {line}" not in found]
+    if first and (first.iteration, first.stage) == (1, "weights") and not found and (model := _table(a).get("model")):
+        found = [f"weights of model={model!r}"]
     return Difference(a, b, compared, first, before, found, [*damaged_in(a), *damaged_in(b)])
 
 
@@ -151,35 +156,35 @@ def _table(run: Path) -> dict[str, Any]:
     return make_recipe(with_own_rows(read_toml(run / "config.toml"), run)).table
 
 
-def _data_differences(a: Path, b: Path) -> list[str]:
-    """The rows and base weights whose hashes differ, each as ``field: old -> new``; and whether only the order of rows does."""
-    (one, files), (other, other_files) = (_hashes(run) for run in (a, b))
-    lines = []
-    for field in sorted(one.keys() | other.keys()):
-        if one.get(field) == other.get(field):
-            continue
-        paths = [Path(names[field]) for names in (files, other_files) if field in names]
-        rows = [sorted(read_bytes(path).split(b"\n")) for path in paths if path.is_file()]
-        order = " (the same rows in another order)" if len(rows) == 2 and rows[0] == rows[1] else ""
-        lines.append(f"{field}: {one.get(field)} -> {other.get(field)}{order}")
-    return lines
+def _of_files(line: str, runs: Sequence[Path]) -> str:
+    """What is the same in the files of a line such as ``data.train='rows.jsonl': 3fa41c92 -> 9b1c77e0``, in parentheses."""
+    name = line.rpartition(": ")[0].partition("=")[2].strip("'")
+    files = [Path(working_folder(run) or "") / name for run in runs]
+    rows = [read_bytes(file).split(b"\n") for file in files if file.is_file()]
+    if len(rows) < 2 or sorted(rows[0]) != sorted(rows[1]) or files[0] == files[1]:
+        return ""
+    return " (the same rows, other tokens)" if rows[0] == rows[1] else " (the same rows in another order)"
 
 
-def _hashes(run: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The hashes of rows and base weights by field, shortened, and the names of their files."""
-    hashes, names = dict[str, str](), dict[str, str]()
-    for source, digest in _in_checkpoint(run, "sources").items():  # such as data.train='rows.jsonl'
-        field, _, name = source.partition("=")
-        hashes[field], names[field] = digest[:SHOWN], name.strip("'\"")
-    return hashes, names
-
-
-def _in_checkpoint(run: Path, part: str) -> dict[str, Any]:
-    """Hashes in the newest checkpoint: of rows and base weights, or of the user's code and its packages; empty if unknown."""
+def _in_checkpoints(a: Path, b: Path, part: str) -> list[str]:
+    """How a part of the newest checkpoints differs, with hashes instead of long texts: of rows and base weights, of the model's
+    config and tokenizer, or of the user's code and its packages; empty if it is unknown of one.
+    """
     with suppress(SurefootError, IndexError):
-        table = read_listed_table(checkpoints_in(run / "checkpoints")[-1] / f"{part}.json")
-        return {key: value for key, value in table.items() if part != "code" or key in ("code", "packages")}
-    return {}
+        tables = [read_listed_table(checkpoints_in(run / "checkpoints")[-1] / f"{part}.json") for run in (a, b)]
+        one, other = (
+            {key: _shown(value) for key, value in table.items() if key not in ("roots", "search")} for table in tables
+        )
+        return differences(one, other)
+    return []
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, dict):  # without the name of the model's folder
+        return {key: _shown(each) for key, each in value.items() if key != "_name_or_path"}
+    if not isinstance(value, str) or len(value) < 32:
+        return value
+    return (value if HASH.fullmatch(value) else sha256(value.encode()).hexdigest())[:SHOWN]
 
 
 def damaged_in(run: Path) -> list[str]:
