@@ -17,7 +17,7 @@ from surefoot.core import fingerprints, learner, rollout, steps
 from surefoot.core.steps.eager import EagerPasses
 from surefoot.diagnostics.differences import compare_runs
 from surefoot.store import folder
-from surefoot.store.reading import read_fingerprints
+from surefoot.store.reading import FINGERPRINTS, read_fingerprints
 
 FIELDS: dict[str, Any] = {
     "algorithm": "PPO_CLIP",
@@ -260,3 +260,10 @@ def test_equal_runs_are_the_same_and_the_command_says_each_with_its_exit_code(wh
     assert len(read_fingerprints(whole).rows) == 3
     text = CliRunner().invoke(cli, ["diff", str(whole), str(again)]).output
     assert text == "the same to the last bit, iterations 1–3\n"
+    (again / FINGERPRINTS).unlink()
+    result = CliRunner().invoke(cli, ["diff", str(whole), str(again)])
+    assert result.exit_code == 2
+    assert [line.partition("fingerprints")[0] for line in result.output.splitlines()] == [
+        f"{whole} and {again} have no iteration with ",
+        f"{again}/",
+    ], "of what is not recorded nothing is said to differ"

@@ -125,7 +125,7 @@ def compare(
 def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
     """Find the first iteration and stage in which runs A and B part, and the cause.
 
-    Exits with 0 if all iterations that both have are the same to the last bit, and 1 if they differ.
+    Exits with 0 if all iterations that both have are the same to the last bit, 1 if they differ, and 2 if none can be compared.
     """
     from surefoot.diagnostics.differences import compare_runs
 
@@ -134,7 +134,7 @@ def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
         echo_json(difference.to_json())
     else:
         echo("\n".join(difference.lines))
-    ctx.exit(int(not difference.same))
+    ctx.exit(0 if difference.same else 1 if difference.compared else 2)
 
 
 def _range(text: str) -> tuple[str, tuple[float, float]]:

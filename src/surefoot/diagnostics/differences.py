@@ -110,14 +110,15 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether no difference was found."""
-        return self.first is None and not self.damaged
+        """Whether iterations were compared, and no difference was found."""
+        return bool(self.compared) and self.first is None and not self.damaged
 
     @property
     def lines(self) -> list[str]:
         """The result in words: where they part, then the causes."""
         if not self.compared:
-            return [f"{self.a} and {self.b} have no iteration with fingerprints in common", *self.causes, *self.damaged]
+            common = f"{self.a} and {self.b} have no iteration with fingerprints in common"
+            return [common, *(f"they differ in {line}" for line in self.causes), *self.damaged]
         last = self.compared[-1]
         if self.first is None:
             part = f"the same to the last bit, iterations {self.compared[0]:,}–{last:,}"
@@ -146,7 +147,8 @@ def compare_runs(a: Path, b: Path) -> Difference:
     found += [f"{line}{_of_files(line, (a, b))}" for line in _in_checkpoints(a, b, "sources")]
     found += [f"{part}: {line}" for part in ("model", "code") for line in _in_checkpoints(a, b, part)]
     # Of a run that was resumed elsewhere, the machine counts that computed the iteration.
-    found += [line for line in machine_differences(one.machine_of(at), other.machine_of(at)) if f"recipe: {line}" not in found]
+    machines = [record.machine_of(at) for record in (one, other)]
+    found += [line for line in machine_differences(*machines) if all(machines) and f"recipe: {line}" not in found]
     if first and (first.iteration, first.stage) == (1, "weights") and not found and (model := _table(a).get("model")):
         found = [f"weights of model={model!r}"]
     return Difference(a, b, compared, first, before, found, [*damaged_in(a), *damaged_in(b)])

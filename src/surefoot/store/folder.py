@@ -103,7 +103,8 @@ SOURCES = "code.json"
 """the file in a checkpoint with the hashes of the user's code"""
 OTHER_FOLDER = "choose another --run-dir"
 SAVED_ROWS = re.compile(r"(?:.*[\\/])?rows[\\/](\w+-[0-9a-f]{16}\.jsonl)")
-PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "safetensors", "pydantic")
+PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "ale-py", "envpool", "transformers", "tokenizers", "peft")
+"""those whose versions results may depend on"""
 
 
 def check_free(path: Path) -> None:
