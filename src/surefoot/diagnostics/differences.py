@@ -42,7 +42,7 @@ WHY = {
 
 @dataclass(frozen=True)
 class Parting:
-    """The first stage in which two runs differ."""
+    """A stage in which two runs differ."""
 
     iteration: int
     stage: str
@@ -59,25 +59,15 @@ class Parting:
         return {**vars(self), "distance": self.distance if math.isfinite(self.distance) else None}
 
 
-def parting(a: Rows, b: Rows, beyond: float = -1.0) -> Parting | None:
-    """The first stage of the first iteration that both have in which they differ, and by more than ``beyond``; None without."""
-    for iteration in sorted(a.keys() & b.keys()):
-        for stage in STAGES:
-            one, other = a[iteration].get(stage), b[iteration].get(stage)
-            if (one and one[0]) != (other and other[0]) and (distance := _distance(one, other)) > beyond:
-                return Parting(iteration, stage, distance)
-    return None
-
-
-def largest_distance(a: Rows, b: Rows) -> Parting | None:
-    """The stage whose sums differ most, of all iterations that both have; None where they are the same."""
-    places = [
-        Parting(iteration, stage, _distance(one, b[iteration].get(stage)))
+def partings(a: Rows, b: Rows) -> list[Parting]:
+    """The stages in which two runs differ, in their order, of all iterations that both have."""
+    return [
+        Parting(iteration, stage, _distance(one, other))
         for iteration in sorted(a.keys() & b.keys())
-        for stage, one in a[iteration].items()
-        if one[0] != b[iteration].get(stage, ("",))[0]
+        for stage in STAGES
+        for one, other in [(a[iteration].get(stage), b[iteration].get(stage))]
+        if (one and one[0]) != (other and other[0])
     ]
-    return max(places, key=lambda place: place.distance, default=None)
 
 
 def _distance(one: Sequence[Any] | None, other: Sequence[Any] | None) -> float:
@@ -139,7 +129,7 @@ def compare_runs(a: Path, b: Path) -> Difference:
     for run in (a, b):
         check_is_run(run)
     one, other = read_fingerprints(a), read_fingerprints(b)
-    first, compared = parting(one.rows, other.rows), sorted(one.rows.keys() & other.rows.keys())
+    first, compared = next(iter(partings(one.rows, other.rows)), None), sorted(one.rows.keys() & other.rows.keys())
     at = compared[-1] if first is None and compared else first.iteration if first else 1
     before = max((iteration for iteration in compared if iteration < at), default=0)
     fields = table_differences(_table(a), _table(b))

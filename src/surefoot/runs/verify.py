@@ -13,7 +13,7 @@ import torch
 from surefoot.core.fingerprints import Fingerprints
 from surefoot.core.rollout import LearnerState
 from surefoot.core.seeding import as_found, prepare_gpu
-from surefoot.diagnostics.differences import CLOSE, WHY, Parting, largest_distance, machine_differences, parting
+from surefoot.diagnostics.differences import CLOSE, WHY, Parting, machine_differences, partings
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.ranks.collectives import world_size
@@ -95,9 +95,10 @@ class Verified:
 
     @property
     def result(self) -> str:
-        """ "same" to the last bit, "close" where another machine or version explains all differences, or "different"."""
-        close = self.first is None and not self.changed
-        return "same" if self.largest is None and not self.plan.given else "close" if close else "different"
+        """Either "same" to the last bit, "close" where another machine or version explains all differences, or "different"."""
+        if self.largest is None:
+            return "close" if self.plan.given else "same"
+        return "close" if self.first is None and not self.changed else "different"
 
     @property
     def passed(self) -> bool:
@@ -224,8 +225,9 @@ def verify(
     if not compared:
         raise SurefootError(f"{plan.run}: ended before iteration {plan.last}; nothing was compared")
     plan = replace(plan, elsewhere=_elsewhere(plan.record, plan.last, plan.recipe, world_size()))
-    first = parting(rows, repeated, CLOSE if plan.elsewhere else -1.0)
-    return Verified(plan, compared, first, largest_distance(rows, repeated), changed)
+    places = partings(rows, repeated)
+    first = next((place for place in places if not plan.elsewhere or place.distance > CLOSE), None)
+    return Verified(plan, compared, first, max(places, key=lambda place: place.distance, default=None), changed)
 
 
 def _elsewhere(record: Fingerprinted, iteration: int, recipe: Recipe, ranks: int) -> list[str]:
