@@ -69,7 +69,7 @@ class SignalHandler:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._insistent += number in INSISTING
         if self._late:
-            raise Interrupted(f"the iteration took over {GRACE_SECONDS} s to finish")
+            raise Interrupted(f"the iteration or evaluation took over {GRACE_SECONDS} s to finish")
         if self._insistent > 1:
             raise Interrupted("stopped at once")
         if not self.stop_requested:

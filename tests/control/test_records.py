@@ -268,4 +268,5 @@ def test_check_compares_a_later_episode_with_one_in_a_new_environment(kind: str)
     found = [each for each in check_environment(make[0], {}) if each.name == "resume"]
     assert [each.severity for each in found] == ["warning"]
     assert "had other rewards" in repr(found[0])
+    assert "self.np_random" in repr(found[0])
     assert not [each for each in check_environment(make[1], {}) if each.name == "resume"]

@@ -76,6 +76,28 @@ def test_a_reward_that_random_actions_never_get_is_a_warning() -> None:
     assert "hard to fit for a critic" in states(lambda: Task(pays=1e4))["reward"][1]
     assert states(lambda: Task(pays=float("nan")))["reward"][0] == "failed"
     assert states(lambda: Task(pays=1e300))["reward"][0] == "failed", "beyond float32"
+    scaled = check_environment(lambda: Task(pays=1e4), {}, scaled=True)
+    assert "ok" in [check.state for check in scaled if check.name == "reward"], "normalise.rewards is set already"
+
+
+class Limited(Task):
+    """Ends after ``limit`` steps, by a termination or a truncation."""
+
+    def __init__(self, limit: int, terminates: bool) -> None:
+        super().__init__(pays=1.0)
+        self.limit, self.terminates = limit, terminates
+
+    def step(self, action: int) -> Any:
+        observation, reward, *_ = super().step(action)
+        over = self.steps == self.limit
+        return observation, reward, over and self.terminates, over and not self.terminates, {}
+
+
+def test_a_time_limit_that_terminates_is_a_warning() -> None:
+    assert "all 5 random episodes are terminated after 100 steps" in states(lambda: Limited(100, True))["ends"][1]
+    assert "ends" not in states(lambda: Limited(100, False))
+    assert "ends" not in states(lambda: Limited(10, True)), "a short game"
+    assert "ends" not in states("CartPole-v1")
 
 
 class Boxed(Task):

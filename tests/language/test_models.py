@@ -329,12 +329,15 @@ def test_missing_folder_is_rejected_without_contacting_the_hub(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("name", "hint", "offline"), [("gpt-no-such", "", True), ("pocked", r"; did you mean 'pocket'\?", False)]
+    ("name", "hint", "offline"),
+    [("gpt-no-such", "", True), ("rm", r"; did you mean 'runs/rm'\?", True), ("pocked", r"; did you mean 'pocket'\?", False)],
 )
 def test_hub_id_without_a_network_fails_after_at_most_one_request(
-    name: str, hint: str, offline: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str, hint: str, offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     requests = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/rm").mkdir(parents=True)
 
     def no_network(host: str, *args: Any, **kwargs: Any) -> Any:
         requests.append(host)

@@ -584,7 +584,7 @@ def test_gold_and_rewards_skip_failed_conversations(files: dict[str, str], folde
         ("Unsure", "step returned a str for done"),
         ("Cut", "reset returned half of a character ('\\ud83d')"),
         ("CutReply", "step returned half of a character ('\\ud83d')"),
-        ("Wordy", "a prompt of 302 tokens and there is room for 24"),
+        ("Wordy", "has 302 tokens; data.max_length, or the context, allows 24"),
         ("Hangs", "took longer than reward.deadline=0.3 s"),
         ("Headless", "has no method step"),
         ("Unmade", "can't be made: OSError: no such browser"),

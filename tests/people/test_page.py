@@ -144,10 +144,13 @@ def test_labels_of_two_people_with_kills_between_train_the_reward_model_and_ppo_
 
 
 def test_undo_equal_skip_pause_and_the_last_labels_can_be_changed(pairs: Path, chromium: Any) -> None:
-    with served("label", pairs, "--who", "ann") as (address, _):
+    with served("label", pairs, "--who", "ann") as (address, process):
         page = chromium.new_page(viewport={"width": 390, "height": 800})
         page.goto(address)
         page.wait_for_selector("#left")
+        other = chromium.new_page()
+        other.goto(address)
+        assert other.inner_text("body").strip().endswith("start the command again"), "this page has no button Invite"
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         answer(page, 1, lambda *_: "ArrowDown")
         answer(page, 2, lambda *_: "s")
@@ -161,6 +164,9 @@ def test_undo_equal_skip_pause_and_the_last_labels_can_be_changed(pairs: Path, c
         page.click("summary")
         page.click(".last li:first-child button")
         answer(page, 2, lambda *_: "ArrowRight")
+        process.kill()
+        page.click("#skip")
+        page.wait_for_selector("#error:has-text('the command in the terminal has ended. Start it again')")
         page.close()
     rows = (pairs.with_name("pairs-labels") / "ann.jsonl").read_text().splitlines()[1:]
     assert [json.loads(row).get("choice", "undo") for row in rows] == ["equal", "skip", "equal", "undo", "right"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.compare.statistics import finite, interquartile_mean, mean, mean_interval, score_interval
-from surefoot.diagnostics.findings import findings_in
+from surefoot.diagnostics.findings import findings_in, without_findings
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
@@ -88,6 +88,11 @@ class SavedRun:
     def findings(self) -> list[Finding]:
         """The findings of all diagnostic checks."""
         return findings_in(self.history, self.recipe)
+
+    @property
+    def verdict(self) -> str:
+        """What it means that there are no findings, in one line."""
+        return without_findings(len(self.rows), self.steps)
 
     def last(self, metric: str) -> float | None:
         """The last known value of a metric."""

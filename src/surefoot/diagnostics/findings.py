@@ -77,10 +77,15 @@ class RunCheck:
     @property
     def verdict(self) -> str:
         """A run without findings in one line."""
-        if self.iterations < ENOUGH_ITERATIONS:
-            counts = f"{self.iterations:,} iterations, {self.steps:,} steps"
-            return f"too short to judge: {counts}; it takes {ENOUGH_ITERATIONS}"
-        return f"no findings in {self.iterations:,} iterations, {self.steps:,} steps"
+        return without_findings(self.iterations, self.steps)
+
+
+def without_findings(iterations: int, steps: int) -> str:
+    """What a run without findings means, in one line."""
+    counts = f"{iterations:,} iterations, {steps:,} steps"
+    if iterations < ENOUGH_ITERATIONS:
+        return f"too short to judge: {counts}; it takes {ENOUGH_ITERATIONS}"
+    return f"no findings in {counts}"
 
 
 def check_run(folder: str | Path, hashed: bool = True) -> RunCheck:

@@ -90,7 +90,7 @@ def check_recipe(recipe: Recipe, prepare: Callable[[Recipe], World]) -> list[Fin
 
 
 def _environment(recipe: ControlRecipe) -> list[Finding]:
-    settings = recipe.normalise.actions, recipe.network.log_std, recipe.normalise.observations
+    settings = recipe.normalise.actions, recipe.network.log_std, recipe.normalise.observations, recipe.normalise.rewards
     return check_environment(recipe.task, recipe.environment, recipe.seed, *settings)
 
 
@@ -123,10 +123,12 @@ def check_environment(
     stretched: bool = True,
     log_std: float = 0.0,
     normalised: bool | Sequence[str] = False,
+    scaled: bool = False,
 ) -> list[Finding]:
     """Run Gymnasium's checker and ``STEPS`` random steps: bounds of actions, observations, rewards, episode ends, speed.
 
-    stretched, log_std, normalised   of the recipe: ``normalise.actions``, ``network.log_std``, ``normalise.observations``
+    stretched, log_std, normalised, scaled   of the recipe: ``normalise.actions``, ``network.log_std``,
+                                             ``normalise.observations``, ``normalise.rewards``
     """
     name = task_name(task)
     try:
@@ -140,7 +142,7 @@ def check_environment(
         return [check_result("environment", "ok", what), *_repeated(task, arguments, seed, environment.device)]
     if copies := copies_of(environment):
         environment.close()
-        return _agents(task, arguments, seed, len(copies[0].possible_agents))
+        return _agents(task, arguments, seed, len(copies[0].possible_agents), scaled)
     if not isinstance(environment, gymnasium.Env):
         environment.close()
         what = f"{name} is a vector environment; Gymnasium's checker can't check it"
@@ -149,7 +151,7 @@ def check_environment(
     findings = [
         _checked(name, environment),
         *actions,
-        *_stepped(environment, seed, normalised),
+        *_stepped(environment, seed, normalised, scaled),
         *_repeated(task, arguments, seed),
     ]
     try:
@@ -160,7 +162,7 @@ def check_environment(
     return findings
 
 
-def _agents(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int, count: int) -> list[Finding]:
+def _agents(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int, count: int, scaled: bool) -> list[Finding]:
     """Random steps of an environment with several agents."""
     try:
         with closing(make_environments(task, arguments, count, seed)) as environments:
@@ -177,7 +179,7 @@ def _agents(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int, c
     except SurefootError as error:
         return [failure("environment", error)]
     what = f"{task_name(task)} has {count} agents, a row each, which share one policy"
-    earned = _earned(np.array(rewards), np.array([*returns, 0.0]), len(returns))
+    earned = _earned(np.array(rewards), np.array([*returns, 0.0]), len(returns), scaled)
     return [check_result("environment", "ok", what), earned, *_repeated(task, arguments, seed)]
 
 
@@ -289,13 +291,16 @@ def _normal(x: float) -> float:
     return (1 + math.erf(x / math.sqrt(2))) / 2
 
 
-def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int, normalised: bool | Sequence[str]) -> list[Finding]:
+def _stepped(
+    environment: "gymnasium.Env[Any, Any]", seed: int, normalised: bool | Sequence[str], scaled: bool
+) -> list[Finding]:
     """Take random actions, episode after episode."""
     rewards: list[float] = []
     seen: list[Observations] = []
     returns: list[float] = [0.0]
     terminated = truncated = False
-    ends = 0
+    ends: list[int] = []  # the number of steps before each
+    by_termination = True
     try:
         reader = Reader(environment.observation_space, environment.action_space, 1, "")
     except SurefootError as error:
@@ -315,7 +320,8 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int, normalised: bool
             seen.append(_read(reader, observation, None if terminated or truncated else info))
             returns[-1] += float(reward)
             if terminated or truncated:
-                ends += 1
+                ends.append(len(rewards))
+                by_termination &= bool(terminated) and not truncated
                 returns.append(0.0)
                 observation, info = check_tuple(environment.reset(), RESET)
                 seen.append(_read(reader, observation, info))
@@ -330,7 +336,8 @@ def _stepped(environment: "gymnasium.Env[Any, Any]", seed: int, normalised: bool
     speed = len(rewards) / (time.perf_counter() - started)
     return [
         *_observed(reader.parts, seen, normalised),
-        _earned(np.array(rewards), np.array(returns), ends),
+        _earned(np.array(rewards), np.array(returns), len(ends), scaled),
+        *(_limited(np.diff([0, *ends])) if by_termination else []),
         check_result("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning"),
     ]
 
@@ -365,7 +372,7 @@ def _repeated(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int,
     if not different:
         return []
     what = f"{different} in a new environment, with the same seed and actions: a resumed run is not exact"
-    fix = "keep nothing from one episode to the next, or save it with state_dict and load_state_dict"
+    fix = "draw from self.np_random alone, and keep nothing from one episode to the next but by state_dict and load_state_dict"
     return [check_result("resume", "warning", what, fix)]
 
 
@@ -418,10 +425,11 @@ class _Rows:
         return None, {0: f"its {len(record.actions):,} steps since a reset had other {different}"} if different else {}
 
 
-def _earned(rewards: Array, returns: Array, ends: int) -> Finding:
+def _earned(rewards: Array, returns: Array, ends: int, scaled: bool) -> Finding:
     """The rewards of random actions, and whether anything can be learned from them.
 
     returns   of episodes, the last one unfinished
+    scaled    ``normalise.rewards`` of the recipe
     """
     if not np.isfinite(rewards).all():
         count = int((~np.isfinite(rewards)).sum())
@@ -438,12 +446,21 @@ def _earned(rewards: Array, returns: Array, ends: int) -> Finding:
         return check_result(
             "reward", "warning", f"{earned}: it never differs under random actions, so there is nothing to learn from", fix
         )
-    if largest > 100:
+    if largest > 100 and not scaled:
         fix = "set normalise.rewards = true, or scale it to order 1"
         return check_result(
             "reward", "warning", f"{earned}; the largest is {largest:,.4g}, which is hard to fit for a critic", fix
         )
     return check_result("reward", "ok", earned)
+
+
+def _limited(lengths: Array) -> list[Finding]:
+    """Whether terminated episodes, all of the same length, look like a time limit."""
+    if len(lengths) < 2 or np.ptp(lengths) > 0 or lengths[0] < 20:
+        return []
+    what = f"all {len(lengths)} random episodes are terminated after {lengths[0]} steps, as by a time limit"
+    fix = "at a time limit return truncated, not terminated: the critic else learns that nothing follows"
+    return [check_result("ends", "warning", what, fix)]
 
 
 def _observed(parts: dict[str, ObservationPart], seen: list[Observations], normalised: bool | Sequence[str]) -> list[Finding]:

@@ -125,13 +125,7 @@ class Guard:
         logged_in = equal_secrets(request.cookies.get(self.cookie, ""), self.secret)
         if scope["path"] == "/enter":
             return self.enter(request.query_params.get("token", ""), logged_in, elsewhere)
-        return (
-            None
-            if logged_in
-            else PlainTextResponse(
-                "use the address that the command printed, once; or the button Invite in the browser that used it\n", 403
-            )
-        )
+        return None if logged_in else self._closed("this browser has no access: use the address that the command printed")
 
     def enter(self, token: str, logged_in: bool, elsewhere: bool) -> Response:
         """Set the cookie in exchange for the token, once."""
@@ -141,14 +135,14 @@ class Guard:
         if logged_in:
             return answer
         if not self.tokens.redeem(token):
-            return PlainTextResponse(
-                "this address is wrong, too old or was already used; get another with the button Invite in the browser "
-                "that used it, or start the command again\n",
-                403,
-            )
+            return self._closed("this address is wrong, too old or was already used: start the command again")
         answer.set_cookie(self.cookie, self.secret, httponly=True, samesite="strict", path="/")
         self.on_entered()
         return answer
+
+    def _closed(self, what: str) -> Response:
+        invite = ", or use the button Invite in the browser that used it" if "/api/invite" in self.writes else ""
+        return PlainTextResponse(f"{what}{invite}\n", 403)
 
 
 def equal_secrets(actual: str, expected: str) -> bool:

@@ -1,19 +1,18 @@
 // Requests to the server, and numbers and text for display.
 
-export async function getJson(path) {
-  const response = await fetch(path, { credentials: "same-origin" });
+async function ask(path, options) {
+  const response = await fetch(path, { credentials: "same-origin", ...options }).catch(() => {
+    throw new Error("No answer: the command in the terminal has ended. Start it again, and open its new address");
+  });
   const content = await response.json().catch(() => ({ error: `the server returned status ${response.status}` }));
   if (!response.ok) throw new Error(content.error ?? `the server returned status ${response.status}`);
   return content;
 }
 
+export const getJson = (path) => ask(path, {});
+
 // Change something: the server takes JSON from this page alone.
-export async function post(path, content) {
-  const response = await fetch(path, { method: "POST", credentials: "same-origin", headers: { "content-type": "application/json" }, body: JSON.stringify(content) });
-  const answer = await response.json().catch(() => ({ error: `the server returned status ${response.status}` }));
-  if (!response.ok) throw new Error(answer.error ?? `the server returned status ${response.status}`);
-  return answer;
-}
+export const post = (path, content) => ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(content) });
 
 export const steps = (x) => Math.round(x).toLocaleString("en");
 

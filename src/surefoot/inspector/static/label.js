@@ -44,9 +44,9 @@ function draw(next) {
     h("progress", { max: state.total, value: state.done, "aria-hidden": "true" }), enough,
   ];
   const undoing = button("undo", "Undo", "Backspace", undo);
-  const middle = !state.pair ? [h("div", { class: "choices" }, undoing)]
+  const middle = !state.pair ? [h("p", {}, "Every choice is saved; you may close this page."), h("div", { class: "choices" }, undoing)]
     : paused ? [h("p", {}, "Paused."), h("div", { class: "choices" }, button("pause", "Go on", "P", pause))]
-      : [state.done ? null : h("p", { id: "how" }, "Choose the better answer: click it, or press its key. Each choice is saved at once; you may stop at any time."),
+      : [state.done ? null : h("p", { id: "how" }, "Choose the better answer: click it, or press its key. Each choice is saved at once; you may stop at any time. A few pairs come twice."),
         h("p", { class: "prompt", id: "prompt" }, state.pair.prompt),
         h("div", { class: "answers" }, answer("left", state.pair.left), answer("right", state.pair.right)),
         h("div", { class: "choices" }, button("equal", "Equal", "↓", () => choose("equal")), button("skip", "Can't say", "S", () => choose("skip")),
@@ -78,7 +78,7 @@ async function send(request) {
   try {
     draw(await request());
   } catch (error) {
-    show(document.getElementById("error") ?? page, `${error.message}. Nothing that was saved is lost; try again.`);
+    show(document.getElementById("error") ?? page, `${error.message}. Every choice before this one is saved.`);
   }
   busy = false;
 }

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of, did_you_mean, require_package
-from surefoot.files import as_path, read_table
+from surefoot.files import RUNS, as_path, read_table
 from surefoot.language import quiet_transformers
 from surefoot.language.models.adapters import merged_state
 from surefoot.language.models.pocket import pocket, pocket_config
@@ -354,11 +354,17 @@ def _check_hub(name: str) -> None:
 
 
 def _hub_unreachable(name: str) -> SurefootError:
-    here = ["pocket", *(path.name for path in Path.cwd().iterdir() if path.is_dir())]
     return SurefootError(
-        f"model={name!r}: no such folder here, and the hub can't be reached{did_you_mean(name, here)}; "
+        f"model={name!r}: no such folder here, and the hub can't be reached{_similar(name)}; "
         "give a folder, or 'pocket', the built-in model"
     )
+
+
+def _similar(name: str) -> str:
+    """A clause with the run or the folder that may be meant by a name."""
+    if (RUNS / name).is_dir():
+        return f"; did you mean '{RUNS / name}'?"
+    return did_you_mean(name, ["pocket", *(path.name for path in Path.cwd().iterdir() if path.is_dir())])
 
 
 def _check_report(name: str, model: nn.Module, report: dict[str, Any]) -> None:
@@ -412,7 +418,10 @@ def _load_error(name: str, error: Exception) -> SurefootError:
         return SurefootError(f"model={name!r}: can't be read ({cause_of(error)}); copy the whole folder again")
     if any(words in text for words in ("connect", "offline", "resolve", "timed out", "local_files_only", "cached")):
         return _hub_unreachable(name)
-    return SurefootError(f"model={name!r}: no such folder here, and the hub rejects it ({cause_of(error)}); check the name")
+    hint = _similar(name)
+    return SurefootError(
+        f"model={name!r}: no such folder here, and the hub rejects it ({cause_of(error)}){hint}; check the name"
+    )
 
 
 @torch.no_grad()

@@ -355,7 +355,8 @@ class Environments:
         conversation.prompt = self._encoded(lambda: tokens.encode_prompt(conversation.start))
         if len(conversation.prompt) > self.token_limits[0]:
             raise InvalidReply(
-                f"reset returned a prompt of {len(conversation.prompt)} tokens and there is room for {self.token_limits[0]}"
+                f"the prompt after reset has {len(conversation.prompt)} tokens; data.max_length, or the context, "
+                f"allows {self.token_limits[0]}"
             )
 
     def _goes_on(self, conversation: Conversation, ended: bool, turn: int, ends: Ends) -> bool:
