@@ -113,10 +113,9 @@ def tables() -> str:
         y = np.array([result["seconds"] for result in results])
         slope, intercept = np.polyfit(x, y, 1, w=1 / y)
         for result, line in zip(results, intercept + slope * x, strict=True):
-            seconds, count = result["seconds"], result["environments"] * result["steps"]
-            times = [f"{seconds:.4f}", f"{seconds / line:.2f}", f"{1e6 * seconds / count:.1f}"]
+            times = [f"{result['seconds']:.3f}", f"{result['seconds'] / line:.2f}"]
             rows.append([f"{result[name]:,}", *times, f"{result['megabytes']:,.0f}"])
-        parts.append(markdown_table([name, "CPU s per iteration", "of the line", "CPU µs per step", "MB"], rows))
+        parts.append(markdown_table([name, "CPU s", "of the line", "MB"], rows))
     if result := cells.get(GROWTH):
         rows = [[f"{steps:,}", f"{megabytes:.1f}"] for steps, megabytes in result["memory"]]
         parts.append(markdown_table(["steps", "resident memory, MB"], rows))

@@ -130,31 +130,23 @@ def fill(lengths: list[int], seeds: list[int], learning_rates: list[float]) -> N
                 print(digits, name, began, result["curve"][-1], f"{result['cpu_seconds']:.0f} s", flush=True)
 
 
+def spread(values: list[float]) -> str:
+    """The mean, and each value."""
+    return f"{mean(values):.3f} ({', '.join(f'{value:.3f}' for value in values)})"
+
+
 def table() -> str:
-    """One row per length, learning rate and method: means over seeds half-way and at the end, and the end of each seed."""
+    """One row per length, learning rate and method: means over seeds at the end, and each seed."""
     cells: dict[tuple[int, float, int], list[dict[str, Any]]] = {}
     for result in (result for file in sorted(RESULTS.glob("*.jsonl")) for result in read(file.with_suffix("")).values()):
         key = (result["digits"], -result["learning_rate"], list(METHODS).index(result["method"]))
         cells.setdefault(key, []).append(result)
     rows = []
     for (digits, rate, method), records in sorted(cells.items()):
-        half, end = ([one["curve"][at] for one in records] for at in (EVALUATIONS // 2 - 1, -1))
-        rows.append(
-            [
-                str(digits),
-                f"{-rate:g}",
-                list(METHODS)[method],
-                f"{mean(one['start']['steps'] for one in records):.3f}",
-                f"{mean(steps for _, steps, _ in half):.3f}",
-                f"{mean(steps for _, steps, _ in end):.3f}",
-                ", ".join(f"{steps:.3f}" for _, steps, _ in end),
-                f"{mean(whole for *_, whole in end):.3f}",
-                ", ".join(f"{whole:.3f}" for *_, whole in end),
-                f"{mean(one['cpu_seconds'] for one in records):.0f}",
-            ]
-        )
-    head = ["digits", "learning rate", "method", "start: steps", "half-way: steps", "end: steps", "each seed"]
-    return markdown_table([*head, "end: whole", "each seed", "CPU s"], rows)
+        ends = [one["curve"][-1] for one in records]
+        steps, whole = (spread([end[at] for end in ends]) for at in (1, 2))
+        rows.append([str(digits), f"{-rate:g}", list(METHODS)[method], steps, whole])
+    return markdown_table(["digits", "learning rate", "method", "steps (each seed)", "whole (each seed)"], rows)
 
 
 def main() -> None:

@@ -651,7 +651,7 @@ def share(count: int, of: int) -> str:
     if of == 0:
         return "–"
     low, high = exact_interval(count, of)
-    return f"{count} of {of} ({low:.0%} to {high:.0%})"
+    return f"{count}/{of} ({low:.0%}–{high:.0%})"
 
 
 def tables(judged: list[Row]) -> str:

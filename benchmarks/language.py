@@ -32,8 +32,6 @@ ROWS = {
     "gold": "gold reward (the truth)",
     "kl": "KL to SFT, nats per response",
     "log_likelihood": "log π of demonstrations, per token",
-    "distinct_2": "distinct bigrams",
-    "length": "length, tokens",
 }
 OF = {"known_products": "known products", "other_products": "other products"}
 

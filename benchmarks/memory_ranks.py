@@ -132,15 +132,13 @@ def measured(kind: str, ranks: int, sharded: str) -> dict[str, Any]:
 
 def lines(cell: dict[str, Any]) -> Iterator[list[str]]:
     """Rows of the table."""
-    worst = max(cell["phases"], key=lambda phase: cell["phases"][phase]["in_use"])
     for phase in PHASES:
         if phase in cell["phases"]:
             peaks = cell["phases"][phase]
             sizes = (cell["stays"], peaks["estimate"], peaks["in_use"])
-            process = f"{cell['process'] / 1e6:,.0f}" if phase == worst else ""
             error = peaks["estimate"] / peaks["in_use"] - 1
             title = f"{KINDS[cell['kind']]}, {cell['ranks']} x {cell['sharding']}"
-            yield [title, phase, *(f"{x / 1e6:,.0f}" for x in sizes), f"{error:+.1%}", process]
+            yield [title, phase, *(f"{x / 1e6:,.0f}" for x in sizes), f"{error:+.1%}"]
 
 
 def main() -> None:
@@ -158,7 +156,7 @@ def main() -> None:
             write(RESULTS / name, measured(*cell))
             print(finished(RESULTS / name), flush=True)
     cells = [cell for name in names if (cell := finished(RESULTS / name))]
-    header = ["run", "phase", "stays", "estimate", "in use", "error", "RssAnon"]
+    header = ["run", "phase", "stays", "estimate", "in use", "error"]
     table = markdown_table(header, [line for cell in cells for line in lines(cell)])
     print(table)
     text = PAGE.read_text("utf-8")

@@ -680,13 +680,15 @@ def calculated(cell: dict[str, Any]) -> dict[str, float]:
     return iteration_time(replace(workload, layout=layout), machine).seconds
 
 
-def lines(cell: dict[str, Any]) -> list[list[str]]:
-    """Rows of the table: each phase, and all together."""
-    both = [(name, seconds, cell["measured"][name]) for name, seconds in calculated(cell).items()]
-    if len(both) > 1:
-        both.append(("all", sum(c for _, c, _ in both), sum(m for _, _, m in both)))
-    title = f"{cell['kind']}, {cell['ranks']} x {cell['sharding']}"
-    return [[title, name, f"{c:.2f}", f"{m:.2f}", f"{c / m - 1:+.0%}"] for name, c, m in both]
+COLUMNS = ("sampling", "scoring", "learning", "all")
+
+
+def line(cell: dict[str, Any]) -> list[str]:
+    """A row of the table: measured seconds of each phase and of all, with the error of the calculation."""
+    both = {name: (seconds, cell["measured"][name]) for name, seconds in calculated(cell).items()}
+    both["all"] = (sum(c for c, _ in both.values()), sum(m for _, m in both.values()))
+    shown = {name: f"{m:.2f} ({c / m - 1:+.0%})" for name, (c, m) in both.items()}
+    return [f"{cell['kind']}, {cell['ranks']} x {cell['sharding']}", *(shown.get(name, "") for name in COLUMNS)]
 
 
 def main() -> None:
@@ -711,8 +713,7 @@ def main() -> None:
             write(files[name], measured(*cell, options.clock))
             print(finished(files[name]), flush=True)
     cells = [cell for path in files.values() if (cell := finished(path))]
-    header = ["run", "phase", "calculated, s", "measured, s", "error"]
-    table = markdown_table(header, [line for cell in cells for line in lines(cell)])
+    table = markdown_table(["run", *COLUMNS], [line(cell) for cell in cells])
     print(table)
     text = PAGE.read_text("utf-8") if PAGE.exists() else ""
     begin, end = f"<!-- begin: benchmarks/plan.py {options.clock} -->", "<!-- end -->"

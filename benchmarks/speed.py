@@ -183,15 +183,9 @@ def rows_of(name: str, work: dict[str, Any], kept: dict[str, Any]) -> list[list[
             continue
         speeds = [cell["work"]["steps"] / cell["seconds"] for cell in theirs.values()]
         both = [seed for seed in theirs if seed in ours]
-        warm, cold = (
-            [theirs[seed][key] / ours[seed][key] for seed in both if contestant != ENGINES[-1]]
-            for key in ("seconds", "first_seconds")
-        )
+        slower = [theirs[seed]["seconds"] / ours[seed]["seconds"] for seed in both if contestant != ENGINES[-1]]
         first = [cell["first_seconds"] for cell in theirs.values()]
-        returns = [cell["last_100_mean"] for cell in theirs.values()]
-        shown = ", ".join("–" if score is None else f"{score:,.0f}" for score in returns)
-        cell_of = [span(speeds), span(warm, 2) if warm else "1", span(first, 1), span(cold, 2) if cold else "1", shown]
-        rows.append([name, contestant, *cell_of])
+        rows.append([name, contestant, span(speeds), span(slower, 2) if slower else "1", span(first, 1)])
     return rows
 
 
@@ -203,12 +197,7 @@ def table() -> str:
 
     kept = read(RESULTS)
     rows = [row for name, work in WORK.items() for row in rows_of(name, work, kept)]
-    header = ["work", "engine or library", "steps/s, second training", "Surefoot is faster by"]
-    header += [
-        "first training with the start of the process, s",
-        "Surefoot is faster by",
-        "return, last 100 episodes, each round",
-    ]
+    header = ["work", "engine or library", "steps/s, second training", "compiled is faster by", "first training, s"]
     made = []
     for name in WORK:
         if cell := kept.get(slug(name, "compiled", 0)):

@@ -276,25 +276,20 @@ def cells(folder: str) -> list[dict[str, Any]]:
     return [result for result in read(RESULTS / folder).values() if result["seed"] != TUNED_ON]
 
 
-def spread(values: list[float]) -> list[str]:
-    """The mean, and each value."""
-    return [f"{sum(values) / len(values):.3f}", ", ".join(f"{value:.3f}" for value in values)]
+def spread(values: list[float]) -> str:
+    """The mean, and each value if there are several."""
+    each = f" ({', '.join(f'{value:.3f}' for value in values)})" if len(values) > 1 else ""
+    return f"{mean(values):.3f}{each}"
 
 
 def demo_table() -> str:
-    """One row per seed, then mean and standard deviation over seeds (n − 1)."""
-    columns = list(product(("SFT", "PPO", "GRPO"), ("greedy_accuracy", "sampled_accuracy", "pass@8")))
-    records = sorted(cells("demo"), key=lambda result: result["seed"])
-    shares = [[{**of[name], "pass@8": of[name]["pass_at"]["8"]}[kind] for name, kind in columns] for of in records]
-    seconds = [result["user_seconds"] for result in records]
-    lines = [
-        [str(of["seed"]), *(f"{share:.3f}" for share in row), f"{took:.0f} s"]
-        for of, row, took in zip(records, shares, seconds, strict=True)
-    ]
-    if len(records) > 1:
-        lines.append(["mean", *(f"{mean(column):.3f}" for column in zip(*shares, strict=True)), f"{mean(seconds):.0f} s"])
-        lines.append(["± std", *(f"{stdev(column):.3f}" for column in zip(*shares, strict=True)), f"{stdev(seconds):.0f} s"])
-    return markdown_table(["seed", *(f"{name} {kind.split('_')[0]}" for name, kind in columns), "user CPU"], lines)
+    """One row per stage: mean and standard deviation over seeds (n − 1)."""
+    lines = []
+    for stage in ("SFT", "PPO", "GRPO"):
+        found = [result[stage] for result in cells("demo")]
+        columns = [[of["greedy_accuracy"], of["sampled_accuracy"], of["pass_at"]["8"]] for of in found]
+        lines.append([stage, *(f"{mean(each):.3f} ± {stdev(each):.3f}" for each in zip(*columns, strict=True))])
+    return markdown_table(["stage", "greedy", "sampled", "pass@8"], lines)
 
 
 def family_table(task: str) -> Iterator[list[str]]:
@@ -307,30 +302,18 @@ def family_table(task: str) -> Iterator[list[str]]:
         if evaluated:
             rate = results[0]["learning_rate"] if results else None
             greedy, sampled = (spread([each[kind] for each in evaluated]) for kind in ("greedy", "sampled"))
-            some = spread([each["pass_at_8"] for each in evaluated])[0]
-            seconds = [result["user_seconds"] for result in results if result["user_seconds"] is not None]
-            took = f"{sum(seconds) / len(seconds):.0f} s" if seconds else ""
+            some = f"{mean(each['pass_at_8'] for each in evaluated):.3f}"
             name = SECOND.get(algorithm, ("", "", ()))[1]
             second = f", {name} {results[0][name]:g}" if name and results else ""
-            yield [algorithm, f"{rate:g}{second}" if rate else "", *greedy, *sampled, some, took]
-
-
-def curve_table(task: str) -> str:
-    """Share of right samples on validation problems at each evaluation, one column per cell."""
-    records = sorted(cells(task), key=lambda result: (result["algorithm"], result["seed"]))
-    curves = [{steps: held_out for steps, _, held_out in result["curve"] if held_out is not None} for result in records]
-    header = ["responses", *(f"{result['algorithm']}, seed {result['seed']}" for result in records)]
-    steps = sorted({step for curve in curves for step in curve})
-    return markdown_table(header, [[f"{step:,}", *(f"{c[step]:.3f}" if step in c else "" for c in curves)] for step in steps])
+            yield [algorithm, f"{rate:g}{second}" if rate else "", greedy, sampled, some]
 
 
 def write_page() -> None:
     """Write every table of the page that has results."""
-    header = ["algorithm", "learning rate", "greedy", "each seed", "sampled", "each seed", "pass@8", "user CPU"]
+    header = ["algorithm", "learning rate", "greedy (each seed)", "sampled (each seed)", "pass@8"]
     tables = {"demo": demo_table()} | {
         task: markdown_table(header, list(family_table(task))) for task in ("sorting", "addition")
     }
-    tables["addition"] += "\n\n" + curve_table("addition")
     text = PAGE.read_text("utf-8")
     for name, table in tables.items():
         begin, end = f"<!-- begin: {name} -->\n", "<!-- end -->"

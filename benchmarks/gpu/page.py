@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks/gpu.md from benchmarks/results/gpu.jsonl.
+"""Write the table of speeds of docs/benchmarks/gpu.md from benchmarks/results/gpu.jsonl.
 
     python benchmarks/gpu/page.py
 
@@ -14,19 +14,7 @@ from surefoot.compare.statistics import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "benchmarks" / "gpu.md", ROOT / "benchmarks" / "results" / "gpu.jsonl"
-RESUMED = "tensors equal after resuming"
 SPEED = "speed of "
-
-
-def checks(report: dict[str, Any]) -> str:
-    """What each step checked: exact resumption, its first and last loss, or the losses of two runs."""
-    lines = []
-    for step in report["steps"]:
-        numbers = step["numbers"]
-        if not step["name"].startswith(SPEED):
-            resumed = f"all {numbers[RESUMED]} tensors" if RESUMED in numbers else ""
-            lines.append([step["name"], resumed, _losses(numbers)])
-    return markdown_table(["step", "equal after resuming", "loss"], lines)
 
 
 def speeds(report: dict[str, Any]) -> str:
@@ -42,22 +30,12 @@ def speeds(report: dict[str, Any]) -> str:
     return markdown_table(["run", "measured, s", "planned, s", "measured / planned", "tokens per second"], lines)
 
 
-def _losses(numbers: dict[str, Any]) -> str:
-    if "loss" in numbers:
-        return f"{numbers['loss'][0]:.4g} … {numbers['loss'][-1]:.4g}"
-    pairs = [value for name, value in numbers.items() if name.startswith("loss ")]
-    return "; ".join(f"{ours:.6g} and {theirs:.6g}" for ours, theirs in pairs[:2])
-
-
 def main() -> None:
     """The command."""
-    one, two = (json.loads(line) for line in RESULTS.read_text("utf-8").splitlines())
-    text = PAGE.read_text("utf-8")
-    for name, table in (("speeds", speeds(one)), ("checks", checks(one)), ("two ranks", checks(two))):
-        before, begin, rest = text.partition(f"<!-- begin: {name} -->\n")
-        assert begin, f"{PAGE} has no place for {name}"
-        text = f"{before}{begin}{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    PAGE.write_text(text, "utf-8")
+    one = json.loads(RESULTS.read_text("utf-8").splitlines()[0])
+    before, begin, rest = PAGE.read_text("utf-8").partition("<!-- begin: speeds -->\n")
+    assert begin, f"{PAGE} has no place for the table"
+    PAGE.write_text(f"{before}{begin}{speeds(one)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}", "utf-8")
 
 
 if __name__ == "__main__":
