@@ -130,9 +130,9 @@ def make_environments(task: str, count: int, setting: str) -> VecEnv:
     return VecNormalize(environments, gamma=0.99) if setting in ("paper", "trpo") else environments
 
 
-def train(library: str, work: dict[str, Any], seed: int) -> tuple[float, Episodes, Any]:
-    """Train once; its seconds, its episodes and the model."""
-    setting = work["setting"]
+def train(contestant: str, work: dict[str, Any], seed: int) -> tuple[float, Episodes, Any]:
+    """Train once; its seconds, its episodes and the model. "sbx, learning on": after a first iteration, which compiles."""
+    setting, (library, _, learning_on) = work["setting"], contestant.partition(", ")
     kind, policy = algorithm(library, setting)
     model = kind(
         policy,
@@ -143,6 +143,8 @@ def train(library: str, work: dict[str, Any], seed: int) -> tuple[float, Episode
         **(({} if setting == "trpo" else PPO_ONLY) | SETTINGS[setting]),
     )
     episodes = Episodes()
+    if learning_on:
+        model.learn(work["environments"] * work["horizon"])
     start = time.perf_counter()
     model.learn(work["steps"], callback=episodes)
     return time.perf_counter() - start, episodes, model
