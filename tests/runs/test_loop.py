@@ -61,6 +61,33 @@ def test_a_saved_loop_goes_on_exactly_with_changed_rewards_and_its_agent_loads(t
     assert not same(weights(whole.result), weights(surefoot.train("CartPole-v1", display=False, **FIELDS)))
 
 
+def digits(responses: list[str]) -> list[float]:
+    return [sum(c.isdigit() for c in response) / max(1, len(response)) for response in responses]
+
+
+@pytest.mark.parametrize("kind", ["language", "sft"])
+def test_a_loop_on_text_goes_on_exactly_after_it_was_saved(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    rows = [{"prompt": f"{n} plus {n} is ", **({"completion": str(2 * n)} if kind == "sft" else {})} for n in range(8)]
+    online: dict[str, Any] = {"reward": digits, "sampling": {"prompts": 2, "samples": 2, "max_tokens": 4}, "algorithm": "GRPO"}
+    data: dict[str, Any] = {"data": rows} if kind == "language" else {"data": {"train": rows, "batch": 4}}
+
+    def made() -> surefoot.Loop:
+        return surefoot.Loop(kind, model="pocket", steps=12, seed=1, **data, **(online if kind == "language" else {}))
+
+    whole, first, second = made(), made(), made()
+    while not whole.done:
+        whole.update(whole.collect())
+    first.update(first.collect())
+    first.save(tmp_path / "third")
+    assert second.load(tmp_path / "third") == []
+    while not second.done:
+        second.update(second.collect())
+    assert same(*(loop.policy.state_dict() for loop in (whole, second)))
+    texts = [loop.result.generate(["1 plus 1 is "], max_tokens=4) for loop in (first, second)]
+    assert [surefoot.load(tmp_path / "third").generate(["1 plus 1 is "], max_tokens=4), texts[1]] == texts
+
+
 def test_another_recipe_or_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     loop = surefoot.Loop("CartPole-v1", **FIELDS)
     loop.save(tmp_path / "loop")
