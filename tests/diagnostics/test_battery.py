@@ -28,7 +28,7 @@ def test_a_planted_fault_is_trained_judged_and_caught(battery: Any, tmp_path: Pa
     assert set(line["alarms"]) & set(battery.faults(line)), line
     assert battery.can_appear("kl_runaway", line)
     assert not battery.can_appear("reward_hacked", line), "there is nothing to read"
-    assert "1 of 1 (2% to 100%)" in battery.tables([line])
+    assert "1/1 (2%–100%)" in battery.tables([line])
 
 
 def test_exact_intervals_are_those_of_clopper_and_pearson(battery: Any) -> None:
