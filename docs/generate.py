@@ -19,7 +19,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -29,11 +29,11 @@ import griffe
 
 from surefoot.cli.main import COMMANDS, cli
 from surefoot.cli.options import BooleanOption
-from surefoot.core.algorithms import ALGORITHMS, LADDER, Objective, Reuse, switches_between
+from surefoot.core.algorithms import ALGORITHMS, LADDER, Reuse, switches_between
 from surefoot.diagnostics.findings import checkpoints_lost, files_damaged, findings_in, tracker_failed
 from surefoot.diagnostics.metrics import METRICS, SHOWN, TIMING, Metric
 from surefoot.inspector.clip_table import clip_table_page
-from surefoot.recipes.fields import recipe_fields
+from surefoot.recipes.fields import RecipeField, recipe_fields
 from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
 from surefoot.store.finding import Finding
@@ -177,28 +177,13 @@ def page(title: str, *parts: str) -> str:
 # ---- functions and classes, read without importing them ---------------------------------------------------------------
 
 
-def header_of(thing: griffe.Object) -> str:
-    """The first lines of a function in the source, without its body."""
-    source = textwrap.dedent(thing.source)
-    node = ast.parse(source).body[0]
-    assert isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    start, body = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1, node.body[0]
-    lines = source.splitlines()
-    inside = lines[start : body.lineno]
-    if body.lineno - 1 > start:
-        inside.pop()
-    else:
-        inside[-1] = inside[-1].encode()[: body.col_offset].decode()
-    return "\n".join(inside).rstrip().removesuffix(":")
-
-
 def doc_of(thing: griffe.Object | griffe.Alias) -> str:
     assert thing.docstring is not None, f"{thing.path} has no docstring"
     return str(thing.docstring.value)
 
 
 def described_function(thing: griffe.Function, level: int, name: str | None = None) -> str:
-    return f"{'#' * level} {code(name or thing.name)}\n\n```py\n{header_of(thing)}\n```\n\n{prose(doc_of(thing))}"
+    return f"{'#' * level} {code(name or thing.name)}\n\n```py\n{signature_of(thing)}\n```\n\n{prose(doc_of(thing))}"
 
 
 def is_field(member: griffe.Object | griffe.Alias) -> bool:
@@ -206,18 +191,18 @@ def is_field(member: griffe.Object | griffe.Alias) -> bool:
     return plain and member.annotation is not None and "ClassVar" not in str(member.annotation)
 
 
-def short_signature(thing: griffe.Function) -> str:
-    """The names of the arguments with their defaults."""
+def signature_of(thing: griffe.Function) -> str:
+    """The names of the arguments with their defaults, and the type of the result, except for tensors and None."""
     node = ast.parse(textwrap.dedent(thing.source)).body[0]
     assert isinstance(node, ast.FunctionDef)
-    for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-        argument.annotation = None
-    return f"{thing.name}({ast.unparse(node.args)})".replace("'", '"')  # as ruff formats it
-
-
-def described_formula(thing: griffe.Function) -> str:
-    """A formula: most arguments and all results are tensors, so types are left out."""
-    return f"### {code(thing.name)}\n\n```py\n{short_signature(thing)}\n```\n\n{prose(doc_of(thing))}"
+    arguments = node.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    arguments.args = [argument for argument in arguments.args if argument.arg != "self"]
+    result = ast.unparse(node.returns) if node.returns else "None"
+    shown = "" if result in ("None", "Any") or "Tensor" in result else f" -> {result}"
+    return f"{thing.name}({ast.unparse(arguments)}){shown}".replace("'", '"')  # as ruff formats it
 
 
 def described_class(thing: griffe.Class, level: int) -> str:
@@ -226,7 +211,7 @@ def described_class(thing: griffe.Class, level: int) -> str:
     constructor = thing.members.get("__init__")
     if isinstance(constructor, griffe.Function) and "dataclass" not in thing.labels:  # those of dataclasses are made up
         if methods is None or "__init__" in methods:
-            parts.append(f"```py\n{header_of(constructor)}\n```")
+            parts.append(f"```py\n{signature_of(constructor).replace('__init__', thing.name)}\n```")
     else:
         fields = [m for m in thing.members.values() if is_field(m) and not m.name.startswith("_")]
         if fields:
@@ -273,8 +258,7 @@ def functional_page(package: griffe.Module) -> str:
         names |= {member.name for member in members}
         source = f"[functional/{name}.py](../../src/surefoot/functional/{name}.py)"
         parts += [f"## {TITLES.get(name, name.replace('_', ' ').capitalize())}", f"{prose(doc_of(module))}\n\n{source}"]
-        parts += [described_formula(member) for member in members if isinstance(member, griffe.Function)]
-        parts += [described(member, 3) for member in members if isinstance(member, griffe.Class)]
+        parts += [described(member, 3) for member in members if member.name != "Aggregation"]
     named = {"Aggregation"}  # a type, spelled out where it is used
     assert names == public, f"not on the page: {public - names}"
     parts.append(f"The type {code(named.pop())} is one of the four names that `aggregate` accepts.")
@@ -323,31 +307,38 @@ def recipe_page() -> str:
     for name, about in recipe_fields():
         section = name.partition(".")[0] if "." in name else ""
         default = "required" if name == "task" else code(shown(about.default))
-        kind = kind_of(about.type, about.default)
-        groups.setdefault(section, []).append(f"- {code(name)} ({kind}, {default}): {escaped(' '.join(about.meaning.split()))}")
+        kind = kind_of(about)
+        about_it = f"{kind}, {default}" if kind else default
+        groups.setdefault(section, []).append(f"- {code(name)} ({about_it}): {escaped(' '.join(about.meaning.split()))}")
     parts = [
-        "Every field of a recipe, with its kind and default. On the command "
-        "line a field is a flag: `objective.gae_lambda` is `--objective.gae-lambda`. "
-        "In a TOML file it is a key in a table: `[objective]`, then `gae_lambda = 0.9`. From Python it is a keyword argument: "
-        '`objective={"gae_lambda": 0.9}`. The word `none` stands for "not set".',
-        "`task` has no flag: it is the WHAT of `surefoot train`. To use these fields, see [recipes](../how-to/recipes.md).",
+        'Every field of a recipe, with its kind, where the default does not show it, and its default; `none` is "not set". '
+        "To use the fields on the command line, in a file or from Python, see [recipes](../how-to/recipes.md).",
     ]
     for section, rows in groups.items():
         parts.append(f"## {f'`[{section}]`' if section else 'Top level'}")
         if section == "objective":
             parts.append(
-                'The defaults below are those of `algorithm = "custom"`, which is REINFORCE. A named algorithm starts from its '
-                "own values, in the table below. For the effect of each switch on the loss, see " + MATH_PAGE + "."
+                'The defaults are those of `algorithm = "custom"`, which is REINFORCE. A named algorithm starts from its own '
+                "values, in the table below. For the effect of each switch on the loss, see " + MATH_PAGE + "."
             )
         parts.append("\n".join(rows))
         if section == "objective":
-            parts += ["### What the named algorithms set", named_algorithms()]
+            parts += [
+                "### What the named algorithms set",
+                family(name for name in BASES if name not in without_critic()),
+                "[The others](../math.md#algorithms-without-a-critic) have no critic.",
+            ]
     parts += ["## Presets", "`surefoot train NAME --dry-run` prints all of a preset.", preset_list()]
     return page("Recipe", *parts)
 
 
-def kind_of(kind: str, default: Any) -> str:
-    """The kind of a field in few words."""
+def kind_of(field: RecipeField) -> str:
+    """The kind of a field in few words; none if its default or its meaning shows it."""
+    kind, default = field.type, field.default
+    if kind in {bool: ("true | false",), float: ("number",), list: ("list",), dict: ("table",)}.get(type(default), ()):
+        return ""
+    if " | " in kind and all(f"{choice}: " in field.meaning for choice in kind.split(" | ")):
+        return ""
     for words, short in (("whole number", "integer"), ("true | false", "boolean"), (" | ", " or ")):
         kind = kind.replace(words, short)
     return kind.removesuffix(" or none") if default is None else kind
@@ -362,7 +353,8 @@ def preset_list() -> str:
             assert about is not None, "an empty match at least"
             text = " ".join(line.removeprefix("#").strip() for line in about[0].splitlines())
             name = path.name.removesuffix(".toml")
-            lines.append(f"- [{code(name)}](../../src/surefoot/recipes/presets/{path.name}): {escaped(first_sentence(text))}")
+            about_it = re.sub(r" \(docs/.*?\)|: surefoot train .*", "", first_sentence(text))
+            lines.append(f"- [{code(name)}](../../src/surefoot/recipes/presets/{path.name}): {escaped(about_it)}")
     return "\n".join(lines)
 
 
@@ -374,22 +366,14 @@ def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def named_algorithms() -> str:
-    """The settings of each algorithm that differ from REINFORCE, which has the defaults."""
-    plain = dict(flat(asdict(Objective())))
-
-    def settings(objective: Objective) -> str:
-        switches = dict(flat(asdict(objective))).items()
-        set_here = {name: value for name, value in switches if value is not None and value != plain.get(name)}
-        return ", ".join(code(f"{name} = {shown(value)}") for name, value in set_here.items())
-
-    return table(("algorithm", "switches"), [(code(name), settings(value)) for name, value in ALGORITHMS.items()])
-
-
 BASES = {
+    **dict.fromkeys(("ACTOR_CRITIC", "REINFORCE_BASELINE", "RLOO", "ONLINE_DPO"), "REINFORCE"),
+    "A2C": "ACTOR_CRITIC",
+    "PPO_UNCLIPPED": "A2C",
+    "PPO_PENALTY_ADAPTIVE": "PPO_PENALTY",
+    **dict.fromkeys(("PPO_CLIP", "PPO_PENALTY", "TRPO"), "PPO_UNCLIPPED"),
     **dict.fromkeys(("GRPO", "REINFORCE_PLUS_PLUS"), "PPO_CLIP"),
     **dict.fromkeys(("DR_GRPO", "DAPO", "GSPO", "CISPO", "KL_COV"), "GRPO"),
-    **dict.fromkeys(("RLOO", "ONLINE_DPO"), "REINFORCE"),
 }
 """the algorithm that each is described by its differences from"""
 
@@ -430,10 +414,15 @@ def preferences() -> str:
     return table(('with `kind = "dpo"`', "rows", "log π is compared with", "`reference.beta`"), rows)
 
 
+def without_critic() -> list[str]:
+    """The algorithms beyond the ladder that have no critic."""
+    return [name for name, objective in ALGORITHMS.items() if objective.baseline != "critic" and objective not in LADDER]
+
+
 def math_page() -> str:
     """The page on the math, whose tables of the family are generated."""
     text = (ROOT / "docs" / "math.md").read_text("utf-8")
-    names = [name for name, objective in ALGORITHMS.items() if objective.baseline != "critic" and objective not in LADDER]
+    names = without_critic()
     for block, content in (("algorithms without a critic", family(names)), ("losses on preferences", preferences())):
         begin, end = f"<!-- begin: {block}, from docs/generate.py -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
@@ -446,27 +435,24 @@ def bounds(metric: Metric) -> str:
     if metric.low is not None and metric.high is not None:
         return f"{metric.low:g} to {metric.high:g}"
     if metric.low is not None:
-        return f"{metric.low:g} or more"
-    return "–" if metric.high is None else f"{metric.high:g} or less"
+        return f"≥ {metric.low:g}"
+    return "–" if metric.high is None else f"≤ {metric.high:g}"
 
 
 def metrics_page() -> str:
     rows = []
     for name, metric in METRICS.items():
-        remedies = [why for why in dict.fromkeys((metric.why_low, metric.why_high)) if why]
         label = SHOWN[name][0] if name in SHOWN else ""
-        shown_as = f" ({label})" if label else ""
-        healthy = f" **Healthy: {bounds(metric)}**; else {escaped('; '.join(remedies))}." if remedies else ""
+        shown_as = f" ({label})" if label and label.replace(" ", "_") != name else ""
+        healthy = f" **Healthy: {bounds(metric)}.**" if metric.why_low or metric.why_high else ""
         rows.append(f"- {code(name)}{shown_as}: {escaped(metric.meaning)}.{healthy}")
     timing = ", ".join(code(name) for name in TIMING)
     return page(
         "Metrics",
-        "Every key of `metrics.jsonl`, one JSON object per iteration. [Trackers](../how-to/log-to-trackers.md) such as "
-        "TensorBoard have the same names. A value may be `null` if it is not defined, and a key is absent if the algorithm "
-        "doesn't have it. To interpret them, see "
-        "[read the metrics](../how-to/read-the-metrics.md).",
-        "In brackets is the label on the display, which shows the text after *else* if a value leaves its healthy range, a "
-        "rule of thumb.",
+        "Every key of `metrics.jsonl`, one JSON object per iteration, and of [trackers](../how-to/log-to-trackers.md). A value "
+        "may be `null` if it is not defined, and a key is absent if the algorithm doesn't have it. In brackets is the label on "
+        "the display, which shows a remedy if a value leaves its healthy range, a rule of thumb. To interpret them, see "
+        "[read the metrics](../how-to/read-the-metrics.md); if something goes wrong, [troubleshooting](../troubleshooting.md).",
         "\n".join(rows),
         f"Two runs of the same recipe and seed on the same machine agree in every key except {timing}.",
     )
@@ -514,15 +500,17 @@ def command_part(name: str, command: click.Command, shared: set[tuple[str, str]]
     arguments = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
     own = own_options(command)
-    usage = " ".join(["surefoot", name, *(str(argument.name).upper() for argument in arguments), "[OPTIONS]"])
-    parts = [f"## `surefoot {name}`", f"```text\n{usage}\n```", *help_parts(inspect.cleandoc(command.help or ""))]
+    usage = " ".join(["surefoot", name, *(str(argument.name).upper() for argument in arguments)])
+    parts = [f"## `surefoot {name}`", *help_parts(inspect.cleandoc(command.help or ""))]
+    if arguments:
+        parts.insert(1, code(usage))
     lines = [f"- {flag}: {text}" for flag, text in own if (flag, text) not in shared]
     if also := [flag for flag, text in own if (flag, text) in shared]:
-        lines.append(f"- [shared options](#shared-options): {', '.join(also)}")
+        lines.append(f"- [shared](#shared-options): {', '.join(also)}")
     if lines:
         parts.append("\n".join(lines))
     if len(own) < len(options):  # their meanings are in the page of the recipe alone
-        parts.append("Also a flag for every field of the [recipe](recipe.md), with its dots. Values are parsed as TOML.")
+        parts.append("Also a flag for every field of the [recipe](recipe.md).")
     return "\n\n".join(parts)
 
 
@@ -539,15 +527,17 @@ def is_recipe_flag(option: click.Option) -> bool:
     return option.metavar == "VALUE" or isinstance(option, BooleanOption)
 
 
-SHARED = 3
-"""commands that have the same option, from which on it is described once"""
+def shared_lines(commands: Sequence[tuple[str, click.Command]]) -> list[tuple[str, str]]:
+    """Options that three commands describe alike, or two if no other has a flag of that name; they are described once."""
+    counts = Counter(line for _, command in commands for line in own_options(command))
+    meanings = Counter(flag.partition(" ")[0] for flag, _ in counts)
+    return [line for line, count in sorted(counts.items()) if count >= (2 if meanings[line[0].partition(" ")[0]] == 1 else 3)]
 
 
 def cli_page() -> str:
     actual = ((name, cli.get_command(click.Context(cli), name)) for name in sorted(COMMANDS))
     commands = [each for name, command in actual if command is not None for each in all_commands(name, command)]
-    counts = Counter(line for _, command in commands for line in own_options(command))
-    shared = [line for line, count in sorted(counts.items()) if count >= SHARED]
+    shared = shared_lines(commands)
     return page(
         "Command line",
         "`surefoot --help` and `surefoot COMMAND --help` show the same on a terminal; `-h` is short for `--help`. "

@@ -156,9 +156,9 @@ class Objective:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     baseline: Literal["mean", "group", "leave_one_out", "pair", "critic"] | None = None
-    """what is subtracted from the return: nothing, the batch's mean return, the mean return of the responses to the same prompt
-    (with the response itself, or without it), or a learned V(s). pair: the return ranks the responses to a prompt, and the best
-    and the worst get the weights of DPO's gradient"""
+    """what is subtracted from the return: nothing, the batch's mean return, that of the responses to the same prompt (with the
+    response itself, or without it), or a learned V(s). pair: the best and the worst response to a prompt get the weights of
+    DPO's gradient"""
     pair_beta: float = 0.1
     """β of baseline = "pair": the implicit reward of a response is β·(log π_θ − log π_ref)"""
     scale_by_group: bool = False

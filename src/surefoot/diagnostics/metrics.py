@@ -56,8 +56,8 @@ METRICS: dict[str, Metric] = {
         why_high="the normaliser cuts many rewards: raise normalise.clip, or scale rewards in the environment",
     ),
     "actions_clipped": Metric(
-        "share of the sampled numbers of Box actions that are clipped to their bounds; only where there are bounds. "
-        "Much is right where extremes are best; near 1 from the start on, the policy acts elsewhere: see normalise.actions"
+        "share of the sampled numbers of Box actions that are clipped to their bounds; near 1 from the start on, see "
+        "normalise.actions"
     ),
     "evaluation_return": Metric("mean return of the greedy evaluation episodes, when there was one this iteration"),
     "evaluation_is_success": Metric("mean of `is_success` in the last info of those episodes; other numbers with rollout.info"),
@@ -69,7 +69,7 @@ METRICS: dict[str, Metric] = {
     "score_std": Metric("standard deviation of those scores; 0 means that nothing can be learned from them"),
     "kl_reference": Metric("mean log π − log π_ref per token, on samples of π: KL(π‖π_ref)"),
     "kl_reference_response": Metric(
-        "the same summed over each response, in nats: what the policy has spent on its reward",
+        "the same summed over each response, in nats",
         high=50.0,
         why_high="the policy has left the reference far behind: raise reference.beta, or lower the learning rate",
     ),
@@ -124,17 +124,17 @@ METRICS: dict[str, Metric] = {
         "without a unit"
     ),
     "held_out_accuracy": Metric(
-        "share of held-out pairs in which the chosen answer has the higher score; in DPO by the implicit reward "
-        "β·(log π − log π_ref), where a draw counts half, so that it starts at a half. Labelled answers: in reward models the "
-        "share with the label's sign, in KTO the share of all pairs of a good and a bad answer"
+        "share of held-out pairs in which the chosen answer has the higher score; in DPO by the implicit reward β·(log π − "
+        "log π_ref), where a draw counts half. Labelled answers: in reward models the share with the label's sign, in KTO "
+        "that of all pairs of a good and a bad answer"
     ),
     "held_out_margin": Metric(
         "DPO: mean implicit reward of the chosen answers of held-out pairs less that of the rejected; KTO: of the good answers "
         "less that of the bad"
     ),
     "held_out_chosen_log_prob": Metric(
-        "DPO: mean Σ log π of the chosen (KTO: good) held-out answers, in nats. It often falls with the rejected one's; "
-        "falling faster than the margin grows, the model moves to answers that are in no pair: raise reference.beta"
+        "DPO: mean Σ log π of the chosen (KTO: good) held-out answers, in nats. If it falls faster than the margin grows, "
+        "the model moves to answers that are in no pair: raise reference.beta"
     ),
     "held_out_rejected_log_prob": Metric("DPO: mean Σ log π of the rejected (KTO: bad) held-out answers, in nats"),
     "held_out_chosen_moved": Metric(
@@ -144,8 +144,8 @@ METRICS: dict[str, Metric] = {
     "held_out_reward": Metric("mean score of sampled answers to held-out prompts, when there was an evaluation"),
     "held_out_gold": Metric("the same by the gold function"),
     "held_out_log_likelihood": Metric(
-        "mean log π per token, in nats, of the demonstrations in evaluation.demonstrations, at temperature 1. A fall is what "
-        "the reward costs in capability: tenths for a new taste, more than one when the language is being forgotten"
+        "mean log π per token, in nats, of the demonstrations in evaluation.demonstrations, at temperature 1. A fall is "
+        "what the reward costs in capability: tenths are usual, more than one means that language is lost"
     ),
     "held_out_kl": Metric("nats per response that these answers are away from the reference"),
     "held_out_length": Metric("mean tokens of these answers"),
@@ -153,10 +153,7 @@ METRICS: dict[str, Metric] = {
     "held_out_turns": Metric("mean turns of the model in the conversations about held-out rows"),
     "held_out_distinct_2": Metric("different bigrams / all bigrams of these answers"),
     "data_epochs": Metric("passes over the training rows so far"),
-    "kto_baseline": Metric(
-        "KTO: z₀, the mean log π − log π_ref of answers to other prompts, at least 0, in nats: how far the policy has moved, "
-        "and what the log-ratios of labelled answers are compared with"
-    ),
+    "kto_baseline": Metric("KTO: z₀, the mean log π − log π_ref of answers to other prompts, at least 0, in nats"),
     "tokens": Metric("trained tokens of the batch"),
     "seconds_sampling": Metric(
         "time spent on sampling responses; part of seconds_collecting, unless sampling.ahead lets the learner work meanwhile"
@@ -217,7 +214,7 @@ METRICS: dict[str, Metric] = {
         why_high="much of the batch is stale: lower the learning rate or epochs, or raise drop_above_kl",
     ),
     "importance_weight": Metric(
-        "mean weight π_old / π_b of a sample, after importance_cap; 1 where the sampler's policy is the trained one",
+        "mean weight π_old / π_b of a sample, after importance_cap",
         low=0.9,
         high=1.1,
         why_low="the cap or the mask takes much of the batch: see sampler_kl",
@@ -256,11 +253,11 @@ METRICS: dict[str, Metric] = {
     ),
     "sft_loss": Metric(
         "mean −log π per token of the demonstrations that are mixed into the updates, before its weight; only with "
-        "mixing.sft_coefficient. A rise means that the reward dominates: raise the coefficient if that is not wanted"
+        "mixing.sft_coefficient"
     ),
     "explained_variance": Metric(
-        "1 − Var(R̂ − V)/Var(R̂): 1 is a perfect critic, 0 a constant one; null where returns are constant, "
-        "and meaningless where they nearly are",
+        "1 − Var(R̂ − V)/Var(R̂): 1 is a perfect critic, 0 a constant one; null where returns are constant, and "
+        "meaningless where they nearly are",
         low=-0.5,
         why_low="the critic predicts worse than a constant: normal in the first iterations, meaningless where returns are "
         "nearly constant, else fit it longer or faster",

@@ -64,9 +64,9 @@ class OptimizerSettings(Section):
     schedule: Annotated[Literal["constant", "linear", "cosine", "adaptive"] | str, BeforeValidator(_check_schedule)] = (
         "constant"
     )
-    """linear and cosine decay the learning rate to zero over the budget; adaptive moves it within 1e-5 … 1e-2 so that the KL
-    of each minibatch stays near kl_target (rsl_rl's rule); module:function or file.py:function returns its factor from the
-    remaining share of the budget, 1 to 0"""
+    """linear and cosine decay the learning rate to zero over the budget; adaptive moves it within 1e-5 … 1e-2 so that the KL of
+    each minibatch stays near kl_target (as rsl_rl); module:function or file.py:function returns its factor from the remaining
+    share of the budget, 1 to 0"""
     kl_target: float = Field(0.01, gt=0)
     """KL(π_old‖π_θ) that schedule = "adaptive" aims at"""
     warmup: float = Field(0.0, ge=0, lt=1)
@@ -167,9 +167,9 @@ class Recipe(Section):
     """on NVIDIA GPUs, use algorithms that give the same bits each time, so that a resumed run is exact; no effect elsewhere.
     Actions are sampled in any case"""
     engine: Literal["eager", "compiled", "auto"] = "eager"
-    """compiled: compile updates and acting, in up to a minute; they run faster then. Of language models the blocks of the
-    trained model and its reference, in minutes. Needs a C++ compiler. auto: compiled if a run of control is long enough to win
-    that time back, else eager. The default is auto in control, eager in language"""
+    """compiled: compile updates and acting, in up to a minute, or the blocks of a language model and its reference, in minutes;
+    they run faster then. Needs a C++ compiler. auto: compiled if a run of control is long enough to win that time back.
+    Default: auto in control, eager in language"""
     objective: Objective
     optimizer: OptimizerSettings = OptimizerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -151,7 +151,7 @@ class NormaliseSettings(Section):
 
     observations: Annotated[bool | tuple[str, ...], BeforeValidator(_check_parts)] = False
     """subtract the running mean of observations and divide by their running standard deviation; a list of names: only these
-    parts of a Dict or Tuple observation. Images, bits and choices are never normalised"""
+    parts of a Dict or Tuple. Images, bits and choices are never normalised"""
     rewards: bool = False
     """divide rewards by the running standard deviation of the discounted return"""
     actions: bool = True
@@ -164,8 +164,8 @@ class ClipPreferences(Section):
     """Rewards learned from comparisons of clips, which are equally long pieces of episodes, instead of the task's."""
 
     judge: Literal["return", "people"] = "return"
-    """return: the clip with more of the task's reward is better, a person who makes ``errors``; people: the run stops where
-    labels are needed, surefoot label RUN takes them, and surefoot resume RUN goes on"""
+    """return: the clip with more of the task's reward is better; people: the run stops where labels are needed, for surefoot
+    label RUN and then surefoot resume RUN"""
     labels: int = Field(400, ge=2, le=MAX_COUNT)
     """pairs of clips that are labelled"""
     segment: int = Field(25, ge=2, le=MAX_COUNT)

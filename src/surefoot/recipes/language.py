@@ -43,20 +43,20 @@ class SamplingSettings(Section):
     """texts that end a response, in addition to EOS; one that is a special token does so by its id. Rewards and environments
     get the response without them"""
     old_log_probs: Literal["auto", "trainer", "sampler", "update"] = "auto"
-    """log π_old of the ratios. trainer: computed again by the trained model, in a pass of its own; sampler: kept from sampling;
-    update: those of the only update on each batch, where ρ is 1, without a pass of their own. auto: update if each batch has
-    one update, nothing else reads log π_old (no critic, pairs, KL in the reward or KL penalty) and the sampler's arithmetic is
-    the trainer's (float32; packed or model), else trainer"""
+    """log π_old of the ratios. trainer: computed by the trained model, in a pass of its own; sampler: kept from sampling;
+    update: those of the only update on each batch, without a pass of their own. auto: update if each batch has one update,
+    nothing else reads log π_old (no critic, pairs, KL in the reward or KL penalty) and the sampler's arithmetic is the
+    trainer's (float32; packed or model), else trainer"""
     engine: Literal["auto", "packed", "model", "continuous", "vllm"] = "auto"
     """what samples. packed: packed weights, for small models of known families; model: the model's own forward pass;
-    continuous: continuous batching of transformers; vllm: a vLLM server. auto: vllm with a [server], else packed where it
-    can, else model"""
+    continuous: continuous batching of transformers; vllm: a vLLM server. auto: vllm with a [server], else packed if possible,
+    else model"""
     rows: Size | None = None
-    """most responses that are sampled at a time, by packed and model; limits memory, tokens stay the same. none: as many as
-    fit into 40 % of the device's memory"""
+    """most responses that are sampled at a time, by packed and model; limits memory, tokens stay the same. none: as many as fit
+    into 40 % of the device's memory"""
     ahead: int = Field(0, ge=0, le=1)
-    """iterations that a vLLM server samples ahead, while the learner uses the responses before. With 1, responses are those of
-    weights that are one iteration old; objective.importance_cap corrects for that"""
+    """iterations that a vLLM server samples ahead. With 1, responses are those of weights that are one iteration old;
+    objective.importance_cap corrects for that"""
 
 
 class ServerSettings(Section):
@@ -85,8 +85,8 @@ class TurnSettings(Section):
     """Conversations of several turns with an environment."""
 
     environment: str | None = None
-    """module:Class or file.py:Class; an object of it answers each turn of a conversation, with step or with public methods as
-    tools; none: responses are one turn, unless there are tools"""
+    """module:Class or file.py:Class; an object of it answers each turn, with step or with public methods as tools; none: one
+    turn, unless there are tools"""
     tools: tuple[str, ...] = ()
     """typed functions with docstrings that the model can call, such as ["calc.py:multiply"]"""
     response_template: str | dict[str, Any] | None = None
@@ -97,8 +97,8 @@ class TurnSettings(Section):
     max_calls: Count = 100
     """most calls of tools in a conversation; further ones get an error as their result"""
     tolerated: float = Field(0.5, ge=0, le=1)
-    """largest share of a batch's calls in which a tool may raise, hang or return something unusable; calls with arguments that
-    don't fit are the model's errors and don't count"""
+    """largest share of a batch's calls in which a tool may raise, hang or return something unusable; arguments that don't fit
+    don't count"""
     arguments: dict[str, Any] = Field({})
     """keyword arguments of the class, such as { patience = 3 }"""
     at_once: Count = 64
@@ -132,8 +132,7 @@ class ReferenceSettings(Section):
     beta: float = Field(0.05, ge=0)
     """β, at the first iteration if it is adapted; 0: no penalty"""
     measure: bool = False
-    """measure the KL at β = 0 too, which takes a frozen copy of the model and a pass per batch. Otherwise a run at β = 0 has no
-    reference, unless reference.model or objective.reference_coefficient is set, or objective.baseline = "pair\""""
+    """measure the KL at β = 0 too, which takes a frozen copy of the model and a pass per batch"""
     target: float | None = Field(None, gt=0)
     """KL per response, in nats, that β is adapted to (Ziegler et al. 2019); none: β is fixed"""
     horizon: Size = 10_000

@@ -44,11 +44,11 @@ class AdapterSettings(Section):
         Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)],
         pydantic.BeforeValidator(lambda targets: targets if targets == "all-linear" else names_in(targets)),
     ] = "all-linear"
-    """layers with adapters, by the ends of their names, such as ["q_proj", "v_proj"], or ["experts.gate_up_proj"] for fused
-    experts; all-linear: all linear layers of the trunk, without fused experts"""
+    """layers with adapters, by the ends of their names, such as ["q_proj", "v_proj"]; all-linear: all linear layers of the
+    trunk, without fused experts ("experts.gate_up_proj")"""
     quantize: Literal["int8", "nf4"] | None = None
-    """hold the frozen weights of the trunk's linear layers in 8 or 4 bits (QLoRA), by bitsandbytes; needs the extra
-    ``quantized``. int8: activations are rounded to 8 bits too; none: in the precision of the run"""
+    """hold the frozen weights of the trunk's linear layers in 8 or 4 bits (QLoRA), by bitsandbytes (extra ``quantized``). int8
+    rounds activations to 8 bits too"""
     merge: bool = True
     """also save the merged model in model/; false: save adapter/ only"""
 
@@ -71,25 +71,22 @@ class ModelRecipe(Recipe):
     trust_remote_code: bool = False
     """run a model's own code from the hub"""
     precision: Literal["float32", "bfloat16", "bfloat16-weights"] = "float32"
-    """of all models, in sampling, scoring and learning. bfloat16: matrix products in autocast, weights stay float32;
-    bfloat16-weights: weights are bfloat16 too, and the optimizer keeps float32 copies of those that are trained. Adapters and
-    heads of critics and reward models are float32 in any case"""
+    """of all models. bfloat16: matrix products in autocast, weights stay float32; bfloat16-weights: weights are bfloat16, and
+    the optimizer keeps float32 copies of trained ones. Adapters and heads are always float32"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     padding_free: bool = False
-    """read the rows of a pass end to end instead of padding them to the longest, and a prompt once for all rows that begin with
-    it: less time and memory if lengths differ, and in groups of responses to one prompt. Models with recurrent layers, or
-    attention other than sdpa, are padded, and the run prints why"""
+    """read the rows of a pass end to end instead of padding them, and a prompt once for all rows that begin with it: less time
+    and memory. Models with recurrent layers, or attention other than sdpa, are padded, and the run prints why"""
     sharding: Literal["full", "hybrid"] | None = None
-    """how several ranks hold models. none: each has all weights; full: each has a part of every weight, gradient and
-    moment (FSDP2); hybrid: parts among the ranks of a machine, copies on the other machines. No effect in a single process"""
+    """how several ranks hold models. none: each has all weights; full: each has a part of every weight, gradient and moment
+    (FSDP2); hybrid: parts among the ranks of a machine, copies on the others"""
     reshard_after_forward: bool = True
     """with sharding: drop a layer's gathered weights after its forward pass; false: keep them until its backward pass, which is
     faster and takes more memory"""
     offload: bool | tuple[Role, ...] = False
-    """what is in the memory of the CPU. true: with sharding, the parts of all models, their gradients and moments; a list, such
-    as ["reference", "reward"]: these models of an online run while they are not used, with and without sharding; "critic" is
-    the critic's own model with gradients and moments, between updates. No effect on a CPU"""
+    """what is in the memory of the CPU. true: with sharding, all models, gradients and moments; a list, such as ["reference",
+    "reward"]: these models of an online run while they are not used; "critic" is the critic's own model"""
     check_memory: bool = True
     """reject a run that needs more memory than there is; false: try it anyway"""
     adapter: AdapterSettings | None = None

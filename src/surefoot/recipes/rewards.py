@@ -130,11 +130,11 @@ class RewardSettings(Section):
     """The reward of a response: at its last token, or at each of its steps or tokens."""
 
     terms: tuple[RewardTerm, ...] = ()
-    """terms of the reward, added up; may be empty if the environment rewards turns. A text, such as file.py:function, is a term
-    with only a function, a model or a URL"""
+    """terms of the reward, added up; may be empty if the environment rewards turns. A text is a term with only a function, such
+    as file.py:function, a model or a URL"""
     missing_eos: Literal["penalty", "subtract", "bootstrap"] | None = None
-    """for a response truncated by a length limit, or a conversation that did not end. penalty: it earns missing_eos_value
-    (for its last turn) instead; subtract: it loses that much; bootstrap: V stands for the rest; none: scored like any other"""
+    """for a truncated response, or a conversation that did not end. penalty: it (or its last turn) earns missing_eos_value
+    instead; subtract: it loses that much; bootstrap: V stands for the rest; none: scored like any other"""
     missing_eos_value: float = -1.0
     """the penalty, or what is subtracted"""
     overlong: float | None = Field(None, gt=0, le=1)

@@ -16,11 +16,11 @@ class RowSettings(Section):
     """own names of columns in train and held_out, and the names they are read by, such as { question = "prompt" }"""
     control_tokens: Literal["split", "keep", "reject"] = "split"
     """control tokens, such as EOS, in messages of the user, the system and tools. split: encoded as ordinary text; keep: as
-    control tokens; reject: the run does not start if any text of a row has one"""
+    control tokens; reject: the run does not start if a row has one"""
 
     answers: Literal["template", "row"] = "template"
     """the assistant's messages that are trained. template: as the chat template renders them, which may omit a part, such as
-    thoughts; row: as they are written, after the prompt with which answers are sampled"""
+    thoughts; row: as they are written"""
 
 
 class DataSettings(RowSettings):

@@ -23,8 +23,8 @@ class DpoReferenceSettings(Section):
     model: str | None = None
     """folder of the reference; none: the model that training starts from"""
     beta: float = Field(0.1, gt=0)
-    """β. DPO, KTO: the implicit reward of an answer is β·(log π_θ − log π_ref). Larger values stay closer to the reference.
-    SimPO: the scale of the margin, by default 2. ORPO: λ, the weight of the odds ratio"""
+    """β: larger values stay closer to the reference. DPO, KTO: the implicit reward is β·(log π_θ − log π_ref). SimPO: the scale
+    of the margin, by default 2. ORPO: λ, the weight of the odds ratio"""
 
 
 class PreferenceSettings(Section):
@@ -48,9 +48,8 @@ class RewardPreferenceSettings(Section):
     """The loss of a reward model."""
 
     loss: Literal["bradley_terry", "binary", "steps"] = "bradley_terry"
-    """bradley_terry: pairs, of which the chosen answer is better with probability σ(difference of the scores); binary: single
-    answers, labelled good or bad, good with probability σ(score); steps: the same for every step of an answer (process reward
-    models)"""
+    """bradley_terry: the chosen answer of a pair is better with probability σ(difference of the scores); binary: a single
+    answer is good with probability σ(score); steps: so is every step of an answer (process reward models)"""
     separator: str = "\n"
     """steps: text between two steps; empty: every character is a step"""
 
