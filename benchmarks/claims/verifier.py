@@ -1,6 +1,7 @@
 """Rewards that can be checked: E1 and the sorting half of E9, from one SFT start per seed; and E5.4 and E5.5, beside GRPO."""
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ from claims import LEDGER, RESULTS, Bound, Cell, Claim, Experiment, Result, Resu
 SEEDS = (1, 2, 3, 4, 5)
 LARGEST_ERROR = 0.05
 """of calibration: mean |predicted − observed| over tenths of [0, 1], weighted by their responses"""
+CALIBRATED = (
+    "V has a lower Brier score than the constant share of successes, before the first token and after half of them, and its "
+    f"calibration error (ten bins) lies below {LARGEST_ERROR}"
+)
+LENGTHS, MIXED_STEPS = range(3, 10), 20_480
+"""digits of the problems, and responses, of E1.2"""
+MIXED = "mixed-{}"
+"""its cells, by seed"""
 
 
 def sorting_run(shared: Path, seed: int, gae_lambda: float) -> tuple[Path, Path]:
@@ -48,14 +57,57 @@ def sorting(seed: int, gae_lambda: float, file: Path) -> Cell:
     return Cell(file.name, work, file)
 
 
+def mixed(seed: int, file: Path) -> Cell:
+    """PPO on problems of ``LENGTHS`` digits with a critic of its own: the critic's calibration on test problems."""
+
+    def work(folder: Path) -> Result:
+        import verifier
+
+        from surefoot.language import tasks
+        from surefoot.language.analysis.evaluate import evaluate_run
+        from surefoot.language.data.rows import write_rows
+
+        def write(name: str, parts: Sequence[list[dict[str, Any]]], count: int) -> str:
+            rows = [row for part in parts for row in part]
+            random.Random(seed).shuffle(rows)
+            write_rows(folder / name, rows[:count])
+            return str(folder / name)
+
+        def problems(each: int, first: int = 0) -> list[list[dict[str, Any]]]:
+            return [tasks.rows("sorting", first + each, seed, digits, test=True)[first:] for digits in LENGTHS]
+
+        folder.mkdir(parents=True, exist_ok=True)
+        each = -(-MIXED_STEPS // len(LENGTHS))
+        demonstrations = [tasks.demonstrations("sorting", 4_000, seed, digits) for digits in LENGTHS]
+        data = {"train": write("demonstrations.jsonl", demonstrations, 24_000), "max_length": 32}
+        verifier.finished(folder / "sft", "task_sft", {"seed": seed, "data": data})
+        training = [tasks.rows("sorting", each, seed + 1, digits) for digits in LENGTHS]
+        changes = {
+            "data": {
+                "train": write("problems.jsonl", training, MIXED_STEPS),
+                "held_out": write("validation.jsonl", problems(37), 256),
+            },
+            "sampling": {"max_tokens": LENGTHS[-1] + 2},
+            "critic": {"own_model": True},
+            "optimizer": {"critic_learning_rate": 1e-3},
+        }
+        changes |= {"seed": seed, "steps": MIXED_STEPS, "model": str(folder / "sft")}
+        verifier.finished(folder / "ppo", "sorting", changes)
+        test = write("test.jsonl", problems(74, 37), 512)
+        calibration = evaluate_run(folder / "ppo", data=test, rows=512, seed=seed)["calibration"]
+        return {"seed": seed, "engine": "eager", "calibration": calibration}
+
+    return Cell(file.name, work, file)
+
+
 def calibration_error(report: Mapping[str, Any]) -> float:
     """Mean |predicted − observed| over the bins, weighted by their counts."""
     bins = [row for row in report["bins"] if row["count"]]
     return float(sum(row["count"] * abs(row["predicted"] - row["observed"]) for row in bins) / report["count"])
 
 
-def calibrated(results: Results) -> list[Bound]:
-    reports = [results[f"{seed}"]["calibration"] for seed in SEEDS if f"{seed}" in results]
+def calibrated(results: Results, cells: str = "{}") -> list[Bound]:
+    reports = [results[name]["calibration"] for seed in SEEDS if (name := cells.format(seed)) in results]
     skill = {when: [1 - of[when]["brier"] / of[when]["brier_baseline"] for of in reports] for when in ("first", "middle")}
     errors = [calibration_error(of["first"]) for of in reports]
     return [
@@ -71,17 +123,18 @@ E1 = Experiment(
     protocol=(
         "`surefoot demo verifier`'s SFT and PPO (sorting five digits, reward 1 or 0, γ = 1, λ = 1), seeds 1 to 5; tuned on "
         "seeds 11 to 13. V of the best checkpoint, clipped to [0, 1], against the outcome of one sampled answer to each of "
-        "512 unseen test problems."
+        "512 unseen test problems. E1.2: three to nine digits in equal shares in every file, 20,480 responses, "
+        "`critic.own_model = true`, `optimizer.critic_learning_rate = 1e-3`."
     ),
-    cells={f"{seed}": sorting(seed, 1.0, LEDGER / "E1" / str(seed)) for seed in SEEDS},
-    core_hours=0.1,
+    cells={f"{seed}": sorting(seed, 1.0, LEDGER / "E1" / str(seed)) for seed in SEEDS}
+    | {MIXED.format(seed): mixed(seed, LEDGER / "E1" / MIXED.format(seed)) for seed in SEEDS},
+    core_hours=0.4,
     claims=(
         Claim(
             "E1.1",
             "With a reward of 0 or 1 and γ = 1, V(s) is the probability of success.",
             "textbook identity; used as such by token-level verifiers (Cobbe et al. 2021, arXiv 2110.14168, section 4)",
-            "V has a lower Brier score than the constant share of successes, before the first token and after half "
-            f"of them, and its calibration error (ten bins) lies below {LARGEST_ERROR}",
+            CALIBRATED,
             calibrated,
             {
                 "confirmed": "The critic is fitted to returns that are 0 or 1, whose mean is the probability.",
@@ -90,6 +143,21 @@ E1 = Experiment(
                 "undecided": "The identity holds for the exact V; whether the learned V beats a constant is not separated "
                 "here.",
             },
+            needs=str.isdigit,
+        ),
+        Claim(
+            "E1.2",
+            "A learned V is close to it, where problems differ in difficulty and the critic has a model of its own.",
+            "this ledger, after E1.1",
+            CALIBRATED,
+            lambda results: calibrated(results, MIXED),
+            {
+                "confirmed": "Problems of different length give V something to tell apart, and twice the responses, a larger "
+                "learning rate and weights of its own let it follow the policy.",
+                "undecided": "V is calibrated, but whether it tells problems apart better than a constant is not separated.",
+                "refuted": "V still lags behind the policy.",
+            },
+            needs=lambda name: not name.isdigit(),
         ),
     ),
 )
