@@ -28,7 +28,7 @@ from surefoot.ranks.collectives import in_float64, world_size
 
 
 def compiled_stepper(
-    passes: EagerPasses, optimizers: Mapping[str, Optimizer], own: FlatParameters | None, *, rows: int
+    passes: EagerPasses, optimizers: Mapping[str, Optimizer], natural: FlatParameters | None, *, rows: int
 ) -> Stepper:
     """Steps by compiled programs, for ``LearnerSettings.stepper``.
 
@@ -37,9 +37,9 @@ def compiled_stepper(
 
     Raises SurefootError if there is neither a compiler nor a compiled program in the cache.
     """
-    rows, micro_batch, eager = rows // world_size(), passes.micro_batch, eager_stepper(passes, optimizers, own)
+    rows, micro_batch, eager = rows // world_size(), passes.micro_batch, eager_stepper(passes, optimizers, natural)
     moving = {name: each for name, each in optimizers.items() if isinstance(each, FlatOptimizer)}
-    still = [] if own is None else [own]
+    still = [] if natural is None else [natural]
     by_adam: Stepper | None = None
     size, rest = divmod(rows, passes.objective.passes[1])
     if moving and not rest and size % (micro_batch or size) == 0:
@@ -48,14 +48,14 @@ def compiled_stepper(
         else:  # micro-batches, and ranks, which sum gradients between the program and Adam
             compiled = CompiledPasses(passes.policy, passes.objective, [*moving.values()], still, micro_batch or size)
             by_adam = EagerStepper(compiled, moving)
-    if own is None:
+    if natural is None:
         return FittingStepper(by_adam or eager, eager, rows)
-    natural: Passes = passes
+    of_natural: Passes = passes
     if rows % (micro_batch or rows) == 0:
-        natural = CompiledPasses(passes.policy, passes.objective, [own], [*moving.values()], micro_batch or rows)
+        of_natural = CompiledPasses(passes.policy, passes.objective, [natural], [*moving.values()], micro_batch or rows)
     assert isinstance(eager, NaturalStepper)
-    parameters = eager.parameters if natural is passes else None
-    return FittingStepper(NaturalStepper(natural, own, by_adam or eager.critic, parameters), eager, rows)
+    parameters = eager.parameters if of_natural is passes else None
+    return FittingStepper(NaturalStepper(of_natural, natural, by_adam or eager.critic, parameters), eager, rows)
 
 
 class FittingStepper:

@@ -22,14 +22,10 @@ def _require(condition: bool, field: str, value: object, need: str) -> None:
         raise SurefootError(f"{field}={value!r}: {need}")
 
 
-def check_count(field: str, value: object, least: int = 1) -> None:
+def check_count(field: str, value: object, least: int = 1, usual: int | None = None) -> None:
     """Raise SurefootError unless a count is a whole number from ``least`` to ``MAX_COUNT``."""
     whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_COUNT
-    _require(whole, field, value, f"must lie between {least} and {MAX_COUNT:,}")
-
-
-def _require_count(field: str, value: int, usual: int) -> None:
-    _require(1 <= value <= MAX_COUNT, field, value, f"must lie between 1 and {MAX_COUNT:,}; {usual} is usual")
+    _require(whole, field, value, f"must lie between {least} and {MAX_COUNT:,}" + (f"; {usual} is usual" if usual else ""))
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,8 @@ class Reuse:
     """parts of each pass, at most a million; one optimizer step each"""
 
     def __post_init__(self) -> None:
-        _require_count("objective.reuse.epochs", self.epochs, 10)
-        _require_count("objective.reuse.minibatches", self.minibatches, 32)
+        check_count("objective.reuse.epochs", self.epochs, usual=10)
+        check_count("objective.reuse.minibatches", self.minibatches, usual=32)
 
 
 @dataclass(frozen=True)
@@ -122,9 +118,9 @@ class Constraint:
         field = "objective.trust_region"
         _require(self.delta > 0, f"{field}.delta", self.delta, "must be positive; 0.01 is usual")
         _require(self.damping >= 0, f"{field}.damping", self.damping, "must not be negative; 0.1 is usual")
-        _require_count(f"{field}.cg_iterations", self.cg_iterations, 10)
+        check_count(f"{field}.cg_iterations", self.cg_iterations, usual=10)
         _require(0 < self.shrink < 1, f"{field}.shrink", self.shrink, "must lie between 0 and 1; 0.8 is usual")
-        _require_count(f"{field}.tries", self.tries, 10)
+        check_count(f"{field}.tries", self.tries, usual=10)
 
 
 @dataclass(frozen=True)
@@ -294,7 +290,7 @@ class Objective:
 
     @property
     def largest_kl(self) -> float | None:
-        """The KL from which on no step on a batch is taken; None without a target."""
+        """The KL above which the rest of a batch is skipped; None without a target."""
         return None if self.target_kl is None else 1.5 * self.target_kl
 
     @property
@@ -339,7 +335,7 @@ class Objective:
 
     @property
     def reads_old_log_probs(self) -> bool:
-        """Whether an update needs log π_old apart from the log π of its first pass, in which θ is θ_old."""
+        """Whether a rollout must have log π_old; with a single update it equals the log π of the first pass."""
         one_update = self.passes == (1, 1)
         corrected = self.importance_cap is not None
         of_terms = self.penalty is not None or self.constraint is not None or self.baseline == "pair"
@@ -426,7 +422,7 @@ def switches_that_are_on(base: Objective, wanted: Mapping[str, Any]) -> dict[str
         "target_kl": reuse and base.constraint is None,
         "drop_above_kl": reuse and base.compares_in_groups,
         "trust_region": region is not None,
-        "normalise_advantages": base.baseline in ("mean", "critic"),  # without one, less its mean, the return would have one
+        "normalise_advantages": base.baseline in ("mean", "critic"),  # subtracting the mean would itself be a baseline
     }
     kept = {name: value for name, value in wanted.items() if on.get(name, True)}
     if isinstance(kept.get("trust_region"), Mapping):  # keys of another kind of trust region are for other algorithms

@@ -39,17 +39,17 @@ START_TOLERANCE = 1e-4
 more"""
 
 ROUNDING = 8.0
-"""by how many units in the last place of all that makes a log-probability two passes may differ"""
+"""two passes may differ by this many times the dtype's epsilon, relative to the largest term of a log-probability"""
 
 
-def eager_stepper(passes: EagerPasses, optimizers: Mapping[str, Optimizer], own: FlatParameters | None) -> Stepper:
-    """Steps by autograd: those of Adam, or the natural step of the policy's ``own`` parameters and then those of its critic."""
-    if own is None:
+def eager_stepper(passes: EagerPasses, optimizers: Mapping[str, Optimizer], natural: FlatParameters | None) -> Stepper:
+    """Steps by autograd: those of Adam, or the natural step of the policy and then those of its critic."""
+    if natural is None:
         return EagerStepper(passes, optimizers)
     if not optimizers:
-        return NaturalStepper(passes, own)
+        return NaturalStepper(passes, natural)
     (critic,) = optimizers.values()  # the policy and the critic move separately
-    return NaturalStepper(passes, own, EagerStepper(passes, optimizers, critic.parameters), own.parameters)
+    return NaturalStepper(passes, natural, EagerStepper(passes, optimizers, critic.parameters), natural.parameters)
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class Learner:
                 f"{field}: the critic has no parameters of its own to move separately; "
                 "unset it, or set network.shared_trunk = false"
             )
-        self.own = None if objective.constraint is None else FlatParameters(groups.pop("policy"))
+        self.natural = None if objective.constraint is None else FlatParameters(groups.pop("policy"))
         """what a natural step moves"""
         adam = {"policy": settings.adam, "critic": settings.critic_adam or settings.adam}
         self.steppable = {name: policy.optimizer(parameters, adam[name]) for name, parameters in groups.items()}
         """the optimizers that have a learning rate"""
-        self.optimizers: dict[str, FlatParameters | Optimizer] = {} if self.own is None else {"policy": self.own}
+        self.optimizers: dict[str, FlatParameters | Optimizer] = {} if self.natural is None else {"policy": self.natural}
         self.optimizers |= self.steppable
         self.passes = EagerPasses(policy, objective, settings.micro_batch, settings.micro_batch_tokens)
-        self.stepper = settings.stepper(self.passes, self.steppable, self.own)
+        self.stepper = settings.stepper(self.passes, self.steppable, self.natural)
         self.recorder: Recorder | None = None
         """traces some of the updates, without changing them"""
         self.fingerprints: Fingerprints | None = None
@@ -114,7 +114,7 @@ class Learner:
 
     def use_eager(self) -> None:
         """Go on with steps by autograd."""
-        self.stepper = eager_stepper(self.passes, self.steppable, self.own)
+        self.stepper = eager_stepper(self.passes, self.steppable, self.natural)
 
     def update(self, rollout: Rollout, credit: Credit, state: LearnerState) -> Metrics:
         """Update the policy on one rollout and return metrics of the update.
@@ -140,8 +140,8 @@ class Learner:
         if objective.penalty is not None:
             steps.outcome = self._adapt_penalty(replace(batch, penalised=None), context)
         metrics = steps.summary()
-        for optimizer in [*self.steppable.values()][:1]:  # the policy's if it has one
-            metrics["learning_rate"] = optimizer.learning_rate
+        if (first := next(iter(self.steppable.values()), None)) is not None:  # the policy's if it has one
+            metrics["learning_rate"] = first.learning_rate
         if objective.baseline == "pair":
             metrics |= preference_metrics(rollout, credit, objective)
         return metrics | credit_metrics(rollout, credit, critic=objective.baseline == "critic")
@@ -182,18 +182,18 @@ class Learner:
     def _rates(self, rollout: Rollout, state: LearnerState) -> Callable[[int], float]:
         """The factor of the learning rate at each step on a rollout: of the schedule, the same for all, and of the warm-up.
 
-        The warm-up rises with the share of the budget that is used after the step, the rollout's shared out among its steps.
+        Each step counts an equal part of the rollout's share of the budget; the warm-up uses what is used after the step.
         """
-        remaining, own = state.remaining, state.coefficients.get(RATE_SCALE, 1.0)
+        remaining, factor = state.remaining, state.coefficients.get(RATE_SCALE, 1.0)
         if self.settings.schedule == "adaptive":
-            own *= state.coefficients.get(ADAPTED, 1.0)
+            factor *= state.coefficients.get(ADAPTED, 1.0)
         else:
-            own *= scheduled("optimizer.schedule", self.settings.schedule, min(1.0, remaining / (1 - self.settings.warmup)))
+            factor *= scheduled("optimizer.schedule", self.settings.schedule, min(1.0, remaining / (1 - self.settings.warmup)))
         done = 1 - remaining
         if done >= self.settings.warmup:
-            return lambda step: own
+            return lambda step: factor
         share = sum_count(rollout.steps, rollout.rewards) / state.total_steps / math.prod(self.objective.passes)
-        return lambda step: own * min(1.0, (done + (step + 1) * share) / self.settings.warmup)
+        return lambda step: factor * min(1.0, (done + (step + 1) * share) / self.settings.warmup)
 
     def _clip_scale(self, remaining: float) -> float:
         """The factor of the clip's bounds; 1 without a clip."""
@@ -221,8 +221,10 @@ class Learner:
     def _adapt_rate(self, step: PendingStep, state: LearnerState) -> None:
         """Set the learning rate of this step, and of those after it, from the KL before it."""
         assert step.rate_scale is not None, "a recipe with another engine is rejected"
-        own = next(iter(self.steppable.values())).settings.learning_rate
-        factor = adapt_learning_rate(own * state.coefficients.get(ADAPTED, 1.0), self._kl(step), self.settings.kl_target) / own
+        base = next(iter(self.steppable.values())).settings.learning_rate
+        factor = (
+            adapt_learning_rate(base * state.coefficients.get(ADAPTED, 1.0), self._kl(step), self.settings.kl_target) / base
+        )
         state.coefficients[ADAPTED] = factor
         step.rate_scale = factor * state.coefficients.get(RATE_SCALE, 1.0)
 
@@ -261,8 +263,8 @@ def parameter_groups(policy: Policy, objective: Objective, critic_rate: bool) ->
     """
     apart = critic_rate or (objective.constraint is not None and objective.baseline == "critic")
     critic = list(policy.critic_parameters()) if apart else []
-    own = {id(p) for p in critic}
-    rest = [p for p in policy.parameters() if p.requires_grad and id(p) not in own]
+    of_critic = {id(p) for p in critic}
+    rest = [p for p in policy.parameters() if p.requires_grad and id(p) not in of_critic]
     return {"policy": rest, "critic": critic} if apart else {"policy": rest}
 
 
@@ -284,7 +286,7 @@ class UpdateMetrics:
         self.terms.append(step.terms | step.metrics)
         self.ratios.append(step.ratios)
         self.outcome |= step.outcome
-        self.epochs = step.epoch + (not self.stopped)
+        self.epochs = step.epoch if self.stopped else step.epoch + 1  # a natural step is epoch −1
 
     def summary(self) -> Metrics:
         """Means over the steps, and the smallest and largest ratio over all ranks."""
@@ -326,8 +328,9 @@ def check_ratio_at_start(ratios: tuple[float, float], rollout: Rollout, exact: b
 
 
 def rounding(rollout: Rollout) -> float:
-    """How far from 1 rounding may take a ratio before the first step, on any rank: sharp policies and those with hundreds of
-    actions at a time have log-probabilities of large terms.
+    """How far from 1 rounding may take a ratio before the first step, on any rank.
+
+    It grows with the terms of a log-probability, which are large for sharp policies and for hundreds of actions at a time.
     """
     assert rollout.old_log_probs is not None
     magnitude = getattr(rollout.old_distribution, "magnitude", None)

@@ -230,8 +230,7 @@ def take_step(
     """Clip gradients whose norm is ``norm``, let the matrices decay, and take one step of Adam or RMSprop, all in place.
 
     The steps are those of ``torch.optim.Adam(fused=True)``, or ``AdamW`` with ``weight_decay``, and ``torch.optim.RMSprop``,
-    through the functions below these classes. The classes import PyTorch's compiler, which takes more than a second at the
-    start of every run.
+    by their functional forms, because importing the classes loads PyTorch's compiler, more than a second in every run.
     """
     if not values:  # of a rank without rows
         return
@@ -343,7 +342,7 @@ def check_adaptive(objective: Objective, warmup: float) -> None:
 
 
 def scheduled(field: str, schedule: Schedule, left: float) -> float:
-    """The factor of a schedule when ``left`` of the budget remains. Raises SurefootError for a function that returns none."""
+    """The factor of a schedule when ``left`` of the budget remains. Raises SurefootError for a function that fails."""
     if not callable(schedule):
         factors = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}
         if schedule not in factors:

@@ -76,7 +76,7 @@ class Policy(nn.Module, ABC):
 
     @property
     def sharded(self) -> bool:
-        """Whether passes with gradient are exchanges, of which all ranks make the same number."""
+        """Whether a pass with gradient communicates, so that all ranks must make equally many."""
         return False
 
     def optimizer(self, parameters: Iterable[nn.Parameter], settings: AdamSettings) -> Optimizer:
@@ -102,18 +102,18 @@ class Policy(nn.Module, ABC):
         return mask.sum(-1)
 
     def shared(self, inputs: Any, mask: Tensor) -> "Shared | None":
-        """The beginnings that several rows have and a pass reads once; None if there are none."""
+        """Prefixes that several rows share, which a pass computes once; None if there are none."""
         return None
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Beginnings of rows that a forward pass reads once for all its rows that have them."""
+    """Prefixes that rows share and a forward pass computes once."""
 
     group: Tensor
-    """[B] equal for rows with the same beginning"""
+    """[B] equal for rows with the same prefix"""
     saved: Tensor
-    """[B] tokens (or steps) that each further row of a pass takes less"""
+    """[B] tokens (or steps) that a pass saves by each further row"""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,8 @@ class LearnerState:
     faults: int = 0
     """consecutive iterations whose update was skipped because a number was not finite"""
     coefficients: dict[str, float] = field(default_factory=dict)
-    """coefficients that change during a run, by name: ``beta`` of the KL penalty, ``learning_rate_factor`` of a callback"""
+    """coefficients that change during a run, by name: ``beta`` of the KL penalty, ``reference_beta``, ``learning_rate_factor``
+    of a callback, and ``adapted_learning_rate_factor``"""
     generators: dict[str, torch.Generator] = field(default_factory=dict)
     """named random generators; the global generator is never used"""
     timer: Timer = field(default_factory=Timer, repr=False, compare=False)

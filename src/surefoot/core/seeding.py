@@ -68,13 +68,13 @@ def _sequence(words: tuple[int | str, ...]) -> "np.random.SeedSequence":
 
 
 def fingerprint(values: Any) -> str:
-    """SHA-256 in hexadecimal digits of nested values; see ``Fingerprint.add``."""
-    whole = Fingerprint()
+    """SHA-256 in hexadecimal digits of nested values; see ``RunningHash.add``."""
+    whole = RunningHash()
     whole.add(values)
     return whole.digits()
 
 
-class Fingerprint:
+class RunningHash:
     """A running hash. SHA-256 is the fastest of Python's that has no known collisions, where processors compute it."""
 
     def __init__(self) -> None:
@@ -213,9 +213,9 @@ def _algorithms(only_deterministic: bool) -> Iterator[None]:
 
 
 def as_found(call: Call) -> Call:
-    """The call in modes of its own: with gradients, in float32, on the CPU, whatever modes the program has entered.
+    """The call under default modes: with gradients, in float32, on the CPU, whatever modes the program has entered.
 
-    Afterwards PyTorch's settings, its threads and the working folder are those from before.
+    Afterwards PyTorch's settings, its threads and the working folder are as before.
     """
 
     @wraps(call)

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from surefoot.control.spaces import MASK, Observations, SpaceError
-from surefoot.core.seeding import Fingerprint
+from surefoot.core.seeding import RunningHash
 from surefoot.errors import SurefootError
 
 OBSERVATIONS, MASKS, REWARDS, ENDS = KINDS = ("observations", "action masks", "rewards", "ends of episodes")
@@ -30,7 +30,7 @@ class Record:
     def __init__(self, number: int, start: Any = None) -> None:
         self.number, self.start = number, start
         self.actions: list[Any] = []
-        self.hashes = {kind: Fingerprint() for kind in KINDS}
+        self.hashes = {kind: RunningHash() for kind in KINDS}
 
     def add(self, kind: str, content: bytes) -> None:
         """Add to a hash."""

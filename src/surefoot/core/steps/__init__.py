@@ -22,7 +22,7 @@ from surefoot.ranks.collectives import all_sum_together
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """What stays the same for all steps on one rollout."""
+    """What all steps on one rollout share."""
 
     state: LearnerState
     rates: Callable[[int], float]
@@ -104,7 +104,7 @@ class Passes(Protocol):
         ...
 
     def evaluate(self, rows: Batch, denominator: Tensor) -> "LossSums":
-        """The loss at the present θ. Its metrics end with those of ``trpo.further_sums``."""
+        """The loss at the present θ. Its metrics end with those of ``objective.further_sums``."""
         ...
 
     def curvature(self, rows: Batch, denominator: Tensor, parameters: Sequence[nn.Parameter]) -> Callable[[Tensor], Tensor]:
@@ -126,7 +126,7 @@ class LossSums:
     """the smallest and the largest ρ"""
 
     def over_ranks(self, groups: Iterable[FlatParameters | Optimizer] = ()) -> tuple[dict[str, float], dict[str, float]]:
-        """Terms and metrics of all ranks, whose gradients of some groups of parameters are summed in the same exchange."""
+        """Terms and metrics over all ranks. The same exchange sums the gradients of ``groups`` over them."""
         all_sum_together([self.sums, *(gradient for group in groups for gradient in group.own_gradients())])
         terms, metrics = by_name(self.sums.tolist(), self.terms, self.metrics)
         return terms, metrics

@@ -50,12 +50,12 @@ class NaturalStepper:
     def __init__(
         self,
         passes: Passes,
-        own: FlatParameters,
+        natural: FlatParameters,
         critic: Stepper | None = None,
         parameters: Sequence[nn.Parameter] | None = None,
     ) -> None:
         assert passes.objective.constraint is not None
-        self.passes, self.own, self.critic, self.parameters = passes, own, critic, parameters
+        self.passes, self.natural, self.critic, self.parameters = passes, natural, critic, parameters
         self.constraint: Constraint = passes.objective.constraint
 
     def simplified(self, batch: Batch) -> Batch:
@@ -66,11 +66,11 @@ class NaturalStepper:
         """The natural step, with the gradient of the loss at θ_old; the line search runs when it is taken."""
         (minibatch,) = with_global_numbers([batch], self.passes.objective)
         rows = minibatch.rows if minibatch.moments is None else context.normalised(minibatch.rows, minibatch.moments)
-        self.own.zero()
+        self.natural.zero()
         sums = self.passes.add(rows, minibatch.denominator, context, self.parameters)
-        terms, metrics = sums.over_ranks([self.own])
-        norms, move = {"policy": self.own.gradient_norm()}, partial(self._move, rows, minibatch.denominator)
-        yield PendingStep(terms, metrics, sums.ratios, norms, -1, move, gradients_of=[self.own])
+        terms, metrics = sums.over_ranks([self.natural])
+        norms, move = {"policy": self.natural.gradient_norm()}, partial(self._move, rows, minibatch.denominator)
+        yield PendingStep(terms, metrics, sums.ratios, norms, -1, move, gradients_of=[self.natural])
         if self.critic is not None:
             yield from self.critic.steps(batch, context)
 
@@ -81,8 +81,8 @@ class NaturalStepper:
         no length.
         """
         if self.passes.objective.baseline == "critic":
-            _reject_shared_trunk(self.passes.policy, rows, self.own.parameters)
-        constraint, values, old = self.constraint, self.own.values, self.own.values.clone()
+            _reject_shared_trunk(self.passes.policy, rows, self.natural.parameters)
+        constraint, values, old = self.constraint, self.natural.values, self.natural.values.clone()
         start = self._surrogate(rows, denominator)
         tried: list[Surrogate] = []
 
@@ -111,11 +111,11 @@ class NaturalStepper:
 
     def _full_step(self, rows: Batch, denominator: Tensor) -> Tensor | None:
         """√(2δ / xᵀHx) x with x = H⁻¹g: the longest step within δ if the KL were quadratic; None if there is none.   [n]"""
-        constraint, gradients = self.constraint, self.own.gradients
+        constraint, gradients = self.constraint, self.natural.gradients
         norm = torch.linalg.vector_norm(gradients)
         if norm == 0:
             return None
-        matvec = damped_fisher(self.passes.curvature(rows, denominator, self.own.parameters), constraint.damping)
+        matvec = damped_fisher(self.passes.curvature(rows, denominator, self.natural.parameters), constraint.damping)
         # The step's length does not depend on that of g; at length 1 a small g is not lost in the solver's tolerance.
         direction = conjugate_gradient(matvec, -gradients / norm, constraint.cg_iterations)
         curvature = direction @ matvec(direction)
