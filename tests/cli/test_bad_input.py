@@ -36,7 +36,7 @@ CASES = [
     (["train", ""], ["'': no recipe, .toml file or environment id of that name (see: surefoot list)"]),
     (["train", "CartPole-v1", "--algorithm", "PPO_CLOP"], ["algorithm='PPO_CLOP'", "did you mean 'PPO_CLIP'?"]),
     (["train", "CartPole-v1", "--objective.gae-lamda", "0.9"], ["--objective.gae-lamda", "--objective.gae-lambda"]),
-    (["train", "CartPole-v1", "--steps", "many"], ["steps='many'", "integer"]),
+    (["train", "CartPole-v1", "--steps", "many"], ["steps='many': must be a whole number, such as 20_000"]),
     (["train", "CartPole-v1", "--seeds", "0"], ["--seeds", "1<=x"]),
     (["train", "CartPole-v1", "--seeds", "x"], ["'x' is not a valid integer. (see"]),
     (["train", "CartPole-v1", "--objective.reuse.minibatches", "7"], ["minibatches=7", "256 steps", "such as 8"]),

@@ -345,7 +345,7 @@ def test_without_onnxruntime_the_line_states_that_the_file_was_not_run(
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     code, out, err = command("export", str(run), "--out", str(tmp_path / "a.onnx"))
     assert (code, err, out.count("\n")) == (0, "", 1)
-    assert out.endswith(" (before writing: onnxruntime, which runs the file, is not installed)\n")
+    assert out.endswith(" (compared before it was written: onnxruntime, which could run the file, is not installed)\n")
     session = onnxruntime.InferenceSession((tmp_path / "a.onnx").read_bytes())
     assert {entry.name for entry in session.get_inputs()} == {"observation"}
 

@@ -120,7 +120,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({LR: {"low": "a", "high": 1e-4}}, r"low, high and step must be finite numbers, and log true or false"),
     ({LR: {"low": 0.1, "high": 1.0, "step": 2.0}}, r"step=2\.0 must lie between 0 and high - low, without log"),
     ({LR: {"low": -1.0, "high": 1.0}}, r"space: optimizer\.learning_rate=-1\.0: input should be greater than 0"),
-    ({LR: ["fast", 1e-3]}, r"space: optimizer\.learning_rate='fast': input should be a valid number"),
+    ({LR: ["fast", 1e-3]}, r"space: optimizer\.learning_rate='fast': must be a number, such as 3e-4"),
     ({"rollout.steps": {"low": 1.5, "high": 9}}, r"has whole numbers only; use whole numbers for low, high and step"),
     ({"optimizer.schedule": ["linear", "wavy"]}, r"space: optimizer\.schedule='wavy': must be constant, linear"),
 ]

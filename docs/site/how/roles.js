@@ -13,6 +13,11 @@ const STAGES = [
   ["GAE turns rewards, KL and values into an advantage for every token.", ["reward-credit", "reference-credit", "value-credit"], []],
   ["The policy takes clipped steps along the advantages, and the value model fits the returns. Then the loop begins again.", ["credit-policy", "credit-value"], ["policy", "value"]],
 ];
+const WITHOUT_CRITIC = [
+  ...STAGES.slice(0, 3),
+  ["The advantage of a response is its reward less the mean of its group: the same number at every token.", ["reward-credit", "reference-credit"], []],
+  ["The policy takes clipped steps along the advantages. Then the loop begins again.", ["credit-policy"], ["policy"]],
+];
 const WIDE = {
   view: [780, 300], box: [132, 62],
   at: { prompt: [70, 60], policy: [236, 60], response: [410, 60], reward: [650, 44], reference: [650, 150], value: [650, 256], credit: [340, 220] },
@@ -43,33 +48,29 @@ export function makeRoles(roles) {
       [role, role === "value" && state.critic !== "own" ? 0 : each[role] * state.size * 1e9]));
   }
 
+  const ofLoop = () => (state.critic === "none" ? WITHOUT_CRITIC : STAGES);
+
   function draw() {
     const layout = narrow.matches ? NARROW : WIDE;
     const held = bytes();
-    const [, edges, active] = STAGES[state.stage];
-    show(diagram, s("svg", { viewBox: `0 0 ${layout.view.join(" ")}`, role: "img", "aria-label": "the loop of the four models" },
+    const stages = ofLoop();
+    state.stage = Math.min(state.stage, stages.length - 1);
+    const [text, edges, active] = stages[state.stage];
+    show(diagram, s("svg", { viewBox: `0 0 ${layout.view.join(" ")}`, role: "img", "aria-label": "the loop of the models" },
       s("defs", {}, s("marker", { id: "head", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, s("path", { d: "M0,0L8,4L0,8z" }))),
-      [...new Set(STAGES.flatMap((stage) => stage[1]))].map((edge) => arrow(edge, layout, edges.includes(edge))),
-      Object.keys(layout.at).map((name) => node(name, layout, held, active.includes(name)))));
-    show(words, h("b", {}, `${state.stage + 1} of ${STAGES.length}. `), text());
+      [...new Set(stages.flatMap((stage) => stage[1]))].map((edge) => arrow(edge, layout, edges.includes(edge))),
+      Object.keys(layout.at).filter((name) => name !== "value" || state.critic !== "none").map((name) => node(name, layout, held, active.includes(name)))));
+    show(words, h("b", {}, `${state.stage + 1} of ${stages.length}. `), text);
     const sum = Object.values(held).reduce((a, b) => a + b, 0);
     total.dataset.bytes = sum;
     show(total, `together ${short(sum / 1e9)} GB`);
-  }
-
-  function text() {
-    const gone = state.critic === "none";
-    if (gone && state.stage === 3) return "Without a critic nothing estimates what will follow.";
-    if (gone && state.stage === 4) return "The advantage of a response is its reward less the mean of its group: the same number at every token.";
-    if (gone && state.stage === 5) return "The policy takes clipped steps along the advantages. Then the loop begins again.";
-    return STAGES[state.stage][0];
   }
 
   function node(name, { at, box }, held, active) {
     const [x, y] = at[name];
     const role = name in TITLES;
     const absent = name === "value" && state.critic !== "own";
-    const size = absent ? (state.critic === "none" ? "none" : "a head: ≈ 0") : `${short(held[name] / 1e9)} GB`;
+    const size = absent ? "a head: ≈ 0" : `${short(held[name] / 1e9)} GB`;
     const high = role ? box[1] : 34;
     return s("g", { class: `node ${role ? "role" : "plain"} ${active ? "active" : ""} ${absent ? "absent" : ""}`, "data-role": role ? name : null, "data-bytes": role ? held[name] : null },
       s("rect", { x: x - box[0] / 2, y: y - high / 2, width: box[0], height: high, rx: 7 }),
@@ -91,7 +92,8 @@ export function makeRoles(roles) {
   }
 
   function go(by) {
-    state.stage = (state.stage + by + STAGES.length) % STAGES.length;
+    const count = ofLoop().length;
+    state.stage = (state.stage + by + count) % count;
     draw();
   }
 

@@ -243,7 +243,7 @@ def export_agent(agent: Agent, path: Path, format: str, steps: str = "") -> Expo
         content = _onnx(program, policy, about) if format == "onnx" else _pt2(program, about)
         read = _from_onnx(content) if format == "onnx" else _from_torch(torch.export.load(io.BytesIO(content)).module())
         if read is None:
-            compared += " (before writing: onnxruntime, which runs the file, is not installed)"
+            compared += " (compared before it was written: onnxruntime, which could run the file, is not installed)"
         else:
             _compare(agent, policy, read, probes, str(path))
     with writing(path, "choose another path with --out"):

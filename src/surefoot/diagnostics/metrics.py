@@ -48,12 +48,14 @@ METRICS: dict[str, Metric] = {
     "observations_clipped": Metric(
         "share of the normalised numbers of observations that are at ±normalise.clip; only where they are normalised",
         high=0.05,
-        why_high="the normaliser cuts much of what is seen: raise normalise.clip, or scale observations in the environment",
+        why_high="the normaliser cuts much of what is seen: usual in the first iteration, else raise normalise.clip, "
+        "or scale observations in the environment",
     ),
     "rewards_clipped": Metric(
         "share of the normalised rewards that are at ±normalise.clip; only where they are normalised",
         high=0.05,
-        why_high="the normaliser cuts many rewards: raise normalise.clip, or scale rewards in the environment",
+        why_high="the normaliser cuts many rewards: usual in the first iteration, else raise normalise.clip, "
+        "or scale rewards in the environment",
     ),
     "actions_clipped": Metric(
         "share of the sampled numbers of Box actions that are clipped to their bounds; near 1 from the start on, see "

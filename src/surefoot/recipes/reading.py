@@ -43,6 +43,8 @@ SYNTAX = {
     "tuple_type": "a list, in brackets, such as [64, 64]",
     "dict_type": "a table, such as { key = value }",
     "model_type": "a table, such as { key = value }",
+    "int_parsing": "a whole number, such as 20_000",
+    "float_parsing": "a number, such as 3e-4",
 }
 """how to write the values that pydantic describes with Python's names"""
 

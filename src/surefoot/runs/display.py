@@ -17,7 +17,7 @@ from rich.text import Text
 
 from surefoot.core.rollout import LearnerState, Metrics
 from surefoot.diagnostics.findings import out_of_range
-from surefoot.diagnostics.metrics import SHOWN, shown
+from surefoot.diagnostics.metrics import SHOWN, shown, title_of
 from surefoot.store.events import EvaluationEnd, Event, InitialSamples, IterationEnd, Message, Phase, RunEnd, RunStart, Sample
 from surefoot.terminal import LOG_COLUMNS, Output, is_terminal, print_line, visible, visible_lines, wrapped
 
@@ -131,7 +131,7 @@ class Lines(Quiet):
         for line in joined([*parts, f"left {self.clock.left(state)}"]):
             self.message(line)
         for finding in out_of_range(metrics, state.steps):
-            self.message(f"  ! {finding.name}: {finding.what}")
+            self.message(f"  ! {title_of(finding.name)}: {finding.what}")
         self._show_samples()
 
     def _show_samples(self) -> None:
@@ -186,7 +186,7 @@ class Dashboard(Display):
             text = "–" if value is None else form.format(value)
             table.add_row(label, Text(text, style="bold yellow" if name in unhealthy else "bold"), unhealthy.get(name, ""))
         for name in (name for name in unhealthy if name not in SHOWN):
-            table.add_row(name, Text(f"{metrics[name]:.4g}", style="bold yellow"), unhealthy[name])
+            table.add_row(title_of(name), Text(f"{metrics[name]:.4g}", style="bold yellow"), unhealthy[name])
         progress = Table.grid(padding=(0, 2))
         progress.add_row(
             f"step {state.steps:,} of {self.total(state):,}",

@@ -37,12 +37,12 @@ export function credit(trace, row, t, valueLambda = "none") {
     const scaled = raw !== undefined && !agrees(raw, r);
     lines.push({ name: "reward", text: scaled ? `r, after normalisation of ${short(raw)}` : "r", value: r, recorded: r, ok: true });
   }
-  const ahead = row.terminated[t] ? "0" : n(beyond);
-  lines.push(line("TD residual", `δ = r + γ V′ − V = ${short(r)} + ${short(trace.gamma)} · ${ahead} − ${n(v)}`, r + trace.gamma * beyond - v,
-    row.td_residuals[t], r, v, beyond));
   const [delta, a, target] = [row.td_residuals[t], row.advantages[t], row.returns[t]];
   const next = later(row, t);
   if (trace.baseline === "critic") {
+    const ahead = row.terminated[t] ? "0" : n(beyond);
+    lines.push(line("TD residual", `δ = r + γ V′ − V = ${short(r)} + ${short(trace.gamma)} · ${ahead} − ${n(v)}`, r + trace.gamma * beyond - v,
+      row.td_residuals[t], r, v, beyond));
     const following = next === null ? 0 : next < 0 ? row.beyond : row.advantages[next];
     const decay = trace.gamma * trace.gae_lambda;
     lines.push(next === null

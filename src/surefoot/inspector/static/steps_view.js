@@ -10,7 +10,7 @@ const COLOURS = {
   reward: { title: "reward", of: (row, t) => row.rewards[t] },
   kl: { title: "KL", of: (row, t) => row.reward_parts.kl[t], has: (row) => row.reward_parts.kl },
   value: { title: "value", of: (row, t) => row.values[t], has: (row) => row.visits.values || row.values.some((x) => x) },
-  td: { title: "TD residual", of: (row, t) => row.td_residuals[t] },
+  td: { title: "TD residual", of: (row, t) => row.td_residuals[t], has: (_, trace) => trace.baseline === "critic" },
   advantage: { title: "advantage", of: (row, t) => row.advantages[t] },
   ratio: { title: "ratio", of: (row, t, k) => Math.log(row.visits.ratio[k][t]), shown: (row, t, k) => row.visits.ratio[k][t], visit: true },
   branch: { title: "branch", visit: true },
@@ -114,7 +114,7 @@ export function makeSteps(state, at) {
     show(prompt, text ? visible(row.prompt ?? "") : "");
     cells.classList.toggle("text", text);
     show(cells, row.mask.map((kept, i) => h("span", { role: "option", "data-t": i, class: kept ? "" : "masked", tabindex: "-1" }, text ? visible(row.tokens[i]) || "∅" : "")));
-    const known = Object.entries(COLOURS).filter(([, each]) => !each.has || each.has(row));
+    const known = Object.entries(COLOURS).filter(([, each]) => !each.has || each.has(row, trace));
     show(colours, known.map(([name, each]) => h("button", { type: "button", "data-colour": name, onclick: () => choose({ colour: name }) }, each.title)));
     if (!known.some(([name]) => name === chosen.colour)) chosen.colour = "advantage";
     set(pass, { max: Math.max(0, row.visits.updates.length - 1) });
