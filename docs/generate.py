@@ -334,8 +334,9 @@ def recipe_page() -> str:
 
 def kind_of(field: RecipeField) -> str:
     """The kind of a field in few words; none if its default or its meaning shows it."""
-    kind, default = field.type, field.default
-    if kind in {bool: ("true | false",), float: ("number",), list: ("list",), dict: ("table",)}.get(type(default), ()):
+    kind, default = re.sub(r"whole number from [01]\b(?! to)", "whole number", field.type), field.default
+    plain = {bool: "true | false", int: "whole number", float: "number", list: "list", dict: "table"}
+    if kind == plain.get(type(default)):
         return ""
     if " | " in kind and all(f"{choice}: " in field.meaning for choice in kind.split(" | ")):
         return ""
@@ -570,10 +571,18 @@ def words(text: str) -> str:
     return escaped(SETTING.sub(lambda match: code(match[0]), text))
 
 
-def described_cause(finding: Finding) -> str:
-    """A cause, and what to try, the likeliest first."""
-    tries = "; ".join(f"{number}) {words(advice)}" for number, advice in enumerate(finding.advice, 1))
-    return f"- {words(finding.cause)[:1].upper()}{words(finding.cause)[1:]}. **Try** {tries}."
+def described_causes(findings: Iterable[Finding]) -> Iterator[str]:
+    """Each cause, and what to try, the likeliest first; what an earlier cause says already is not repeated."""
+    causes: set[str] = set()
+    tried: set[str] = set()
+    for finding in findings:
+        if finding.cause not in causes:
+            advice = [each for each in finding.advice if each not in tried]
+            tries = [f"{number}) {words(each)}" for number, each in enumerate(advice, 1)]
+            tries += ["as above"] if len(advice) < len(finding.advice) else []
+            yield f"- {words(finding.cause)[:1].upper()}{words(finding.cause)[1:]}. **Try** {'; '.join(tries)}."
+        causes.add(finding.cause)
+        tried.update(finding.advice)
 
 
 def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
@@ -594,9 +603,8 @@ def trouble(name: str, heading: str, more: str, runs: list[Any]) -> str:
     metrics = ", ".join(dict.fromkeys(code(evidence.metric) for finding in found for evidence in finding.evidence))
     title = Path(more.partition("#")[0]).stem.replace("-", " ")
     first = f"{code(name)} ({found[0].severity}): {words(found[0].what)}."
-    about = f"{first} Look at {metrics or '`metrics.jsonl`'}; [{title}]({more})."
-    causes = dict.fromkeys(described_cause(finding) for finding in found)
-    return "\n\n".join([f"### {heading}", about, "\n".join(causes)])
+    look = f" Look at {metrics}." if metrics else ""
+    return "\n\n".join([f"### {heading}", f"{first}{look} More: [{title}]({more}).", "\n".join(described_causes(found))])
 
 
 def troubleshooting_page() -> str:
@@ -606,9 +614,8 @@ def troubleshooting_page() -> str:
     here = {name for symptoms in troubles.values() for name in symptoms}
     assert names == here, f"findings and docs/troubles.py differ in {names ^ here}"
     parts = [
-        "What you see, why, and what to try. The words are those of `surefoot check RUN`, the numbers an example's; that "
-        "command finds which of these hold in your run, with your numbers. Metrics are explained in [their reference]"
-        "(reference/metrics.md).",
+        "What you see, why, and what to try. `surefoot check RUN` finds which of these hold in your run, and prints them with "
+        "your numbers; those below are an example's. [The reference](reference/metrics.md) explains the metrics.",
         f"## Before training\n\n{BEFORE}",
     ]
     for title, symptoms in troubles.items():
