@@ -27,7 +27,7 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
     RECIPE is a preset, a .toml file or an environment id; it is tried without training. RUN is searched for problems.
 
-    Exits with 1 if a check that the recipe needs fails, or if the run has a serious finding.
+    Exits with 1 if a needed check fails, or if the run has a serious finding.
     """
     from surefoot.recipes.presets import find_recipe, presets
     from surefoot.terminal import visible

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 across_tasks_options = together(
-    option("--by", metavar="FIELD", help="Compare the values of a recipe's field, such as algorithm, over all tasks."),
+    option("--by", metavar="FIELD", help="Compare the values of a recipe's field over all tasks."),
     option("--score", metavar="METRIC", help="With --by: the metric. [default: the first score that all runs have]"),
     option(
         "--range",
         "ranges",
         multiple=True,
         metavar="TASK=LOW:HIGH",
-        help="With --by: scores that count as 0 and 1; repeatable. [default: the worst and the best run of the task]",
+        help="With --by: scores that count as 0 and 1. [default: the worst and the best run of the task]",
     ),
 )
 """options that group runs by task and by a field of their recipes"""

@@ -144,7 +144,7 @@ def chat(model: str, device: str, trust_remote_code: bool, tools: tuple[str, ...
     MODEL is a run, a checkpoint, a transformers folder or a hub id. With a chat template the model gets the whole
     conversation; without one each line is a separate prompt. /reset clears the conversation. /quit, Ctrl-D and Ctrl-C leave.
 
-    Lines may come from a pipe; then only the answers go to stdout. Control characters in an answer are printed as codes.
+    Lines may come from a pipe; then only the answers go to stdout.
     """
     check_stop_texts(sampling["stop"])
     from surefoot.language.chat import Chat, ChatOptions
@@ -215,7 +215,7 @@ def show(piece: str) -> None:
     multiple=True,
     required=True,
     metavar="TERM",
-    help="A reward model's folder or run, module:function, or a term as in reward.terms; repeatable, terms are added.",
+    help="A term as in reward.terms, such as a reward model's folder; repeatable, terms are added.",
 )
 @option("--out", type=PATH, required=True, help="JSONL file to write.")
 @option("--worst", is_flag=True, help="Write pairs of the best and the worst response, for reward models.")

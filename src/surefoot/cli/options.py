@@ -286,7 +286,7 @@ device_option = option("--device", default="cpu", help="Device of the models.")
 trust_option = option("--trust-remote-code", is_flag=True, help="Run a model's own code from the hub.")
 temperature_option = option("--temperature", type=POSITIVE, default=1.0, help="Sampling temperature.")
 greedy_option = option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
-stop_option = option("--stop", multiple=True, help="Text that ends a response, in addition to EOS; repeatable.")
+stop_option = option("--stop", multiple=True, help="Text that ends a response, as EOS does; repeatable.")
 tool_option = option(
     "--tool",
     "tools",

@@ -222,8 +222,7 @@ def verify(ctx: click.Context, run: Path, iteration: int | None, every: bool, as
 @option(
     "--judge",
     metavar="TERM",
-    help="Judge of the pairs: people, module:function, file.py:function, or a reward model's folder or run. "
-    "[default: reward.gold]",
+    help="Judge of the pairs: people, or a term as in reward.terms. [default: reward.gold]",
 )
 @option("--pairs", type=IntRange(1, MAX_COUNT), default=512, help="Prompts per round, with two answers each.")
 @option(

@@ -57,8 +57,7 @@ class Clip:
     dual_clip: float | None = None
     """c > 1: bound the penalty of a bad action at c times its advantage"""
     schedule: Literal["constant", "linear"] | str = "constant"
-    """linear lets both bounds fall to zero over the run; module:function or file.py:function returns their factor from the
-    remaining share of the budget, 1 to 0"""
+    """linear lets both bounds fall to zero over the run; a function, as in optimizer.schedule, returns their factor"""
 
     def __post_init__(self) -> None:
         field = "objective.trust_region"
@@ -80,10 +79,10 @@ class Penalty:
     beta: float = 1.0
     """β, or its first value if it is adapted"""
     target: float | None = None
-    """the KL per batch that β adapts to, by halving or doubling after each batch; 0.01 is usual. none: fixed β"""
+    """the KL per batch that β adapts to, by halving or doubling after each batch; 0.01 is usual"""
     fraction: float = 1.0
     """share of a batch's samples that the penalty applies to: those in which log π_old and Â are most correlated (KL-Cov, arXiv
-    2505.22617); 1: all, 0: none"""
+    2505.22617)"""
 
     def __post_init__(self) -> None:
         field = "objective.trust_region"
@@ -170,11 +169,11 @@ class Objective:
     """ρ of each token, or of whole responses: the geometric mean over their tokens"""
     drop_above_kl: float | None = None
     """leave out responses with a negative advantage whose mean log π_old − log π_θ per token is above this (DeepSeek-V3.2's
-    off-policy sequence masking); none: keep all"""
+    off-policy sequence masking)"""
 
     importance_cap: float | None = None
     """multiply the surrogate by π_old / π_b, at most this, where the sampler's policy π_b is not π_old (truncated importance
-    sampling); 2 to 5 is usual; none: no correction"""
+    sampling); 2 to 5 is usual"""
     importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
     """the weight of each token, or of the whole response: the product over its tokens. truncate: at most importance_cap; mask:
     0 above it"""
@@ -198,7 +197,7 @@ class Objective:
     reference_coefficient: float = 0.0
     """β_ref, the weight of KL(π_θ‖π_ref) in the loss; needs a reference policy"""
     reference_estimator: Literal["k1", "k2", "k3", "ratio_k3"] = "k2"
-    """how that KL is estimated; see docs/math.md for the gradient of each"""
+    """how that KL is estimated; each has another gradient (docs/math.md)"""
     router_coefficient: float = 0.0
     """weight of the load-balancing loss of a mixture of experts; needs a language model with routers"""
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = "token-mean"

@@ -74,10 +74,9 @@ class OptimizerSettings(Section):
     epsilon: float = Field(1e-5, gt=0)
     """Adam's or RMSprop's epsilon"""
     weight_decay: float = Field(0.0, ge=0, lt=1)
-    """decoupled weight decay of matrices (AdamW; in control with the eager engine only), not of norms and biases. Under TRPO
-    the critic's"""
+    """decoupled weight decay of matrices, not of norms and biases (AdamW; in control with the eager engine only)"""
     max_grad_norm: float | None = Field(0.5, gt=0)
-    """clip gradients to this norm; none: no clipping. TRPO's policy step is bounded by its KL instead"""
+    """clip gradients to this norm (none: no clipping); TRPO's policy step is bounded by its KL instead"""
     critic_learning_rate: float | None = Field(None, gt=0)
     """use a separate optimizer for the critic, with this learning rate"""
     critic_max_grad_norm: float | None = Field(0.5, gt=0)
@@ -112,8 +111,7 @@ class TraceSettings(Section):
     """Traces: every number behind an update, for a few steps or tokens, in traces/."""
 
     every: Steps | None = None
-    """steps between traces, from the first iteration on; none: a tenth of the budget, in control with a critic at least
-    four iterations"""
+    """steps between traces; none: a tenth of the budget, in control with a critic at least four iterations"""
     rows: int = Field(2, ge=0, le=MAX_COUNT)
     """rows per trace: responses, or the longest episode part of that many environments; 0: no traces"""
     max_megabytes: float = Field(64.0, gt=0, le=MAX_LENGTH)
@@ -164,8 +162,8 @@ class Recipe(Section):
     tf32: bool = False
     """let NVIDIA GPUs multiply float32 matrices in TF32, with 10 bits of mantissa: faster; no effect elsewhere"""
     deterministic: bool = True
-    """on NVIDIA GPUs, use algorithms that give the same bits each time, so that a resumed run is exact; no effect elsewhere.
-    Actions are sampled in any case"""
+    """on NVIDIA GPUs, use algorithms that give the same bits each time, so that a resumed run is exact; actions are sampled all
+    the same"""
     engine: Literal["eager", "compiled", "auto"] = "eager"
     """compiled: compile updates and acting, in up to a minute, or the blocks of a language model and its reference, in minutes;
     they run faster then. Needs a C++ compiler. auto: compiled if a run of control is long enough to win that time back.
@@ -176,7 +174,7 @@ class Recipe(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     traces: TraceSettings = TraceSettings()
     fingerprints: bool = True
-    """write a hash of what each stage of an iteration computed, for surefoot verify and surefoot diff, to fingerprints.jsonl"""
+    """write a hash of each stage of an iteration to fingerprints.jsonl, for surefoot verify and diff"""
     trackers: tuple[TrackerName, ...] = ()
     """also log to these: tensorboard, wandb, trackio; each needs the extra of its name"""
     tracking: TrackingSettings = TrackingSettings()

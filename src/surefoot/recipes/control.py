@@ -90,13 +90,13 @@ class Network(Section):
     log_std: float = 0.0
     """initial log standard deviation of Box actions"""
     lstm: Width | None = None
-    """width of an LSTM after the hidden layers, for partial observations; none: no LSTM"""
+    """width of an LSTM after the hidden layers, for partial observations"""
     custom: str | None = None
     """module:function that makes your own network, instead of encoders and hidden layers"""
     actor_parts: PartNames = None
     """parts of a Dict observation that the policy reads; none: all"""
     critic_parts: PartNames = None
-    """parts of a Dict observation that the critic reads, which may be unknown to the policy (privileged); none: all"""
+    """parts of a Dict observation that the critic reads, also such as the policy lacks (privileged); none: all"""
 
 
 class RolloutSettings(Section):
@@ -109,7 +109,7 @@ class RolloutSettings(Section):
     episodes: Count = 1
     """without a critic: whole episodes of each environment per iteration, instead of steps"""
     at_least: Size | None = None
-    """without a critic: collect whole episodes until the batch has this many steps, instead of a number of episodes"""
+    """without a critic: collect whole episodes until the batch has this many steps"""
     backend: Literal["loop", "workers", "native", "envpool"] = "loop"
     """loop: environments run in this process; workers: in worker processes; native: the id's own vector environment; envpool:
     EnvPool"""
@@ -123,7 +123,7 @@ class RolloutSettings(Section):
 
     symmetry: str | None = None
     """module:function (or a function in Python) from observations and actions to their mirror images, which the update learns
-    from too; none: no mirror images"""
+    from too"""
 
     @pydantic.field_validator("info", mode="before")
     @classmethod
@@ -173,20 +173,19 @@ class ClipPreferences(Section):
     first: float = Field(0.5, gt=0, le=1)
     """share of the labels that is asked for before the first update"""
     refits: Count = 5
-    """how often the rest is asked for, and the reward models trained again, over the first 75 % of the steps"""
+    """how often the rest is asked for and the reward models are trained again, over the first 75 % of the steps"""
     errors: float = Field(0.0, ge=0, lt=0.5)
     """share of wrong labels, of judge = "return" alone"""
     terminations: Literal["reject", "keep"] = "reject"
-    """reject: an error if an episode terminates, because comparisons don't show whether longer episodes are better; keep:
-    train anyway"""
+    """reject: an error if an episode terminates, because comparisons don't show whether longer episodes are better; keep: train
+    anyway"""
 
 
 class Cloning(Section):
     """Behaviour cloning: learn from rows of observations and actions, by maximum likelihood, instead of from rewards."""
 
     data: str
-    """a file of JSON lines with observation and action (in Python also the rows themselves), or minari:NAME, a data set of
-    Minari"""
+    """a file of JSON lines with observation and action (in Python also the rows), or minari:NAME, a data set of Minari"""
     batch: Size = 256
     """rows per update; steps counts rows"""
 
@@ -213,7 +212,7 @@ class ControlRecipe(Recipe):
     """keyword arguments of the environment"""
     engine: Literal["eager", "compiled", "auto"] = "auto"
     start: str | None = None
-    """folder of an agent or run that training starts from, with its weights and normalisers; none: new weights"""
+    """agent or run that training starts from, with its weights and normalisers; none: new weights"""
     rollout: RolloutSettings = RolloutSettings()
     network: Network = Network()
     normalise: NormaliseSettings = NormaliseSettings()

@@ -18,8 +18,7 @@ class OnlineEvaluation(LanguageEvaluation):
     """Periodic evaluation on held-out rows; the best checkpoint is kept in best/."""
 
     demonstrations: str | None = None
-    """file or folder of demonstrations that are not trained on; their likelihood at each evaluation shows what the policy
-    forgets; none: not measured"""
+    """demonstrations that are not trained on; their likelihood at each evaluation shows what the policy forgets"""
 
 
 class SamplingSettings(Section):
@@ -30,8 +29,7 @@ class SamplingSettings(Section):
     samples: Count = 1
     """responses to each prompt"""
     rounds: Count = 1
-    """replace prompts whose responses all earn the same, in at most this many rounds of sampling (DAPO's dynamic sampling);
-    1: keep all"""
+    """replace prompts whose responses all earn the same, in at most this many rounds of sampling (DAPO's dynamic sampling)"""
     max_tokens: Count = 64
     """longest response in tokens, with EOS; of each turn, in conversations"""
     temperature: float = Field(1.0, gt=0)
@@ -40,8 +38,7 @@ class SamplingSettings(Section):
         tuple[Annotated[str, Field(min_length=1)], ...],
         pydantic.BeforeValidator(lambda texts: [texts] if isinstance(texts, str) else texts),  # a text may have commas
     ] = ()
-    """texts that end a response, in addition to EOS; one that is a special token does so by its id. Rewards and environments
-    get the response without them"""
+    """texts that end a response, as EOS does; rewards and environments get the response without them"""
     old_log_probs: Literal["auto", "trainer", "sampler", "update"] = "auto"
     """log π_old of the ratios. trainer: computed by the trained model, in a pass of its own; sampler: kept from sampling;
     update: those of the only update on each batch, without a pass of their own. auto: update if each batch has one update,
@@ -67,8 +64,8 @@ class ServerSettings(Section):
     model: str = "policy"
     """name of the model on the server (--served-model-name)"""
     weights: str | None = None
-    """folder that trainer and server read, for new weights: the size of the model, twice for a moment; none: a temporary folder
-    of this machine"""
+    """folder that trainer and server read, for new weights: twice the size of the model for a moment; none: a temporary
+    folder"""
     token_from: str | None = None
     """environment variable with the token of the Authorization header; its value is never saved"""
     at_once: Count = 64
@@ -90,8 +87,7 @@ class TurnSettings(Section):
     tools: tuple[str, ...] = ()
     """typed functions with docstrings that the model can call, such as ["calc.py:multiply"]"""
     response_template: str | dict[str, Any] | None = None
-    """how the model writes its calls, for tokenizers without a response template of their own: the table of transformers, or a
-    JSON file that contains it"""
+    """how the model writes its calls, if its tokenizer has no response template: a table as in transformers, or a JSON file"""
     tool_deadline: Seconds = 10.0
     """seconds for each call of a tool"""
     max_calls: Count = 100
@@ -102,12 +98,11 @@ class TurnSettings(Section):
     arguments: dict[str, Any] = Field({})
     """keyword arguments of the class, such as { patience = 3 }"""
     at_once: Count = 64
-    """environments that are called at the same time, each by one thread; 1: one after another, for those that share state"""
+    """environments that are called at the same time, each by one thread; 1: for those that share state"""
     max_turns: int = Field(8, ge=1, le=1_000)
     """most turns of the model in a conversation; each has sampling.max_tokens"""
     max_length: int | None = Field(None, ge=2, le=MAX_LENGTH)
-    """longest conversation in tokens, with the prompt and the environment's answers. A turn starts only if
-    sampling.max_tokens more fit; none: the model's context"""
+    """longest conversation in tokens. A turn starts only if sampling.max_tokens more fit; none: the model's context"""
 
     @property
     def conversations(self) -> bool:
@@ -134,7 +129,7 @@ class ReferenceSettings(Section):
     measure: bool = False
     """measure the KL at β = 0 too, which takes a frozen copy of the model and a pass per batch"""
     target: float | None = Field(None, gt=0)
-    """KL per response, in nats, that β is adapted to (Ziegler et al. 2019); none: β is fixed"""
+    """KL per response, in nats, that β is adapted to (Ziegler et al. 2019)"""
     horizon: Size = 10_000
     """responses over which a KL error of 10 % changes β by 10 %"""
 

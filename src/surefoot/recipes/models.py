@@ -82,8 +82,8 @@ class ModelRecipe(Recipe):
     """how several ranks hold models. none: each has all weights; full: each has a part of every weight, gradient and moment
     (FSDP2); hybrid: parts among the ranks of a machine, copies on the others"""
     reshard_after_forward: bool = True
-    """with sharding: drop a layer's gathered weights after its forward pass; false: keep them until its backward pass, which is
-    faster and takes more memory"""
+    """with sharding: drop a layer's gathered weights after its forward pass; false: keep them until its backward pass, faster
+    and with more memory"""
     offload: bool | tuple[Role, ...] = False
     """what is in the memory of the CPU. true: with sharding, all models, gradients and moments; a list, such as ["reference",
     "reward"]: these models of an online run while they are not used; "critic" is the critic's own model"""

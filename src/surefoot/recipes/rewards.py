@@ -139,14 +139,14 @@ class RewardSettings(Section):
     """the penalty, or what is subtracted"""
     overlong: float | None = Field(None, gt=0, le=1)
     """soft length penalty: falls linearly from 0 to −1 over the last tokens, this share of sampling.max_tokens (times
-    turns.max_turns in conversations); DAPO uses 0.2; none: no penalty"""
+    turns.max_turns in conversations); DAPO uses 0.2"""
     deadline: Seconds = 60.0
     """seconds that a reward function or server may take for a batch, and an environment for a turn of all conversations"""
     tolerated: float = Field(0.1, ge=0, le=1)
     """share of a batch that may get no finite reward, or whose environments may fail; these responses are masked"""
     special_tokens: bool = False
-    """keep special tokens that the policy writes, such as <answer>, in the text that rewards get; environments always get them
-    """
+    """keep special tokens that the policy writes, such as <answer>, in the text that rewards get; environments always get
+    them"""
     gold: str | None = None
     """module:function or file.py:function with the true reward, if there is one; measured, never trained on"""
 

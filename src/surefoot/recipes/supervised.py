@@ -39,7 +39,7 @@ class PreferenceSettings(Section):
     margin: float = Field(1.0, ge=0)
     """simpo: γ, by how much the chosen answer is to be ahead, in units of β · mean log π"""
     desirable_weight: float = Field(1.0, gt=0)
-    """kto: weight of good answers; the good answers together usually weigh 1 to 4/3 times as much as the bad ones"""
+    """kto: weight of good answers; together they usually weigh 1 to 4/3 times as much as the bad ones"""
     undesirable_weight: float = Field(1.0, gt=0)
     """kto: weight of bad answers"""
 
