@@ -29,7 +29,7 @@ MEASURED = 10
 """iterations whose time decides how often fingerprints are taken"""
 SHARE = 0.01
 """of an iteration's time that they may take"""
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int32"}
 """whole numbers as wide as an element, or half as wide"""
 HIGH = 0x5851F42D4C957F2D
 """an odd factor of the upper half of an element"""
@@ -63,17 +63,17 @@ def measure(x: Tensor, start: int = 0) -> tuple[Any, Any, Any]:
 
     start   index of its first element in a larger tensor, whose hash and sums are those of its parts, added
     """
-    flat, (factors, signs) = x.detach().reshape(-1).contiguous(), _weights()
-    if flat.device.type != "cpu":
-        return _measure_on_device(flat, start)
-    words: Any = flat.view(WORDS[flat.element_size()]).numpy()
-    values: Any = (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
+    if x.device.type != "cpu":
+        return _measure_on_device(x.detach().reshape(-1).contiguous(), start)
+    low, (factors, signs) = x.dtype == torch.bfloat16, _weights()  # numpy has no bfloat16, and its calls take less time
+    values: Any = np.ascontiguousarray((x.float() if low else x).detach().numpy().reshape(-1))
+    words = values.view("<i2")[1::2] if low else values.view(WORDS[values.itemsize])
     number, square, sign = 0, 0.0, 0.0
     for first in range(start // CHUNK * CHUNK, start + len(values), CHUNK):
         part = slice(max(0, first - start), first - start + CHUNK)
         exact = values[part].astype(np.float64)
         at = slice(max(0, start - first), max(0, start - first) + len(exact))
-        if flat.element_size() == 8:
+        if values.itemsize == 8:
             pairs = words.reshape(-1, 2)[part].astype(np.int64)
             whole = pairs[:, 0] + pairs[:, 1] * HIGH
         else:
@@ -93,7 +93,7 @@ def _measure_on_device(flat: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor
         part = flat[max(0, first - start) : first - start + BLOCK]
         before = max(0, start - first)
         around = (before, -(before + len(part)) % CHUNK)
-        words = part.view(WORDS[part.element_size()]).to(torch.int64)
+        words = part.view(getattr(torch, WORDS[part.element_size()])).to(torch.int64)
         if part.element_size() == 8:
             words = words[::2] + words[1::2] * HIGH
         sums = (pad(words, around).view(-1, CHUNK) * factors).sum(1)
