@@ -71,30 +71,19 @@ def spread(values: list[float]) -> str:
 
 
 def tables() -> str:
-    """One table over all seeds, one per seed."""
-    records = {int(seed): result for seed, result in read(RESULTS).items()}
+    """A table over all seeds."""
+    records = list(read(RESULTS).values())
     rows = []
     for of, of_label in OF.items():
         for name, label in ROWS.items():
-            sft = [result[of]["start"][name] for result in records.values()]
-            ppo = [result[of]["trained"][name] for result in records.values()]
-            free = [result["without_anchor"][of]["trained"][name] for result in records.values()]
+            sft = [result[of]["start"][name] for result in records]
+            ppo = [result[of]["trained"][name] for result in records]
+            free = [result["without_anchor"][of]["trained"][name] for result in records]
             rows.append([f"{of_label}: {label}", spread(sft), spread(ppo), spread(free)])
-        won = [result[of]["win_rate_gold"] for result in records.values()]
-        lost = [result["without_anchor"][of]["win_rate_gold"] for result in records.values()]
+        won = [result[of]["win_rate_gold"] for result in records]
+        lost = [result["without_anchor"][of]["win_rate_gold"] for result in records]
         rows.append([f"{of_label}: better than SFT by gold", "", spread(won), spread(lost)])
-    seeds = []
-    for seed, result in records.items():
-        known_products, free = result["known_products"], result["without_anchor"]["known_products"]
-        seeds.append(
-            [str(seed), f"{result['reward_accuracy']:.0%}"]
-            + [f"{known_products['start'][name]:.2f}" for name in ("reward", "gold")]
-            + [f"{known_products['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
-            + [f"{free['trained'][name]:.2f}" for name in ("reward", "gold", "kl")]
-        )
-    head = ["seed", "reward model", "SFT proxy", "SFT gold", "β=.3 proxy", "gold", "KL", "β=0 proxy", "gold", "KL"]
-    first = markdown_table(["128 held-out prompts each", "SFT", "PPO, β = 0.3", "PPO, β = 0"], rows)
-    return f"{first}\n\nKnown products, seed by seed:\n\n{markdown_table(head, seeds)}"
+    return markdown_table(["128 held-out prompts each", "SFT", "PPO, β = 0.3", "PPO, β = 0"], rows)
 
 
 def with_part(page: str, text: str) -> str:

@@ -130,15 +130,14 @@ def measured(kind: str, ranks: int, sharded: str) -> dict[str, Any]:
     return {**about, "phases": phases, "estimate": running_peak(planned), "process": peaks["process"]}
 
 
-def lines(cell: dict[str, Any]) -> Iterator[list[str]]:
-    """Rows of the table."""
-    for phase in PHASES:
-        if phase in cell["phases"]:
-            peaks = cell["phases"][phase]
-            sizes = (cell["stays"], peaks["estimate"], peaks["in_use"])
-            error = peaks["estimate"] / peaks["in_use"] - 1
-            title = f"{KINDS[cell['kind']]}, {cell['ranks']} x {cell['sharding']}"
-            yield [title, phase, *(f"{x / 1e6:,.0f}" for x in sizes), f"{error:+.1%}"]
+def line(cell: dict[str, Any]) -> list[str]:
+    """A row of the table: what stays, and for each phase what is in use at its peak, with the error of the estimate."""
+    shown = {
+        phase: f"{peaks['in_use'] / 1e6:,.0f} ({peaks['estimate'] / peaks['in_use'] - 1:+.1%})"
+        for phase, peaks in cell["phases"].items()
+    }
+    title = f"{KINDS[cell['kind']]}, {cell['ranks']} x {cell['sharding']}"
+    return [title, f"{cell['stays'] / 1e6:,.0f}", *(shown.get(phase, "") for phase in PHASES)]
 
 
 def main() -> None:
@@ -156,8 +155,7 @@ def main() -> None:
             write(RESULTS / name, measured(*cell))
             print(finished(RESULTS / name), flush=True)
     cells = [cell for name in names if (cell := finished(RESULTS / name))]
-    header = ["run", "phase", "stays", "estimate", "in use", "error"]
-    table = markdown_table(header, [line for cell in cells for line in lines(cell)])
+    table = markdown_table(["run", "stays", *PHASES], [line(cell) for cell in cells])
     print(table)
     text = PAGE.read_text("utf-8")
     begin, end = "<!-- begin: benchmarks/memory_ranks.py -->", "<!-- end -->"

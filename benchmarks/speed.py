@@ -171,23 +171,23 @@ def span(numbers: list[float], digits: int = 0) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def rows_of(name: str, work: dict[str, Any], kept: dict[str, Any]) -> list[list[str]]:
-    """A row for each contestant that has finished cells."""
+def row_of(name: str, work: dict[str, Any], kept: dict[str, Any]) -> list[str]:
+    """Steps per second of every contestant, and in brackets how much faster the compiled engine is."""
 
     def cells(contestant: str) -> dict[int, dict[str, Any]]:
         return {seed: kept[key] for seed in range(1, 100) if (key := slug(name, contestant, seed)) in kept}
 
-    rows, ours = [], cells(ENGINES[-1])
-    for contestant in (*ENGINES, *work["peers"]):
-        theirs = cells(contestant)
-        if not theirs:
-            continue
+    row, ours = [name], cells(ENGINES[-1])
+    for contestant in CONTESTANTS:
+        theirs = cells(contestant) if contestant in (*ENGINES, *work["peers"]) else {}
         speeds = [cell["work"]["steps"] / cell["seconds"] for cell in theirs.values()]
-        both = [seed for seed in theirs if seed in ours]
-        slower = [theirs[seed]["seconds"] / ours[seed]["seconds"] for seed in both if contestant != ENGINES[-1]]
-        first = [cell["first_seconds"] for cell in theirs.values()]
-        rows.append([name, contestant, span(speeds), span(slower, 2) if slower else "1", span(first, 1)])
-    return rows
+        slower = [cell["seconds"] / ours[seed]["seconds"] for seed, cell in theirs.items() if seed in ours]
+        beside = f" ({span(slower, 2)})" if slower and contestant != ENGINES[-1] else ""
+        row.append(f"{span(speeds)}{beside}" if speeds else "")
+    return row
+
+
+CONTESTANTS = (*ENGINES[::-1], *dict.fromkeys(peer for work in WORK.values() for peer in work["peers"]))
 
 
 def table() -> str:
@@ -197,13 +197,13 @@ def table() -> str:
     from surefoot.compare.statistics import markdown_table
 
     kept = read(RESULTS)
-    rows = [row for name, work in WORK.items() for row in rows_of(name, work, kept)]
-    header = ["work", "engine or library", "steps/s, second training", "compiled is faster by", "first training, s"]
     made = []
     for name in WORK:
         if cell := kept.get(slug(name, "compiled", 0)):
             made.append(f"{name} {cell['first_seconds']:.0f} s")
-    return markdown_table(header, rows) + f"\n\nCompiling the programs, once per setting and machine: {'; '.join(made)}."
+    table = [["work", *CONTESTANTS], *(row_of(name, work, kept) for name, work in WORK.items())]
+    header, *rows = map(list, zip(*(column for column in zip(*table, strict=True) if any(column[1:])), strict=True))
+    return f"{markdown_table(header, rows)}\n\nCompiling, once per setting and machine: {'; '.join(made)}."
 
 
 def main() -> None:
