@@ -48,7 +48,8 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
         engine = "eager" if short else recipe.engine
         checks = [*check_machine(recipe.device, engine), *check_recipe(recipe, prepared_world)]
     if as_json:
-        echo_json({"checks": [each.to_check_json() for each in checks], "failed": any_failed(checks)})
+        tables = [{"name": each.name, "state": each.state, "what": each.what, "fix": each.fix} for each in checks]
+        echo_json({"checks": tables, "failed": any_failed(checks)})
     else:
         width = max(len(each.name) for each in checks)
         for each in checks:

@@ -96,7 +96,6 @@ class ExportedPolicy(nn.Module):
         return tuple(outputs)
 
     def _inputs(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """The policy's inputs by name."""
         named = self.normalise(dict(zip(self.parts, inputs, strict=False)))
         if self.masked:
             named[MASK] = inputs[len(self.parts)]
@@ -106,7 +105,6 @@ class ExportedPolicy(nn.Module):
 
 
 def _kind(space: Any) -> torch.dtype:
-    """The type of a space's arrays."""
     return torch.from_numpy(np.empty(0, space.dtype)).dtype
 
 
@@ -284,14 +282,12 @@ def _traced(policy: ExportedPolicy, task: str) -> torch.export.ExportedProgram:
 
 
 def _pt2(program: torch.export.ExportedProgram, about: dict[str, str]) -> bytes:
-    """The program as a .pt2 archive."""
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files={"surefoot.json": json.dumps(about)})
     return buffer.getvalue()
 
 
 def _onnx(program: torch.export.ExportedProgram, policy: ExportedPolicy, about: dict[str, str]) -> bytes:
-    """The program as an ONNX model."""
     shown = [*policy.inputs, *policy.outputs]
     private = [f"surefoot:{i}" for i in range(len(shown))]  # unique names
     made = torch.onnx.export(

@@ -81,7 +81,8 @@ class ControlWorld:
                 raise SurefootError(f"task={task_name(self.task)!r}: is a tensor environment; clone in a single one")
             return RowCollector(self.agent, self.recipe.cloning, self.environments.reset())
         rollout, compiled = self.recipe.rollout, self.recipe.engine == "compiled"
-        symmetry, preferences = self._symmetry(), self._preferences()
+        name, preferences = rollout.symmetry, self._preferences()
+        symmetry = None if name is None else Symmetry(load_function(SYMMETRY, name, self.functions or {}), name)
         if isinstance(self.environments, TensorEnvironments):
             return TensorCollector(self.environments, self.agent, rollout.steps, compiled, symmetry)
         steps = None if self.recipe.objective.needs_whole_episodes else rollout.steps
@@ -108,11 +109,6 @@ class ControlWorld:
                 "single ones"
             )
         return Preferences(settings, self.agent, self.environments, self.judge)
-
-    def _symmetry(self) -> Symmetry | None:
-        """The mirror of ``rollout.symmetry``."""
-        name = self.recipe.rollout.symmetry
-        return None if name is None else Symmetry(load_function(SYMMETRY, name, self.functions or {}), name)
 
     @property
     def result(self) -> Agent:

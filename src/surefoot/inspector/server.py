@@ -76,8 +76,6 @@ def application(
 
 
 def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
-    """Runs, curves, findings, labels, recipes, profiles, samples and videos."""
-
     def runs(request: Request) -> Any:
         numbers = None
         if catalog is not None:

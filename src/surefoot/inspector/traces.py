@@ -178,7 +178,10 @@ class Traces:
         table |= {name: getattr(row, name)[part].tolist() for name in ("mask", "terminated", "truncated")}
         table["reward_parts"] = {name: exact(x, part) for name, x in row.reward_parts.items()}
         table["actions"] = row.actions[part].tolist() if row.actions.ndim == 1 else [numbers(x) for x in row.actions[part]]
-        table["visits"] = {name: exact_rows(getattr(row.visits, name), part) for name in PER_VISIT}
+        table["visits"] = {
+            name: x if x is None else [finite(line[part]) for line in x]  # with all digits of float32   [K, T]
+            for name, x in ((name, getattr(row.visits, name)) for name in PER_VISIT)
+        }
         table["branches"] = BRANCHES
         after = first + SHOWN_STEPS
         table |= {
@@ -266,11 +269,6 @@ JsonNumber = float | str | None
 def exact(x: Tensor | None, part: slice) -> list[JsonNumber] | None:
     """The numbers of a part of a row, with all digits of float32.   [T]"""
     return None if x is None else finite(x[part])
-
-
-def exact_rows(x: Tensor | None, part: slice) -> list[list[JsonNumber]] | None:
-    """The numbers of a part of a row for each pass, with all digits of float32.   [K, T]"""
-    return None if x is None else [finite(line[part]) for line in x]
 
 
 def finite(x: Tensor) -> list[JsonNumber]:

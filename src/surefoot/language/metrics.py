@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ def distinct_n(responses: Iterable[Sequence[Hashable]], n: int) -> float | None:
     """
     if n < 1:
         raise ValueError(f"n={n}: is too small; set at least 1")
-    grams = list(chain.from_iterable(_grams(response, n) for response in responses))
+    grams = [tuple(response[start : start + n]) for response in responses for start in range(len(response) - n + 1)]
     return len(set(grams)) / len(grams) if grams else None
 
 
@@ -114,7 +113,3 @@ def best_of_n_kl(n: int) -> float:
     if n < 1:
         raise ValueError(f"n={n}: is too small; set at least 1")
     return math.log(n) - (n - 1) / n
-
-
-def _grams(response: Sequence[Hashable], n: int) -> Iterable[tuple[Hashable, ...]]:
-    return (tuple(response[start : start + n]) for start in range(len(response) - n + 1))

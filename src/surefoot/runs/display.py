@@ -127,7 +127,7 @@ class Lines(Quiet):
             self._show_samples()
         parts = [f"step {state.steps:,}/{self.total(state):,}"]
         labels = shown(metrics).items()
-        parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in labels if _has(metrics, name)]
+        parts += [f"{label} {form.format(metrics[name])}" for name, (label, form) in labels if metrics.get(name) is not None]
         for line in joined([*parts, f"left {self.clock.left(state)}"]):
             self.message(line)
         for finding in out_of_range(metrics, state.steps):
@@ -349,10 +349,6 @@ class _Clock:
         if not self.every or state.steps >= state.total_steps:
             return 0
         return max(0, (state.total_steps - 1) // self.every - state.steps // self.every) + 1
-
-
-def _has(metrics: Metrics, name: str) -> bool:
-    return metrics.get(name) is not None
 
 
 def some(samples: Sequence[Sample]) -> list[Sample]:

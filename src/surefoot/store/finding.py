@@ -92,10 +92,6 @@ class Finding:
         first = f"{STATES[self.severity][1]} {self.name:<{width}}  {self.what}"
         return [first, *([f"{'':{width + 4}}fix: {self.fix}"] if self.fix else [])]
 
-    def to_check_json(self) -> dict[str, str]:
-        """A table of plain values, without evidence."""
-        return {"name": self.name, "state": self.state, "what": self.what, "fix": self.fix}
-
 
 def check_result(name: str, severity: Severity, what: str, fix: str = "") -> Finding:
     """The finding of a check that needs no evidence."""

@@ -537,7 +537,6 @@ def machine(recipe: Recipe, ranks: int = 1) -> dict[str, Any]:
 
 @cache
 def _processor(device: str) -> str:
-    """The model of the processor that computes."""
     import torch
 
     if device.startswith("cuda"):

@@ -117,9 +117,9 @@ class ControlCollector:
             preferences.ask(state)
 
     def _act_out(self, generator: torch.Generator, timer: Timer) -> Acted:
-        """Act in the environments."""
         count = self.environments.count
-        self._check_start()
+        if bad := non_finite(self.observations):
+            self._discard(bad, self.running_length.copy())
         self.environments.mark()
         act = timer.timed("acting", self.actor(generator))
         take_step = timer.timed("environment", any_algorithm()(self.environments.step))
@@ -166,7 +166,6 @@ class ControlCollector:
         starts: list[Array],
         states_at_cuts: dict[tuple[int, int], Tensor],
     ) -> Acted:
-        """The steps as tensors."""
         parts = {path: np.stack([observations[path] for observations in observed], 1) for path in self.observations}
         self.raw = RawRollout(dict(parts), np.stack([step.done for step in outcomes], 1))
         ignored = np.stack([step.ignored for step in outcomes], 1)
@@ -198,11 +197,6 @@ class ControlCollector:
     def _unfinished(self, outcomes: list[Step]) -> bool:
         """Whether a rollout of T steps needs more: also if all its rows were resets."""
         return len(outcomes) < (self.steps or 0) or all(step.ignored.all() for step in outcomes)
-
-    def _check_start(self) -> None:
-        bad = non_finite(self.observations)
-        if bad:
-            self._discard(bad, self.running_length.copy())
 
     def _check(self, step: Step) -> None:
         bad = non_finite(step.observations, step.final_observations, step.rewards, step.scores)

@@ -98,7 +98,6 @@ class TensorCollector:
         return rollout
 
     def _act_out(self, generator: torch.Generator, timer: Timer) -> "Steps":
-        """Act in the environments."""
         act = timer.timed("acting", self.actor(generator, self.steps))
         take_step = timer.timed("environment", self.environments.step)
         steps = Steps(self.steps, self._names())

@@ -164,7 +164,6 @@ def _shape(size: Any) -> tuple[int, ...]:
 
 
 def _box(shape: tuple[int, ...]) -> spaces.Box:
-    """Float32 without bounds."""
     return spaces.Box(-np.inf, np.inf, shape, np.float32)
 
 

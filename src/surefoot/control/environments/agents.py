@@ -133,7 +133,6 @@ class AgentEnvironments:
         return range(copy * self.size, (copy + 1) * self.size)
 
     def _begin(self, copy: int, episode: int) -> None:
-        """Reset one copy to an episode."""
         self.records[copy] = Record(episode)
         seed = episode_seed(self.seed, self.first // self.size + copy, episode, self.purpose) % SEEDS
         with self._errors(copy):

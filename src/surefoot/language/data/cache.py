@@ -195,7 +195,6 @@ def _locked(root: Path, key: str) -> Iterator[None]:
 
 
 def _names(kinds: Iterable[str]) -> list[str]:
-    """The files of the fields."""
     return [f"{name}.{part}" for name in kinds for part in ("values", "ends")]
 
 

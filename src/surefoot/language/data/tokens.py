@@ -441,7 +441,6 @@ class Tokens(ChatTemplate):
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A message that calls a tool."""
     call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": "", CALLS: [call]}
 

@@ -211,7 +211,6 @@ class SharedBase:
                 )
 
     def _inject(self, role: str, config: Any) -> None:
-        """Add A and B of a role."""
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -279,7 +279,6 @@ class LanguageCollector:
         return Responses(drawn, prompts, self.ends, conversations, self.recipe.reward.special_tokens)
 
     def _converse(self, environments: Environments, prompts: Prompts, seeds: Sequence[int], greedy: bool) -> Responses:
-        """One conversation about each of the rows."""
         names, columns = list(prompts.columns), zip(*prompts.columns.values(), strict=True)
         rows = [dict(zip(names, values, strict=True)) for values in columns] if names else [{} for _ in prompts.ids]
         conversations = environments.converse(
@@ -435,7 +434,6 @@ class LanguageCollector:
             exchange(None)
 
     def _concat(self, parts: Sequence[tuple[Responses, Scores, Tensor]]) -> tuple[Responses, Scores, Tensor]:
-        """Several rounds as one."""
         samples = concat_samples([responses.samples for responses, _, _ in parts], self.tokens.pad_id)
         prompts = concat_prompts([responses.prompts for responses, _, _ in parts])
         conversations = [one for responses, _, _ in parts for one in responses.conversations or ()]

@@ -182,7 +182,6 @@ class LanguageWorld:
             self.gold = FunctionReward(gold, **bounds, name="gold", field=GOLD)
 
     def _load_rows(self, context: int | None) -> None:
-        """Read prompts and demonstrations."""
         recipe = self.recipe
         self.token_limits = data.token_limit(recipe.data.max_length, self.limit, recipe.sampling.max_tokens)
         self.longest = recipe.data.max_length + recipe.max_response_tokens

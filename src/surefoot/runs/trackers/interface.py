@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import flatten
 from surefoot.store.events import Sample
 from surefoot.store.finding import Finding
 
@@ -32,11 +31,6 @@ class TrackedRun:
     group: str
     saved: dict[str, Any]
     """what the tracker returned as ``identity`` when the run began; empty then"""
-
-    @property
-    def flat_recipe(self) -> dict[str, Any]:
-        """The recipe's fields by their dotted names."""
-        return dict(flatten(self.table, is_value=lambda table: False))
 
 
 class Tracker(Protocol):

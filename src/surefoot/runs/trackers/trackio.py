@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError
+from surefoot.recipes.reading import flatten
 from surefoot.runs.trackers.interface import TrackedRun
 from surefoot.store.events import Sample
 from surefoot.store.finding import Finding
@@ -30,7 +31,7 @@ class Trackio:
         import trackio
 
         tracking = run.recipe.tracking
-        config = run.flat_recipe | {"tags": list(tracking.tags)}
+        config = {**dict(flatten(run.table, is_value=lambda table: False)), "tags": list(tracking.tags)}
         # In an empty context, because init ends the run of its own, which is the program's.
         self.run = contextvars.Context().run(
             trackio.init, tracking.project, name, run.group, config=config, resume="allow", embed=False

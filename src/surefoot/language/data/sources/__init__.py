@@ -199,7 +199,6 @@ def open_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> Sou
 
 
 def _files(path: Path) -> list[Path]:
-    """The file, or those of a folder or pattern."""
     if path.is_dir():
         return _folder_files(path)
     if path.exists():

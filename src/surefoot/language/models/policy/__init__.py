@@ -87,7 +87,8 @@ class LanguagePolicy(TextPolicy):
         self.chunk = chunk or positions_at_once(self.readout.vocabulary, next(model.parameters()).element_size())
         self.checkpointing, self.idle_critic = checkpointing, idle_critic
         self.switch = next((switch for trunk in self._trunks() if (switch := switch_of(trunk)) is not None), None)
-        self.padding_reason = self._reason_for_padding() if padding_free else None
+        reasons = map(reason_for_padding, self._trunks() if padding_free else ())
+        self.padding_reason = next((reason for reason in reasons if reason is not None), None)
         self.padding_free = padding_free and self.padding_reason is None
         self.prompts_once = self.padding_free and all(map(reads_prompts_once, self._trunks()))
         """whether rows that begin with the same prompt read it once in a pass"""
@@ -204,10 +205,6 @@ class LanguagePolicy(TextPolicy):
     def resting(self, optimizers: Iterable[Optimizer]) -> AbstractContextManager[None]:
         """Keep the critic, with gradients and moments, on the CPU, except for its own passes."""
         return leaving(self.critic, optimizers) if self.idle_critic and self.critic is not None else nullcontext()
-
-    def _reason_for_padding(self) -> str | None:
-        """Why the rows can't be read end to end by the policy's trunk or by that of its critic."""
-        return next((reason for reason in map(reason_for_padding, self._trunks()) if reason is not None), None)
 
     def _trunks(self) -> list[nn.Module]:
         return [self.model.base_model, *([self.critic.trunk] if isinstance(self.critic, Critic) else [])]
