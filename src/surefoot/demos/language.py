@@ -6,6 +6,7 @@ Every stage is an ordinary run from files that stay in the folder, so you can re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -65,7 +66,7 @@ def demo(anchored: bool = True) -> Demo:
     require_package("transformers", "language", "demo language")  # before anything is written
     *before, ppo = STAGES
     ppo = ppo if anchored else replace(ppo, changes={**PPO, **UNANCHORED})
-    return Demo("demo-language", (*before, ppo), report)
+    return Demo("demo-language", (*before, ppo), partial(report, anchored=anchored))
 
 
 def write_data(folder: Path, seed: int) -> None:
@@ -105,7 +106,7 @@ def curve_of(values: Sequence[float], width: int = 40) -> str:
     return f"{blocks}  {means[0]:.2f}, at most {max(means):.2f}, at the end {means[-1]:.2f}"
 
 
-def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
+def report(folder: Path, seed: int, started: float, anchored: bool = True) -> dict[str, Any]:
     """Print SFT and PPO on the held-out prompts, some answers, and what to try next."""
     from surefoot.store.metrics import read_metrics
 
@@ -141,7 +142,10 @@ def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
     print("\nTry next:")
     here, run = command_here(), visible(str(ppo))
     print(f"  {here} inspect {run}       # every token and its arithmetic, in a browser")
-    print(f"  {here} demo language --no-anchor       # β = 0: watch the reward being hacked")
+    other = (
+        "--no-anchor       # β = 0: watch the reward being hacked" if anchored else "--run-dir anchored  # with the KL penalty"
+    )
+    print(f"  {here} demo language {other}")
     print(f"  {here} generate {run} --prompt 'new tent: ' --samples 5")
     print(f"  {here} evaluate {run} --json")
     kept = {of: {name: value for name, value in report.items() if name != "samples"} for of, report in reports.items()}
