@@ -43,9 +43,9 @@ class Visits:
     advantages: Tensor
     """Â as used: (A − mean) / √(variance + 1e-8)"""
     mean: Tensor
-    """that A was normalised by, of the visit's minibatch or of the whole batch; 0 where nothing was normalised"""
+    """that A was normalised by; 0 where nothing was"""
     variance: Tensor
-    """the same; 1 where nothing was normalised"""
+    """that A was normalised by; 1 where nothing was"""
     surrogate: Tensor
     """the maximised term, such as min(ρÂ, clip(ρ)Â)"""
     branch: Tensor

@@ -51,9 +51,8 @@ def pair_advantages(rewards: Tensor, log_ratios: Tensor, beta: float, mask: Tens
     log_ratios  h = log π − log π_ref of whole responses
     mask        True where a sample counts. A group without two different rewards gets 0
 
-    With these advantages, the gradient of the mean of Â log π over all samples is minus that of the mean ``dpo_loss`` of the
-    best against the worst over all prompts. Guo et al. 2024 (online DPO, arXiv 2402.04792), with the gradient of Rafailov et
-    al. 2023 (arXiv 2305.18290), section 4.
+    The gradient of the mean of Â log π is then minus that of the mean ``dpo_loss`` of the best against the worst.
+    Guo et al. 2024 (online DPO, arXiv 2402.04792); Rafailov et al. 2023 (arXiv 2305.18290), section 4.
 
     >>> pair_advantages(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), torch.tensor([[-1.0, 2.0], [0.5, 0.0]]), beta=0.5)
     tensor([[-0.1824,  0.1824],

@@ -31,9 +31,8 @@ def chunked_likelihood(
     tokens  [N] integer
     head    [rows, width] -> logits [rows, n], each row by itself; gradient reaches whatever it uses
 
-    Returns two [N]. The logits of a chunk are dropped after the forward pass and computed again in the backward pass, so
-    that neither holds more than one chunk. Half-precision logits are converted to float32 first. Of a plain ``nn.Linear``, the
-    weights are cast once for autocast, and the gradients of all chunks are added into one tensor.
+    Returns two [N]. The logits of a chunk are computed again in the backward pass, so no pass holds more than one chunk.
+    Half-precision logits are converted to float32 first.
     """
 
     def of(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

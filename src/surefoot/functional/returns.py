@@ -34,8 +34,8 @@ def successor_values(
     values [..., T]       V of the state before each action
     last_values [...]     V of the observation to come after the batch
     truncated [..., T]    True where the trace was cut while the episode could have gone on
-    final_values [..., T] V of the final observation, read where truncated; without them the row after the cut is taken to
-                          hold it, as in Gymnasium's NEXT_STEP autoreset, where that row is masked
+    final_values [..., T] V of the final observation, read where truncated; default: the next row, as in Gymnasium's NEXT_STEP
+                          autoreset, where that row is masked
     mask [..., T]         True where the policy decided. Elsewhere (tool tokens between a model's own) the successor is the
                           next *kept* step's value
 

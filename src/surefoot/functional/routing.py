@@ -22,8 +22,7 @@ def expert_load(router_logits: Tensor, chosen: int, mask: Tensor) -> tuple[Tenso
 def load_balance(counts: Tensor, probabilities: Tensor, tokens: Tensor) -> Tensor:
     """E · Σ_e f_e·P_e, with f_e = counts / tokens and P_e = probabilities / tokens.   [E], [E], [] -> []
 
-    It equals ``chosen`` if all experts get the same share of tokens, and grows with the imbalance. It is linear in the
-    probabilities: those of a part of the tokens, with the counts of all of them, give that part's share of the whole. (Fedus
-    et al., equations 4 to 6.)
+    It equals ``chosen`` if all experts get the same share of tokens, and grows with the imbalance. Linear in the
+    probabilities, so micro-batches with the counts of all tokens add up. (Fedus et al., equations 4 to 6.)
     """
     return len(counts) * (counts / tokens * probabilities / tokens).sum()

@@ -62,8 +62,7 @@ def importance_weights(
 
     mode   of each token, or of the whole response: the product over its tokens; "truncate": at most the cap, "mask": 0 above
 
-    Without a bound the mean of w·f over samples of π_b is that of f over samples of π_old: at every token given the tokens
-    before it, or over whole responses with a sequence mode. A finite cap bounds the variance, and biases the mean towards π_b.
+    A finite cap bounds the variance, and biases the mean towards π_b.
     Ionides 2008 (truncated importance sampling); masks as in TRL and verl.
 
     >>> old, sampler = torch.tensor([0.4, 0.3]).log(), torch.tensor([0.1, 0.6]).log()

@@ -68,8 +68,7 @@ def code(
                 (optionally with ``kwargs`` and an absolute ``tolerance``) and scripts ``{"stdin": "1 2", "stdout": "3"}``,
                 compared line by line without trailing blanks
     partial     return the share of tests that pass, instead of all or nothing
-    seconds     time limit for all calls of a response together, and for each script. After the first script that fails no
-                other script runs, unless ``partial`` is set
+    seconds     time limit for all calls of a response together, and for each script
     megabytes   memory limit
     workers     number of sandboxes at a time; 0: one for each core
 

@@ -99,8 +99,7 @@ def train(
 
     task        a Gymnasium id, ``"module:function"``, or a callable that makes a gymnasium.Env; or the name of a recipe
                 (``"sft"``, ``"reward"``, ``"dpo"``, ``"language"``), or a ``.toml`` file
-    algorithm   a value such as ``PPO_CLIP`` or its name; default: what the task's recipe says. A named algorithm has its own
-                switches and all other settings of the task's preset; a value of your own is taken as it stands
+    algorithm   a value such as ``PPO_CLIP`` or its name; default: that of the task's recipe
     preset      the preset for all other settings; default: the one tuned for the task. ``"none"``: the plain defaults
     run_dir     the run's folder; None writes nothing
     callback    called with each iteration's metrics; returning True stops the run
@@ -108,11 +107,10 @@ def train(
     display     None: show the run if this is a terminal or a notebook; True: show it anywhere; False: show nothing; or a
                 listener of your own, such as ``surefoot.runs.display.Lines("my run")``
     profile     measure where the seconds of an iteration go: a message at the end, and ``run_dir/profile``
-    fields      the recipe's fields: ``steps=100_000, seed=1, rollout={"environments": 4}``. ``reward`` may be a function, or a
-                list of functions and terms; a term's ``function`` may be one too. ``network["custom"]`` may be a class or
-                function that makes a network, and ``schedule`` in ``optimizer`` and ``trust_region`` a function; ``start`` may
-                be an Agent; ``data``, and every field that names rows, may be the rows themselves: dicts, or a Dataset.
-                ``data`` alone, a file or rows, is ``data={"train": …}``
+    fields      the recipe's fields: ``steps=100_000, rollout={"environments": 4}``. Python objects in place of their names:
+                functions in ``reward`` (also a list of functions and terms), ``network["custom"]`` and ``schedule``, an Agent
+                in ``start``, rows (dicts or a Dataset) in ``data`` and every field that names rows. ``data`` alone, a file or
+                rows, is ``data={"train": …}``
 
     Raises SurefootError for anything the user can fix, before training if possible.
 
@@ -164,14 +162,12 @@ def resume(
 ) -> Any:
     """Continue an interrupted run as if it had not stopped, or extend a finished one to ``steps``.
 
-    A run that was stopped before its first checkpoint starts again from its recipe, and says so. With a linear
-    schedule, extending changes the schedule from here on. ``display`` is that of ``train``.
-    A run whose task, reward, network, schedule or symmetry was passed to ``train`` as a function or class needs it again in
-    the same argument, unless it can be imported: ``task=make``, ``reward=function``, ``network={"custom": Net}``,
-    ``optimizer={"schedule": function}``, ``rollout={"symmetry": function}``.
-    Raises SurefootError when the folder is not a run, is in use, is finished, is damaged, or when its config.toml was changed
-    since the checkpoint and ``allow_changes`` is False.
-    A run may be resumed with another number of ranks. With the same number it continues exactly.
+    A run that was stopped before its first checkpoint starts again from its recipe. With a linear schedule, extending changes
+    the schedule from here on. With the same number of ranks it continues exactly; another number is allowed.
+    A function or class that was passed to ``train`` as task, reward, network, schedule or symmetry is needed again in the same
+    argument, unless it can be imported: ``task=make``, ``network={"custom": Net}``, ``optimizer={"schedule": function}``.
+    Raises SurefootError when the folder is not a run, is in use, finished or damaged, or when its config.toml was changed since
+    the checkpoint and ``allow_changes`` is False.
 
     >>> _ = surefoot.train("CartPole-v1", steps=256, run_dir="runs/short")
     >>> agent = surefoot.resume("runs/short", steps=512)
