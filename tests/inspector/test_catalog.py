@@ -20,7 +20,7 @@ from surefoot.errors import SurefootError
 from surefoot.inspector import access, catalog
 from surefoot.inspector.catalog import Catalog, checked_tags
 from surefoot.inspector.curves import FALLING, Results
-from surefoot.inspector.folders import RunFolders
+from surefoot.inspector.folders import RunFolders, recipe_summary
 from surefoot.inspector.server import application
 from surefoot.store.folder import RunFolder
 from surefoot.store.metrics import read_metrics
@@ -347,6 +347,11 @@ def test_the_address_for_another_browser_gives_it_the_same_access(cart: Path) ->
 # ---- the command ------------------------------------------------------------------------------------------------------
 
 
+def test_only_runs_that_choose_actions_have_an_algorithm() -> None:
+    tables = [{"kind": kind, "algorithm": "REINFORCE"} for kind in ("sft", "reward", "control", "language")]
+    assert [recipe_summary(table)["algorithm"] for table in tables] == ["", "", "REINFORCE", "REINFORCE"]
+
+
 def test_folders_without_runs_are_an_error_of_one_line(command: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
@@ -360,6 +365,8 @@ def test_folders_without_runs_are_an_error_of_one_line(command: Any, tmp_path: P
         code, _, err = command("inspect", *words, "--no-browser")
         assert (code, len(err.splitlines())) == (2, 1), err
         assert wrong in err
+    (tmp_path / "runs").mkdir()
+    assert command("inspect")[2].endswith("begin one with: surefoot train TASK\n"), "not in runs/ itself"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "MOST_FOLDERS", 1)
         (tmp_path / "other" / "more").mkdir()

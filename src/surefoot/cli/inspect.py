@@ -219,4 +219,4 @@ def _close(what: Path, here: Round | None) -> None:
 
 def _next(what: Path) -> str:
     """How the run, or the rounds, go on."""
-    return f"run surefoot resume {what}" if (what / "config.toml").is_file() else "repeat the command that needs the labels"
+    return f"run surefoot resume {what}" if (what / "config.toml").is_file() else "repeat the command that asked for labels"

@@ -211,7 +211,7 @@ def recipe_summary(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "kind": kind,
         "trained": str(recipe.get("task") or Path(str(recipe.get("model", ""))).name),
-        "algorithm": str(recipe.get("algorithm", "")),
+        "algorithm": str(recipe.get("algorithm", "")) if kind in ("control", "language") else "",
         "seed": seed if isinstance(seed, int) else None,
         "budget": budget if isinstance(budget, int) else None,
         "unit": UNITS.get(kind, "steps"),

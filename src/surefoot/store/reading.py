@@ -85,7 +85,8 @@ def check_is_run(path: Path) -> None:
     if (path / "config.toml").is_file():
         return
     if not others_in(path):
-        raise SurefootError(f"{path}: has no run yet; begin one with: surefoot train TASK --run-dir {path}")
+        there = "" if path == RUNS else f" --run-dir {path}"
+        raise SurefootError(f"{path}: has no run yet; begin one with: surefoot train TASK{there}")
     raise SurefootError(f"{path}: is not a run folder (no config.toml)")
 
 
