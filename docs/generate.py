@@ -517,6 +517,7 @@ def command_part(name: str, command: click.Command, shared: set[tuple[str, str]]
 
 def help_parts(text: str) -> Iterator[str]:
     """The paragraphs of a command's help; those that click prints as they are, after ``\\b``, are examples."""
+    text = re.sub(r"MODEL is a run, a checkpoint, a transformers folder or\s+a\s+hub\s+id\.\s*", "", text).strip()  # said once
     for paragraph in text.split("\n\n"):
         if paragraph.startswith("\b\n"):
             yield f"```text\n{paragraph.removeprefix(chr(8)).strip()}\n```"
@@ -542,7 +543,7 @@ def cli_page() -> str:
     return page(
         "Command line",
         "`surefoot --help` and `surefoot COMMAND --help` show the same on a terminal; `-h` is short for `--help`. "
-        "`python -m surefoot` is the same program.",
+        "`python -m surefoot` is the same program. MODEL is a run, a checkpoint, a transformers folder or a hub id.",
         "Exit codes: 0, done; 1, only of `surefoot check`: the recipe fails a check, or the run has a serious finding; 2, an "
         "error: one line on stderr names the field, the value and the remedy; 130, stopped by Ctrl-C or SIGTERM: the run is "
         "saved and resumes.",
@@ -578,7 +579,7 @@ def described_causes(findings: Iterable[Finding]) -> Iterator[str]:
     for finding in findings:
         if finding.cause not in causes:
             advice = [each for each in finding.advice if each not in tried]
-            tries = [f"{number}) {words(each)}" for number, each in enumerate(advice, 1)]
+            tries = list(map(words, advice))
             tries += ["as above"] if len(advice) < len(finding.advice) else []
             yield f"- {words(finding.cause)[:1].upper()}{words(finding.cause)[1:]}. **Try** {'; '.join(tries)}."
         causes.add(finding.cause)
@@ -614,8 +615,9 @@ def troubleshooting_page() -> str:
     here = {name for symptoms in troubles.values() for name in symptoms}
     assert names == here, f"findings and docs/troubles.py differ in {names ^ here}"
     parts = [
-        "What you see, why, and what to try. `surefoot check RUN` finds which of these hold in your run, and prints them with "
-        "your numbers; those below are an example's. [The reference](reference/metrics.md) explains the metrics.",
+        "What you see, why, and what to try, in this order. `surefoot check RUN` finds which of these hold in your run, and "
+        "prints them with your numbers; those below are an example's. [The reference](reference/metrics.md) explains the "
+        "metrics.",
         f"## Before training\n\n{BEFORE}",
     ]
     for title, symptoms in troubles.items():
