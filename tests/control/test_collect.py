@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import surefoot
-from surefoot import A2C, LADDER, PPO_CLIP, REINFORCE, TRPO, NotFiniteError, SurefootError
+from surefoot import A2C, PPO_CLIP, REINFORCE, TRPO, NotFiniteError, SurefootError
 from surefoot.control.collect.episodes import RECENT_EPISODES
 from surefoot.control.world import ControlWorld
 from surefoot.core.credit import assign_credit
@@ -50,19 +50,6 @@ def raw_observations(single: Sequence[Clockwork], rollout: Rollout) -> torch.Ten
 
 
 # ---- what a rollout holds ---------------------------------------------------------------------------------------------
-
-
-def test_every_tensor_of_a_rollout_is_environments_by_steps() -> None:
-    rollout = collecting(clockworks(), steps=12).collector.collect(fresh_state())
-    assert rollout.inputs["observation"].shape == (3, 12, 4)
-    assert rollout.actions.shape == (3, 12)
-    for name in ("mask", "old_log_probs", "values", "next_values", "rewards", "terminated", "truncated"):
-        assert getattr(rollout, name).shape == (3, 12), name
-    for name in ("mask", "terminated", "truncated"):
-        assert getattr(rollout, name).dtype == torch.bool, name
-    assert rollout.old_distribution.logits.shape == (3, 12, 2)
-    assert rollout.unit == "step"
-    assert rollout.steps == 36
 
 
 def test_a_rollout_holds_what_happened_in_order() -> None:
@@ -140,31 +127,10 @@ def test_box_actions_are_stored_unclipped_and_sent_clipped() -> None:
     assert rollout.metrics["actions_clipped"] == pytest.approx(((stored < low) | (stored > high)).mean())
 
 
-def test_the_same_stream_gives_the_same_rollout_and_another_a_different_one() -> None:
-    def actions(seed: int) -> torch.Tensor:
-        return collecting(clockworks(), steps=40).collector.collect(fresh_state(seed)).actions
-
-    assert torch.equal(actions(1), actions(1))
-    assert not torch.equal(actions(1), actions(2))
-
-
 def test_without_a_critic_values_are_zero() -> None:
     rollout = collecting(clockworks(), algorithm=REINFORCE).collector.collect(fresh_state())
     assert not rollout.values.any()
     assert not rollout.next_values.any()
-
-
-@pytest.mark.parametrize("algorithm", LADDER, ids=lambda a: surefoot.core.algorithms.algorithm_name(a))
-def test_every_rung_learns_from_the_rollout(algorithm: Any) -> None:
-    lasting = [((30, "terminated"), (20, "truncated"))] * 2
-    maker = one_by_one(clockworks(lasting))
-    fields = {"rollout": {"environments": 2, "steps": 16}, "objective": {"gamma": 0.9}}
-    if algorithm.reuse:
-        fields["objective"]["reuse"] = {"epochs": 1, "minibatches": 2}
-    seen: list[Any] = []
-    surefoot.train(maker, algorithm, steps=100, evaluation={"episodes": 0}, callback=seen.append, **fields)
-    assert seen[-1]["updates"] >= 2
-    assert seen[-1]["ratio_at_start"] == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.005])
@@ -430,18 +396,6 @@ def test_actions_that_are_not_finite_are_reported_as_an_error_of_the_policy(stri
         next(world.policy.parameters()).fill_(math.nan)
     with pytest.raises(SurefootError, match=r"^policy: its actions are not finite for finite observations; fix"):
         world.collector.collect(fresh_state())
-
-
-def test_two_environments_that_fail_at_once_both_start_new_episodes() -> None:
-    single = [
-        Poisoned(0, ENDS[0]).poison("reward", math.nan, 0, 2),
-        Poisoned(1, ENDS[1]).poison("observation", math.nan, 0, 2),
-    ]
-    world = collecting(single, steps=10)
-    with pytest.raises(NotFiniteError, match="the reward of environment 0 at step 2"):
-        world.collector.collect(fresh_state())
-    assert [env.episode for env in single] == [1, 1]
-    assert_sound(world, world.collector.collect(fresh_state()))
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])

@@ -17,7 +17,6 @@ from surefoot.control.environments.observations import mean_numbers, numbers_in
 from surefoot.control.world import ControlWorld
 from surefoot.core.algorithms import Objective
 from surefoot.diagnostics.metrics import TIMING
-from surefoot.recipes.reading import make_recipe
 from surefoot.store.metrics import read_metrics
 
 from .scored import Scored
@@ -51,14 +50,6 @@ def test_metrics_are_the_means_over_the_recent_episodes_in_every_autoreset_mode(
             assert metrics["episode_is_success"] == pytest.approx(np.mean([success for success, _ in results]))
             assert metrics["episode_energy"] == pytest.approx(np.mean([energy for _, energy in results]))
     assert len(results) > RECENT_EPISODES
-
-
-def test_only_the_last_hundred_episodes_count() -> None:
-    (environment,) = environments = [Scored()]
-    collector = made("looped", environments, steps=1000).collector
-    metrics = collector.collect(fresh_state()).metrics
-    assert len(environment.results) > 2 * RECENT_EPISODES
-    assert metrics["episode_energy"] == pytest.approx(np.mean([energy for _, energy in environment.results[-RECENT_EPISODES:]]))
 
 
 def test_whole_episodes_side_by_side_count_once_each() -> None:
@@ -138,11 +129,6 @@ def test_a_name_that_the_last_info_has_no_number_for_is_rejected_with_those_that
         made(mode, [Scored(), Scored()], info=["enrgy"]).collector.collect(fresh_state())
     with pytest.raises(SurefootError, match=r"'name' in the info .*numbers there: 'is_success', 'energy', 'count'"):
         made(mode, [Scored(), Scored()], info=["name"]).collector.collect(fresh_state())
-
-
-def test_a_name_may_be_written_alone() -> None:
-    recipe: Any = make_recipe({"task": "CartPole-v1", "rollout": {"info": "energy, is_success,energy"}})
-    assert recipe.rollout.info == ("energy", "is_success")
 
 
 def test_numbers_are_scalars_of_python_and_numpy() -> None:

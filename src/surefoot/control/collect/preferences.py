@@ -46,6 +46,10 @@ class Clips(NamedTuple):
         """The clips with each tensor changed."""
         return Clips(*map(change, self))
 
+    def between(self, start: int, end: int | None) -> "Clips":
+        """A part of the clips."""
+        return self.map(lambda x: x[start:end])
+
 
 def joined(parts: list[Clips]) -> Clips:
     """Clips one after the other."""
@@ -125,15 +129,16 @@ class Preferences:
                 "or set terminations = 'keep'"
             )
         inputs, ended, new = self._inputs(acted), acted.terminated | acted.truncated, [self.pool]
+        size = self.settings.segment
         for row, taken in enumerate(acted.mask):
             ends = [end + 1 for end in ended[row, taken].nonzero().flatten().tolist()]
             places = self._places(row, acted.actions[row, taken], ends)
             steps = Clips(inputs[row, taken], acted.rewards[row, taken], places)
             for start, end in zip([0, *ends], [*ends, len(places)], strict=True):
-                steps_so_far = joined([self.open[row], steps.map(lambda x, a=start, b=end: x[a:b])])  # type: ignore[misc]
-                whole = len(steps_so_far.rewards) // (size := self.settings.segment) * size
-                new.append(steps_so_far.map(lambda x, n=whole, k=size: x[:n].unflatten(0, (-1, k))))  # type: ignore[misc]
-                self.open[row] = self.nothing if end in ends else steps_so_far.map(lambda x, n=whole: x[n:])  # type: ignore[misc]
+                steps_so_far = joined([self.open[row], steps.between(start, end)])
+                whole = len(steps_so_far.rewards) // size * size
+                new.append(steps_so_far.between(0, whole).map(lambda x: x.reshape(len(x) // size, size, *x.shape[1:])))
+                self.open[row] = self.nothing if end in ends else steps_so_far.between(whole, None)
         self.pool = joined(new).map(lambda x: x[-POOL:].clone())
         kept = {(row, episode) for row, episode in self.pool.places[:, 0, :2].tolist()} if self.judge else set()
         self.tapes = {place: tape for place, tape in self.tapes.items() if place in kept}
