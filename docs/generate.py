@@ -544,9 +544,8 @@ def cli_page() -> str:
         "Command line",
         "`surefoot --help` and `surefoot COMMAND --help` show the same on a terminal; `-h` is short for `--help`. "
         "`python -m surefoot` is the same program. MODEL is a run, a checkpoint, a transformers folder or a hub id.",
-        "Exit codes: 0, done; 1, only of `surefoot check`: the recipe fails a check, or the run has a serious finding; 2, an "
-        "error: one line on stderr names the field, the value and the remedy; 130, stopped by Ctrl-C or SIGTERM: the run is "
-        "saved and resumes.",
+        "Exit codes: 0, done; 1, `check` found something serious, or `diff` or `verify` a difference; 2, an error: one line on "
+        "stderr names the field, the value and the remedy; 130, stopped by Ctrl-C or SIGTERM: the run is saved and resumes.",
         "## Shared options",
         "\n".join(f"- {flag}: {text}" for flag, text in shared),
         *(command_part(name, command, set(shared)) for name, command in commands),
