@@ -109,6 +109,22 @@ def test_verifiers_function_gets_messages_and_the_columns_of_its_row() -> None:
     assert score(lambda completion, level, times: times * level, arguments={"times": 2}) == [2, 4, 6]
 
 
+def test_functions_of_trl_and_verifiers_get_all_turns_after_the_prompt_and_others_get_them_before_the_response() -> None:
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "2*3?"}, {"role": "assistant", "content": "", "tool_calls": []}]
+    prompts = [Dialogue([*turns, {"role": "tool", "content": "6"}], {"tools": [{"name": "multiply"}]}, asked=1)] * 3
+
+    def trl(prompts, completions, tools=None):  # type: ignore[no-untyped-def]
+        assert [[one["role"] for one in talk] for talk in (prompts[0], completions[0])] == [
+            ["user"],
+            ["assistant", "tool", "assistant"],
+        ]
+        return [len(talk[-1]["content"]) + len(tools[0]) for talk in completions]
+
+    assert score(trl, prompts) == [2, 3, 4]
+    assert score(lambda prompt, completion: len(prompt) * len(completion), prompts) == [3, 3, 3]
+    assert score(lambda prompts, responses: [len(prompt) for prompt in prompts], prompts) == [3, 3, 3]
+
+
 def test_verifiers_function_with_a_missing_column_is_rejected() -> None:
     text = error(lambda completion, answer: 0.0, columns={})
     assert "requires 'answer'; available: completion, info, prompt, state, task" in text

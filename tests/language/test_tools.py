@@ -18,6 +18,7 @@ from surefoot.language.models.pocket import character_tokenizer
 from surefoot.language.online import tools as tools_module
 from surefoot.language.online.turns import Conversation, Environments, add_turn_rewards, as_samples, tool_metrics
 from surefoot.language.rewards.scores import Scores
+from surefoot.language.rewards.terms import FunctionReward
 from surefoot.language.sampling.ends import Ends
 from surefoot.recipes.language import TurnSettings
 
@@ -411,11 +412,40 @@ WAITS = {
 # ---- TRL --------------------------------------------------------------------------------------------------------------
 
 
+WORTH = """
+class Worth:
+    def reset(self, **row):
+        self.total = 0
+
+    def multiply(self, a: int, b: int) -> int:
+        \"\"\"Multiply two whole numbers.
+
+        Args:
+            a: One factor.
+            b: The other.
+        \"\"\"
+        self.total += a * b
+        return a * b
+
+    def get_reward(self):
+        return self.total / 7
+
+
+def worth(prompts, completions, **columns):
+    calls = [sum(len(one.get("tool_calls") or ()) for one in talk) for talk in completions]
+    results = [[one["content"] for one in talk if one["role"] == "tool"] for talk in completions]
+    last = [talk[-1].get("content") or "" for talk in completions]
+    lengths = [len(prompt) for prompt in prompts]
+    return [10.0 * a + len("".join(b)) + 100.0 * len(c) + 1000.0 * d for a, b, c, d in zip(calls, results, last, lengths)]
+"""
+
+
 @pytest.mark.release
-def test_ids_and_masks_are_those_of_trl(file: str, tmp_path: Path) -> None:
+def test_ids_masks_and_rewards_are_those_of_trl(tmp_path: Path) -> None:
     """With TRL's templates, which are those of the published models; and for odd calls, with Qwen 3's.
 
-    GLM differs: TRL writes <|observation|> again after a turn that ends with it.
+    GLM differs: TRL writes <|observation|> again after a turn that ends with it, and a reward function gets it in the answer. A
+    function of TRL gets the last answer parsed, without its thinking; ours gets the text.
     """
     from transformers import AutoTokenizer
 
@@ -423,7 +453,9 @@ def test_ids_and_masks_are_those_of_trl(file: str, tmp_path: Path) -> None:
         tokens = family_tokens(family)
         tokens.tokenizer.save_pretrained(tmp_path / family)
         (tmp_path / family / "eos.json").write_text(json.dumps(tokens.eos_ids))
-    made, compared = environments(file, "multiply", limit=9_000), []
+    (tmp_path / "tools.py").write_text(WORTH)
+    made, compared = environments(str(tmp_path / "tools.py"), environment="Worth", limit=9_000), list[str]()
+    reward = FunctionReward(f"{tmp_path / 'tools.py'}:worth")
     for case in printed("SUREFOOT_TRL_PYTHON", "trl_tools.py", str(tmp_path)):
         family = case["family"]
         if "error" in case:
@@ -440,6 +472,10 @@ def test_ids_and_masks_are_those_of_trl(file: str, tmp_path: Path) -> None:
             del ids[place], mask[place]
         assert talk.ids == ids, (family, tokens.tokenizer.decode(talk.ids), tokens.tokenizer.decode(ids))
         assert talk.own == [bool(one) for one in mask]
+        answer = str(talk.messages[-1]["content"])
+        rewards = [reward([talk.history], [answer], {}).total.item(), sum(talk.rewards)]
+        first = 1 if family == "glm" else 0
+        assert rewards[first:] == pytest.approx(case["rewards"][first:]), family
         compared.append(family)
     assert set(compared) >= {"hermes", "qwen3", "nemotron", "llama", "gpt_oss", "glm", "lfm"}
     assert compared.count("qwen3") == 7

@@ -2,11 +2,14 @@
 
     python trl_tools.py FOLDER
 
-FOLDER   a tokenizer for each family in FOLDER/NAME; the templates of TRL are saved there
+FOLDER   a tokenizer for each family in FOLDER/NAME; the templates of TRL are saved there. FOLDER/tools.py has the environment
+         Worth, whose method multiply is the tool, and the reward function worth
 
-The last line of output is JSON: for each case the family, the ids of prompt, turns and completion, and the mask.
+The last line of output is JSON: for each case the family, the ids of prompt, turns and completion, the mask, and the rewards of
+the function and of the environment.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -18,6 +21,8 @@ from transformers.utils.chat_template_utils import get_json_schema
 from trl import GRPOTrainer
 from trl import chat_template_utils as theirs
 
+sys.path.insert(0, sys.argv[1])
+mine = importlib.import_module("tools")
 TEMPLATES = {
     "hermes": "qwen2_5",
     "qwen3": "qwen3",
@@ -40,26 +45,31 @@ ODD = (
 )
 
 
-def multiply(a: int, b: int) -> int:
-    """Multiply two whole numbers.
-
-    Args:
-        a: One factor.
-        b: The other.
-    """
-    return a * b
-
-
 def played(tokenizer: Any, prompt: list[int], turns: list[list[int]]) -> dict[str, Any]:
     """What TRL makes of these turns."""
-    rest = iter(turns[1:])
+    rest, environment = iter(turns[1:]), mine.Worth()
+    environment.reset()
+
+    def get_reward(environments: Any, **_: Any) -> list[float]:  # as its constructor makes it
+        return [one.get_reward() for one in environments]
+
     trainer = object.__new__(GRPOTrainer)
     trainer.__dict__.update(
         max_tool_calling_iterations=9,
-        _sync_tool_dicts=[{"multiply": multiply}],
+        _sync_tool_dicts=[{"multiply": environment.multiply}],
         _async_tool_dicts=[{}],
-        tools=[multiply],
+        tools=[environment.multiply],
         environment_factories=None,
+        environments=[environment],
+        reward_funcs=[mine.worth, get_reward],
+        reward_func_names=["worth", "Worth"],
+        reward_processing_classes=[None, None],
+        accelerator=SimpleNamespace(device="cpu", is_main_process=True),
+        state=SimpleNamespace(global_step=0),
+        args=SimpleNamespace(report_to=[]),
+        _log_completion_extra=None,
+        _log_metric=None,
+        _current_train_step_time=0.0,
         processing_class=tokenizer,
         _tokenizer=tokenizer,
         chat_template=None
@@ -72,12 +82,13 @@ def played(tokenizer: Any, prompt: list[int], turns: list[list[int]]) -> dict[st
     )
     trainer.__dict__["model"] = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=9_999))
     trainer.__dict__["_generate_single_turn"] = lambda *_, **__: ([list(next(rest))], None)
-    first = theirs.parse_response(tokenizer, turns[0], prefix=prompt, tools=[multiply])
+    first = theirs.parse_response(tokenizer, turns[0], prefix=prompt, tools=[environment.multiply])
     try:
-        mask, _, ids, *_ = trainer._tool_call_loop([list(ASKED)], [prompt], [list(turns[0])], [[first]], None, None, {})
+        mask, said, ids, *_ = trainer._tool_call_loop([list(ASKED)], [prompt], [list(turns[0])], [[first]], None, None, {})
     except ValueError as error:
         return {"error": str(error)}
-    return {"prompt": prompt, "turns": turns, "ids": ids[0], "mask": mask[0]}
+    rewards = trainer._calculate_rewards([{"prompt": ASKED}], [list(ASKED)], said, ids)[0].tolist()
+    return {"prompt": prompt, "turns": turns, "ids": ids[0], "mask": mask[0], "rewards": rewards}
 
 
 def main(folder: Path) -> None:
@@ -91,7 +102,9 @@ def main(folder: Path) -> None:
 
         def rendered(messages: Any, tokenizer: Any = tokenizer, **options: Any) -> list[int]:
             return list(
-                tokenizer.apply_chat_template(messages, tools=[get_json_schema(multiply)], return_dict=False, **options)
+                tokenizer.apply_chat_template(
+                    messages, tools=[get_json_schema(mine.Worth().multiply)], return_dict=False, **options
+                )
             )
 
         call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 12, "b": 34}}}

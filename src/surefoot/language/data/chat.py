@@ -22,11 +22,12 @@ class Dialogue(list[Mapping[str, Any]]):
     """A list of messages with its own tools and settings for the chat template.
 
     options   keyword arguments of the template, including ``tools``
+    asked     how many messages were there before the model's first turn; default: all
     """
 
-    def __init__(self, messages: Iterable[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+    def __init__(self, messages: Iterable[Mapping[str, Any]], options: Mapping[str, Any], asked: int | None = None) -> None:
         super().__init__(messages)
-        self.options = options
+        self.options, self.asked = options, len(self) if asked is None else asked
 
 
 def options_of(prompt: str | Messages) -> Mapping[str, Any]:

@@ -110,7 +110,7 @@ class Conversation:
         for place, reply in enumerate(self.replies[: len(self.answers) - 1]):
             own = self.messages[place] if self.messages else {"role": "assistant", "content": self.answers[place]}
             messages += [own, *_messages(reply)]
-        return Dialogue(messages, options_of(self.start))
+        return Dialogue(messages, options_of(self.start), len(self.start))
 
     @property
     def transcript(self) -> str:

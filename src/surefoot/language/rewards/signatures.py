@@ -6,9 +6,9 @@
 | ``completions`` | trl | once, with lists | a number for each; None adds 0 |
 | ``completion``, or ``state`` | verifiers | for each response | a number |
 
-Where prompts are messages, ``completions`` and ``completion`` are lists of one message of the assistant, and ``tools`` is a
-column if the prompts have tools: the schemas. A function of any style may be asynchronous. Functions may change what they
-get: every call has its own copies.
+Where prompts are messages, ``completions`` and ``completion`` are lists of messages: all after the prompt, the last of them the
+response. ``tools``, the schemas, is a column if the prompts have tools. A function of any style may be asynchronous. Functions
+may change what they get: every call has its own copies.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from surefoot.calls import wait_for
-from surefoot.language.data.chat import options_of
+from surefoot.language.data.chat import Dialogue, options_of
 from surefoot.language.data.rows import TOOLS
 from surefoot.language.rewards.scores import Columns, Prompt
 
@@ -63,10 +63,12 @@ class Signature:
         plain = _copies(prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts)
         if self.style == "surefoot":
             return {**lists, "prompts": plain, "responses": list(responses)}
-        completions: list[Any] = [
-            response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
-            for prompt, response in zip(plain, responses, strict=True)
-        ]
+        completions: list[Any] = list(responses)
+        for row, prompt in enumerate(prompts):
+            if not isinstance(prompt, str):
+                asked = prompt.asked if isinstance(prompt, Dialogue) else len(prompt)
+                completions[row] = [*plain[row][asked:], {"role": "assistant", "content": responses[row]}]
+                plain[row] = plain[row][:asked]
         if self.style == "trl":
             return {**lists, "prompts": plain, "completions": completions}
         lists = {name: _copies([default] * len(plain)) for name, default in DEFAULTS.items()} | lists

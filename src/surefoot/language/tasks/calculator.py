@@ -1,11 +1,12 @@
 """Multiply ``a=347,b=862`` with a tool: the model calls ``multiply`` and answers with the result.
 
-A pocket model can't multiply such numbers itself, and copies them most easily if they stand as in the call. The difficulty
-is the number of digits.
+A pocket model can't multiply such numbers itself. It copies them most easily if they stand as in the call, and the result if
+all have the same length. The difficulty is the number of digits; the result has twice as many.
 """
 
 import random
 from collections.abc import Sequence
+from itertools import islice, repeat
 from typing import Any
 
 from surefoot.core.seeding import derived_seed
@@ -52,7 +53,8 @@ def _factors(count: int, seed: int, difficulty: int | None) -> list[tuple[int, i
     if not DIFFICULTIES[0] <= digits <= DIFFICULTIES[1]:
         raise SurefootError(f"difficulty={digits}: out of range for calculator; choose {DIFFICULTIES[0]} to {DIFFICULTIES[1]}")
     draw, numbers = random.Random(derived_seed(seed, "problems", digits)), range(10 ** (digits - 1), 10**digits)
-    return [(draw.choice(numbers), draw.choice(numbers)) for _ in range(count)]
+    drawn = ((draw.choice(numbers), draw.choice(numbers)) for _ in repeat(None))
+    return list(islice(((a, b) for a, b in drawn if a * b >= 10 ** (2 * digits - 1)), count))
 
 
 def _solution(draw: random.Random, a: int, b: int, sloppy: float) -> list[dict[str, Any]]:
