@@ -182,8 +182,12 @@ def doc_of(thing: griffe.Object | griffe.Alias) -> str:
     return str(thing.docstring.value)
 
 
-def described_function(thing: griffe.Function, level: int, name: str | None = None) -> str:
-    return f"{'#' * level} {code(name or thing.name)}\n\n```py\n{signature_of(thing)}\n```\n\n{prose(doc_of(thing))}"
+def described_function(thing: griffe.Function, level: int, owner: str = "") -> str:
+    """A function; a method whose signature is short has it in its heading."""
+    signature = signature_of(thing)
+    short = bool(owner) and len(signature) <= 60
+    heading = f"{'#' * level} {code(f'{owner}{signature if short else thing.name}')}"
+    return "\n\n".join([heading, *([] if short else [f"```py\n{signature}\n```"]), prose(doc_of(thing))])
 
 
 def is_field(member: griffe.Object | griffe.Alias) -> bool:
@@ -222,7 +226,7 @@ def described_class(thing: griffe.Class, level: int) -> str:
         if "property" in member.labels:
             parts.append(f"{code(f'{thing.name}.{member.name}')} (property): {escaped(doc_of(member))}")
         elif isinstance(member, griffe.Function):
-            parts.append(described_function(member, level + 1, f"{thing.name}.{member.name}"))
+            parts.append(described_function(member, level + 1, f"{thing.name}."))
     missing = set(methods or ()) - set(thing.members)
     assert not missing, f"{thing.path} has no {missing}"
     return "\n\n".join(parts)
