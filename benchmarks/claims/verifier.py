@@ -147,13 +147,13 @@ E1 = Experiment(
         ),
         Claim(
             "E1.2",
-            "A learned V is close to it, where problems differ in difficulty and the critic has a model of its own.",
+            "With a model for the critic alone and problems of different difficulty, V(s) is close to this probability.",
             "this ledger, after E1.1",
             CALIBRATED,
             lambda results: calibrated(results, MIXED),
             {
                 "confirmed": "Problems of different length give V something to tell apart, and twice the responses, a larger "
-                "learning rate and weights of its own let it follow the policy.",
+                "learning rate and a model of its own let it follow the policy.",
                 "undecided": "V is calibrated, but whether it tells problems apart better than a constant is not separated.",
                 "refuted": "V still lags behind the policy.",
             },
