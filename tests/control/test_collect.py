@@ -127,6 +127,14 @@ def test_box_actions_are_stored_unclipped_and_sent_clipped() -> None:
     assert rollout.metrics["actions_clipped"] == pytest.approx(((stored < low) | (stored > high)).mean())
 
 
+def test_the_same_stream_gives_the_same_rollout_and_another_a_different_one() -> None:
+    def actions(seed: int) -> torch.Tensor:
+        return collecting(clockworks(), steps=40).collector.collect(fresh_state(seed)).actions
+
+    assert torch.equal(actions(1), actions(1))
+    assert not torch.equal(actions(1), actions(2))
+
+
 def test_without_a_critic_values_are_zero() -> None:
     rollout = collecting(clockworks(), algorithm=REINFORCE).collector.collect(fresh_state())
     assert not rollout.values.any()
@@ -396,6 +404,18 @@ def test_actions_that_are_not_finite_are_reported_as_an_error_of_the_policy(stri
         next(world.policy.parameters()).fill_(math.nan)
     with pytest.raises(SurefootError, match=r"^policy: its actions are not finite for finite observations; fix"):
         world.collector.collect(fresh_state())
+
+
+def test_two_environments_that_fail_at_once_both_start_new_episodes() -> None:
+    single = [
+        Poisoned(0, ENDS[0]).poison("reward", math.nan, 0, 2),
+        Poisoned(1, ENDS[1]).poison("observation", math.nan, 0, 2),
+    ]
+    world = collecting(single, steps=10)
+    with pytest.raises(NotFiniteError, match="the reward of environment 0 at step 2"):
+        world.collector.collect(fresh_state())
+    assert [env.episode for env in single] == [1, 1]
+    assert_sound(world, world.collector.collect(fresh_state()))
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
