@@ -63,7 +63,7 @@ def test_two_runs_of_the_table_are_compared_by_their_fingerprints(runs: Path) ->
     file.write_text(file.read_text().replace('"rewards": ["', '"rewards": ["f'))
     found = page.get("/api/diff", params={"a": "a", "b": "group/b"}).json()
     assert found["first"]["stage"] == "rewards"
-    assert "fingerprints.jsonl is not what the run wrote" in found["lines"][-1]
+    assert "fingerprints.jsonl: is not what the run wrote" in found["lines"][-1]
     missing = page.get("/api/diff", params={"a": "a", "b": "../a"})
     assert missing.status_code == 404
     assert "error" in missing.json()
