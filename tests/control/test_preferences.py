@@ -104,13 +104,13 @@ def acted_of(rollout: Any) -> Any:
     return type("Acted", (), {"observed": rollout.inputs, "actions": rollout.actions})
 
 
-def test_labels_are_asked_for_before_the_first_update_and_at_refits_over_three_quarters_of_the_steps() -> None:
+def test_labels_are_asked_for_before_the_first_update_and_at_refits_while_the_policy_explores() -> None:
     _, learning = clockwork_world(labels=20, refits=5)
     state = fresh_state()
     assert learning._due(state) == 10
     learning.models.fits = 1
     due = []
-    for share in (0.0, 0.14, 0.16, 0.5, 0.74, 0.76, 1.0):
+    for share in (0.0, 0.06, 0.08, 0.24, 0.34, 0.36, 1.0):
         state.steps = int(share * state.total_steps)
         due.append(learning._due(state))
     assert due == [10, 10, 12, 16, 18, 20, 20]

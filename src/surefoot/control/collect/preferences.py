@@ -22,8 +22,9 @@ from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError
 from surefoot.recipes.control import ClipPreferences
 
-UNTIL = 0.75
-"""share of the steps after which no label is asked for"""
+UNTIL = 0.35
+"""share of the steps after which no label is asked for: while the policy still explores, so that it can leave what the first
+reward models got wrong (docs/benchmarks/people.md)"""
 CANDIDATES = 10
 """random pairs for each pair that is asked for"""
 POOL = 1500
