@@ -187,7 +187,8 @@ TASKS: dict[str, tuple[str, str | Callable[..., Any]]] = {
     "backward": ("HalfCheetah-v5", backward),
 }
 """the id whose tuned recipe is used, and the task"""
-PREFERENCES = {"pendulum": {"labels": 400, "segment": 25}, "backward": {"labels": 300, "segment": 20}}
+EARLY = {"refits": 10, "until": 0.35}
+PREFERENCES = {"pendulum": {"labels": 400, "segment": 25, **EARLY}, "backward": {"labels": 300, "segment": 20, **EARLY}}
 ENTROPY = 0.03
 """its coefficient with learned rewards: while they change, the policy must explore (chosen on seed 2)"""
 CASES: dict[str, tuple[str, dict[str, Any] | None]] = {

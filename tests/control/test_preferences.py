@@ -105,7 +105,7 @@ def acted_of(rollout: Any) -> Any:
 
 
 def test_labels_are_asked_for_before_the_first_update_and_at_refits_while_the_policy_explores() -> None:
-    _, learning = clockwork_world(labels=20, refits=5)
+    _, learning = clockwork_world(labels=20, refits=5, until=0.35)
     state = fresh_state()
     assert learning._due(state) == 10
     learning.models.fits = 1

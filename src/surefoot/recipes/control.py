@@ -172,9 +172,11 @@ class ClipPreferences(Section):
     """steps of a clip; about a second is best"""
     first: float = Field(0.5, gt=0, le=1)
     """share of the labels that is asked for before the first update"""
-    refits: Count = 10
-    """how often the rest is asked for and the reward models are trained again, over the first 35 % of the steps; a larger
-    objective.entropy_coefficient keeps the policy exploring meanwhile"""
+    refits: Count = 5
+    """how often the rest is asked for and the reward models are trained again"""
+    until: float = Field(0.75, gt=0, le=1)
+    """share of the steps over which the refits are spread; less, with an objective.entropy_coefficient, helps where the policy
+    stops exploring before it is corrected"""
     errors: float = Field(0.0, ge=0, lt=0.5)
     """share of wrong labels, of judge = "return" alone"""
     terminations: Literal["reject", "keep"] = "reject"

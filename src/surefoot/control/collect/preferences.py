@@ -22,9 +22,6 @@ from surefoot.core.seeding import stream
 from surefoot.errors import SurefootError
 from surefoot.recipes.control import ClipPreferences
 
-UNTIL = 0.35
-"""share of the steps after which no label is asked for: while the policy still explores, so that it can leave what the first
-reward models got wrong (docs/benchmarks/people.md)"""
 CANDIDATES = 10
 """random pairs for each pair that is asked for"""
 POOL = 1500
@@ -197,7 +194,7 @@ class Preferences:
 
     def _due(self, state: LearnerState) -> int:
         """How many labels are asked for up to now."""
-        refits, passed = self.settings.refits, state.steps / state.total_steps / UNTIL
+        refits, passed = self.settings.refits, state.steps / state.total_steps / self.settings.until
         share = min(1.0, int(passed * refits) / refits) if self.models.fits else 0.0
         return self.first + round((self.settings.labels - self.first) * share)
 
