@@ -235,20 +235,23 @@ def test_without_final_observations_the_last_value_is_used_and_a_metric_counts_i
     assert "truncations_estimated" not in exact.metrics
 
 
-def test_episode_metrics_are_those_of_all_episodes_in_the_order_of_their_ends() -> None:
+@pytest.mark.parametrize(("steps", "rollouts"), [(15, 3), (400, 1)])
+def test_episode_metrics_are_those_of_the_last_episodes_in_the_order_of_their_ends(steps: int, rollouts: int) -> None:
     single = clockworks()
-    world = rows_world(lambda: Rows(single), 3, 15)
+    world = rows_world(lambda: Rows(single), 3, steps)
     state = fresh_state()
-    for _ in range(3):
+    for _ in range(rollouts):
         metrics = world.collector.collect(state).metrics
     ended, total = [], 0
-    for t in range(45):
+    for t in range(steps * rollouts):
         for row in single:
             if row.log[t].terminated or row.log[t].truncated:
                 episode = [step.reward for step in row.log[: t + 1] if step.episode == row.log[t].episode]
                 ended.append((sum(episode), len(episode)))
                 total += 1
     assert world.collector.log.finished_count == total
+    assert (total > 100) == (steps == 400)
+    ended = ended[-100:]
     assert [row[:2] for row in world.collector.log.finished] == [pytest.approx(row) for row in ended]
     assert metrics["episode_return"] == pytest.approx(np.mean([row[0] for row in ended]))
 
