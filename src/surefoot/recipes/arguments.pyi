@@ -154,6 +154,7 @@ class ClipPreferencesTable(TypedDict, total=False):
     segment: int
     first: float
     refits: int
+    until: float
     errors: float
     terminations: Literal["reject", "keep"]
 
