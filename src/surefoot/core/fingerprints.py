@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from surefoot.core.optimizer import FlatParameters, Optimizer, Parts
 from surefoot.core.rollout import Credit, LearnerState, Rollout, tensors_in
 from surefoot.core.steps import PendingStep
-from surefoot.ranks.collectives import all_max, bit_sum, exact_device, exchange, rank, world_size
+from surefoot.ranks.collectives import all_max, bit_sum, exact_device, exchange, in_float64, rank, world_size
 
 CHUNK = 2**13
 """elements that a CPU hashes at a time, so that what is computed of them stays in its cache, and numpy on one thread"""
@@ -66,7 +66,9 @@ def measure(x: Tensor, start: int = 0) -> tuple[Any, Any, Any]:
     if x.device.type != "cpu":
         return _measure_on_device(x.detach().reshape(-1).contiguous(), start)
     low, (factors, signs) = x.dtype == torch.bfloat16, _weights()  # numpy has no bfloat16, and its calls take less time
-    values: Any = np.ascontiguousarray((x.float() if low else x).detach().numpy().reshape(-1))
+    x = x.float() if low else x.view(torch.uint8) if x.dtype == torch.bool else x
+    # Not by numpy(), after which the memory of the tensor can't be resized, as that of idle roles is.
+    values: Any = np.ascontiguousarray(np.from_dlpack(x.detach()).reshape(-1))
     words = values.view("<i2")[1::2] if low else values.view(WORDS[values.itemsize])
     number, square, sign = 0, 0.0, 0.0
     for first in range(start // CHUNK * CHUNK, start + len(values), CHUNK):
@@ -85,10 +87,10 @@ def measure(x: Tensor, start: int = 0) -> tuple[Any, Any, Any]:
 
 def _measure_on_device(flat: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
     """The same, by few calls and without waiting for the device."""
-    device, doubles = flat.device, exact_device(flat.device)
-    factors, signs = torch.from_numpy(_weights()[0]).to(device), torch.from_numpy(_weights()[1]).to(doubles)
+    device = flat.device
+    factors, signs = torch.from_numpy(_weights()[0]).to(device), torch.from_numpy(_weights()[1]).to(exact_device(device))
     number = torch.zeros((), dtype=torch.int64, device=device)
-    square, sign = torch.zeros((2,), dtype=torch.float64, device=doubles)
+    square, sign = torch.zeros((2,), dtype=torch.float64, device=exact_device(device))
     for first in range(start // CHUNK * CHUNK, start + len(flat), BLOCK):
         part = flat[max(0, first - start) : first - start + BLOCK]
         before = max(0, start - first)
@@ -98,7 +100,7 @@ def _measure_on_device(flat: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor
             words = words[::2] + words[1::2] * HIGH
         sums = (pad(words, around).view(-1, CHUNK) * factors).sum(1)
         of_chunks = torch.tensor([_factor(first // CHUNK + index) for index in range(len(sums))], device=device)
-        exact = pad(part.to(doubles, torch.float64), around).view(-1, CHUNK)
+        exact = pad(in_float64(part), around).view(-1, CHUNK)
         number, square, sign = number + (sums * of_chunks).sum(), square + exact.square().sum(), sign + (exact @ signs).sum()
     return number, square, sign
 
