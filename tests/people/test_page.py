@@ -165,6 +165,7 @@ def test_undo_equal_skip_pause_and_the_last_labels_can_be_changed(pairs: Path, c
         page.click(".last li:first-child button")
         answer(page, 2, lambda *_: "ArrowRight")
         process.kill()
+        page.wait_for_timeout(170)  # clicks are ignored for a moment
         page.click("#skip")
         page.wait_for_selector("#error:has-text('the command in the terminal has ended. Start it again')")
         page.close()
