@@ -251,9 +251,8 @@ def test_episode_metrics_are_those_of_the_last_episodes_in_the_order_of_their_en
                 total += 1
     assert world.collector.log.finished_count == total
     assert (total > 100) == (steps == 400)
-    ended = ended[-100:]
-    assert [row[:2] for row in world.collector.log.finished] == [pytest.approx(row) for row in ended]
-    assert metrics["episode_return"] == pytest.approx(np.mean([row[0] for row in ended]))
+    assert [row[:2] for row in world.collector.log.finished] == [pytest.approx(row) for row in ended[-100:]]
+    assert metrics["episode_return"] == pytest.approx(np.mean([row[0] for row in ended[-100:]]))
 
 
 class Labelled(CartPole):

@@ -149,6 +149,7 @@ def test_another_model_another_token_and_what_can_t_be_scored_are_one_line(rewar
             ({"prompts": ["a"], "responses": [3]}, "responses[0]=3: must be text"),
             ({"prompts": [["a"]], "responses": ["b"]}, "prompts[0]=['a']: is neither text nor messages"),
             ({"prompts": ["a"], "responses": ["b"], "tools": [None, None]}, "tools: must be a list of 1"),
+            ({"prompts": ["a"], "responses": ["b"], "tools": ["add"]}, "tools[0]='add': must be a list of schemas"),
             ({"prompts": ["a"], "responses": ["b" * 200]}, "more than its context of 128"),
             ([1], "has no JSON object"),
         ):

@@ -101,6 +101,9 @@ class ServedReward:
         tools = body.get(TOOLS) or [None] * len(prompts)
         if not isinstance(tools, list) or len(tools) != len(prompts):
             raise SurefootError(f"{TOOLS}: must be a list of {len(prompts)}, one for each prompt")
+        for number, own in enumerate(tools):
+            if own is not None and not (isinstance(own, list) and all(isinstance(each, dict) for each in own)):
+                raise SurefootError(f"{TOOLS}[{number}]={own!r:.60}: must be a list of schemas, or null")
         pairs = zip(prompts, tools, strict=True)
         prompts = [Dialogue(prompt, {TOOLS: own}) if own and isinstance(prompt, list) else prompt for prompt, own in pairs]
         return {"prompts": prompts, "responses": responses, "key": None}

@@ -126,14 +126,8 @@ class Verified:
         place = None if self.first is None else self.first.to_json()
         start = None if self.plan.checkpoint is None else self.plan.checkpoint.name
         lists = {"compared": self.compared, "machine": self.plan.elsewhere, "changed": self.changed}
-        return {
-            "run": str(self.plan.run),
-            "result": self.result,
-            "first": place,
-            "checkpoint": start,
-            **lists,
-            "line": self.line,
-        }
+        named = {"run": str(self.plan.run), "result": self.result, "first": place, "checkpoint": start}
+        return {**named, **lists, "line": self.line}
 
 
 def plan_of(run: str | Path, iteration: int | None = None, every: bool = False) -> Plan:
