@@ -143,6 +143,8 @@ def test_what_is_not_written_yet_is_said(capsys) -> None:
         raise NotImplementedError
 
     assert not exercises.grade({**RIGHT, "td": td, "gae": ...})
+    with pytest.raises(TypeError, match=r"grade\(globals\(\)\)"):
+        exercises.grade(gae)
     assert "✗ td: to be written\n✗ gae: to be written\n✓ ratio" in capsys.readouterr().out
 
 

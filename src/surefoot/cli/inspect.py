@@ -14,7 +14,7 @@ import click
 
 from surefoot.cli.options import PATH, RUN, IntRange, option
 from surefoot.cli.output import echo, echo_json
-from surefoot.errors import SurefootError, require_package
+from surefoot.errors import SurefootError, did_you_mean, require_package
 from surefoot.files import RUNS, write_text, writing
 from surefoot.people.log import CLOSED, LABELS, LabelLog, Queue, Round, check_person, labels_of_all, pair_rows, rounds_of
 from surefoot.terminal import is_terminal
@@ -176,7 +176,8 @@ def place_of(what: Path) -> tuple[Queue, Path, Round | None]:
             )
         return rounds[-1].queue, rounds[-1].folder / LABELS, rounds[-1]
     if not what.exists():
-        raise SurefootError(f"{what}: no such file or folder; name a folder of rounds, or a file of pairs")
+        near = did_you_mean(str(what), map(str, [*RUNS.glob("*"), *what.parent.glob("*")]))
+        raise SurefootError(f"{what}: no such file or folder{near or '; name a folder of rounds, or a file of pairs'}")
     return Queue(what), what.with_name(f"{what.stem}-{LABELS}"), None
 
 

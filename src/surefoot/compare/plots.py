@@ -339,7 +339,7 @@ def draw_panel(panel: Panel, runs: Sequence[SavedRun], kind: Literal["svg", "png
     """The plot as the bytes of a file. The same runs give the same bytes; the caller names the lines."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+    figure = Figure(figsize=(4.5, 2.6), layout="constrained")
     axes = figure.subplots()
     lowest = 0.0
     for index, run in enumerate(runs):

@@ -151,8 +151,10 @@ def fault(name: str, answer: Answer) -> str | None:
 def grade(answers: Mapping[str, Any]) -> bool:
     """Print a line for each exercise, and return whether all are right.
 
-    ``answers`` holds the functions by name: in a notebook, ``grade(globals())``.
+    ``answers`` holds the functions by name: in a notebook, ``grade(globals())``. Raises TypeError if it is no mapping.
     """
+    if not isinstance(answers, Mapping):
+        raise TypeError("grade takes the functions by name; call grade(globals())")
     faults = {name: fault(name, answers[name]) if callable(answers.get(name)) else "to be written" for name in LAWS}
     for name, what in faults.items():
         print(f"✓ {name}" if what is None else f"✗ {name}: {what}")

@@ -3,6 +3,8 @@
 import { getJson, short, steps, visible } from "./api.js";
 import { h, show } from "./dom.js";
 
+const inLines = (text) => text.split("\n").map(visible).join("\n");
+
 export function makeSamples(state) {
   const able = state.runs.map((run, i) => [run, i]).filter(([run]) => run.samples.length || run.videos.length);
   const chosen = { run: able[0][1], sort: "order" };
@@ -40,12 +42,12 @@ export function makeSamples(state) {
     let pairs = fresh.map((sample) => [waiting.get(sample.prompt)?.shift() ?? null, sample]);
     const gain = ([a, b]) => (a ? (b.reward ?? 0) - (a.reward ?? 0) : 0);
     if (order.value !== "order") pairs = pairs.sort((a, b) => (order.value === "gain" ? gain(b) - gain(a) : gain(a) - gain(b)));
-    const cell = (sample) => (sample ? [h("p", { class: "said" }, visible(sample.response) || "(empty)"),
+    const cell = (sample) => (sample ? [h("p", { class: "said" }, inLines(sample.response) || "(empty)"),
       h("p", { class: "hint" }, ["reward", "gold", "kl"].filter((name) => name in sample).map((name) => `${name} ${short(sample[name])}`).join(" · "))] : h("p", { class: "hint" }, "not sampled at this step"));
     const missing = pairs.filter(([a]) => !a).length;
     show(text, missing ? h("p", { class: "hint" }, `${missing} of these ${pairs.length} prompts have no earlier response. With data.held_out every evaluation uses the same prompts.`) : null, h("table", { class: "beside" },
       h("thead", {}, h("tr", {}, ["prompt", `before, step ${steps(before.value)}`, `after, step ${steps(after.value)}`].map((title) => h("th", { scope: "col" }, title)))),
-      h("tbody", {}, pairs.map(([a, b]) => h("tr", {}, h("td", { class: "asked" }, visible(b.prompt)), h("td", { "data-title": `before, step ${steps(before.value)}` }, cell(a)), h("td", { "data-title": `after, step ${steps(after.value)}` }, cell(b)))))));
+      h("tbody", {}, pairs.map(([a, b]) => h("tr", {}, h("td", { class: "asked" }, inLines(b.prompt)), h("td", { "data-title": `before, step ${steps(before.value)}` }, cell(a)), h("td", { "data-title": `after, step ${steps(after.value)}` }, cell(b)))))));
   }
 
   const element = h("div", {}, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, h("label", {}, h("span", {}, "run"), run), selects), text, videos);
