@@ -286,8 +286,11 @@ def _labelled(settings: RoundsSettings, folder: Path, number: int, log: Callable
     here, at = folder / f"round-{number}", Round(folder / f"round-{number}")
     here.mkdir(exist_ok=True)
     if not (here / QUEUE).is_file():
-        log(f"round {number}: {settings.pairs} pairs by {policy_before(settings, folder, number)}, for {settings.judge}")
-        write_listed(here / QUEUE, rows_text(_sampled(settings, folder, number)))
+        log(f"round {number}: two answers to each of {settings.pairs} prompts by {policy_before(settings, folder, number)}")
+        rows = _sampled(settings, folder, number)
+        equal = settings.pairs - len(rows)
+        log(f"round {number}: {len(rows)} pairs for {settings.judge}{f'; {equal} had equal answers' if equal else ''}")
+        write_listed(here / QUEUE, rows_text(rows))
     if not at.closed and settings.judge == PEOPLE:
         total, done = len(at.queue.pairs), len(labelled(at.labels))
         if done < total:
