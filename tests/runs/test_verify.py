@@ -20,7 +20,7 @@ from surefoot.compare.card import Options, write_repository
 from surefoot.control.policy import DiagonalGaussian
 from surefoot.core.steps.eager import EagerPasses
 from surefoot.runs.verify import plan_of, verify
-from surefoot.store.reading import FINGERPRINTS
+from surefoot.store.reading import FINGERPRINTS, read_fingerprints
 
 FIELDS: dict[str, Any] = {
     "preset": "none",
@@ -118,9 +118,12 @@ def test_on_another_machine_close_numbers_pass_but_are_never_the_same(run: Path,
 
 
 def test_on_another_machine_actions_come_from_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rarely in (("SHARE", 1e-9), ("MEASURED", 1)):
+        monkeypatch.setattr(fingerprints, name, rarely)
     surefoot.train("Pendulum-v1", run_dir=tmp_path / "run", **FIELDS)
     original = DiagonalGaussian.transform
     monkeypatch.setattr(DiagonalGaussian, "transform", lambda self, noise: original(self, noise) + 0.1)
+    assert list(read_fingerprints(tmp_path / "run").rows) == [1, 2, 3, 5], "after the checkpoints of 2 and 4 too"
     assert not verify(plan_of(tmp_path / "run")).passed, "on the same machine they are sampled"
     there = pulled(tmp_path / "run", tmp_path / "there", 1 + 3e-7)
     shutil.copytree(tmp_path / "run" / "checkpoints", there / "checkpoints")

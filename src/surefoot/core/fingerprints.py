@@ -121,6 +121,8 @@ class Fingerprints:
     def __init__(self, every: int | None = None) -> None:
         self.every, self.message = every, ""
         """the message says so once if not every iteration has one"""
+        self.wanted = True
+        """the next iteration has them, whatever ``every``: the first, and those after checkpoints, where ``verify`` begins"""
         self.row: dict[str, Fingerprint] | None = None
         """of the last update; None if it was not due, or not finished"""
         self._parts: list[tuple[str, int, Any, Any, Any]] = []
@@ -134,7 +136,8 @@ class Fingerprints:
     def due(self, state: LearnerState) -> bool:
         """Whether the iteration that is being updated has fingerprints; the same on all ranks."""
         self._parts, self.row = [], None
-        return (state.iteration + 1) % (self.every or 1) == 0 or state.iteration == 0
+        wanted, self.wanted = self.wanted, False
+        return wanted or (state.iteration + 1) % (self.every or 1) == 0
 
     def begin(self, groups: Iterable[Group], rollout: Rollout, credit: Credit) -> None:
         """Add the stages before an update of some groups of parameters."""

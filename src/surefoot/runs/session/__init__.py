@@ -541,6 +541,8 @@ class Session:
             prune(written.parent, self.recipe.checkpoint.keep)
 
         self.saver.copy(path, lambda: self._checkpoint_parts(collector), clean, self.row_files, resumable=True)
+        if self.learner.fingerprints is not None:
+            self.learner.fingerprints.wanted = True
         if not self.saved:  # so a folder without checkpoints belongs to a run that has saved none
             self.saver.write_first()
             self.saved = True
