@@ -17,7 +17,7 @@ from surefoot.language.data.rows import write_rows
 def main(seed: int) -> None:
     folder = Path(f"control-{seed}")
     folder.mkdir()
-    right = tasks.rows("calculator", 8_000, seed)
+    right = tasks.rows("calculator", 16_000, seed)
     asked = [{"role": "user", "content": row["prompt"]} for row in right]
     answered = [[question, {"role": "assistant", "content": row["answer"]}] for question, row in zip(asked, right, strict=True)]
     write_rows(folder / "direct.jsonl", ({"messages": messages} for messages in answered))

@@ -19,7 +19,7 @@ GROUPS = {"algorithm": "GRPO", "sampling": {"prompts": 16, "samples": 8}}
 FILES = {"train": "./data/problems.jsonl", "held_out": "./data/validation.jsonl"}
 
 
-def demo(demonstrations: int = 8_000, problems: int = 4_096) -> Demo:
+def demo(demonstrations: int = 16_000, problems: int = 4_096) -> Demo:
     """SFT, then PPO and GRPO from there. Raises SurefootError without ``transformers``."""
     require_package("transformers", "language", "demo tools")  # before anything is written
     online = {"model": "./sft", "steps": problems, "data": FILES}
