@@ -257,7 +257,16 @@ def test_bad_input_is_one_line_with_exit_code_2_and_changes_no_label(
     assert Path("pairs-labels/bo.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "x", "a": "y"}', '{"prompt": "x", "video_a": "y.mp4", "video_b": 3}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"prompt": "x", "a": "y"}',
+        '{"prompt": "x", "video_a": "y", "video_b": 3}',
+        '{"prompt": 1, "a": "", "b": "y"}',
+    ],
+)
 def test_a_line_that_is_no_pair_is_named(line: str) -> None:
     with pytest.raises(SurefootError, match=r"queue.jsonl:13: "):
         Queue(Path(QUEUE), (text_of(12) + line).encode())

@@ -40,7 +40,7 @@ from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.models import ModelRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint, require
-from surefoot.store.folder import checkpoint_to_load, is_model
+from surefoot.store.folder import checkpoint_to_load, is_model, kind_of
 from surefoot.store.hub import is_hub_name, local_folder
 from surefoot.store.manifest import check_folder, is_checkpoint
 
@@ -155,6 +155,8 @@ def model_folder(name: str) -> str:
         return name
     if not (path / "model").is_dir() and (path / "adapter").is_dir():
         raise SurefootError(f"model={name!r}: this run saved only an adapter; merge it: surefoot merge {name} --out FOLDER")
+    if kind_of(path) == "control":
+        raise SurefootError(f"model={name!r}: is an agent of control; name a run of a language model")
     if not (path / "model").is_dir():
         raise SurefootError(f"model={name!r}: this run has not finished, so it has no model yet; run: surefoot resume {name}")
     check_folder(path / "model", f"model={name!r}", required=True)

@@ -111,6 +111,8 @@ def _pair(path: Path, number: int, line: bytes) -> Row:
     for name in names:
         if not isinstance(row.get(name), str):
             raise SurefootError(f"{path}:{number}: {name}={row.get(name)!r}: must be text; each line needs prompt, a and b")
+    if not isinstance(row.get("prompt", ""), str | list):
+        raise SurefootError(f"{path}:{number}: prompt={row['prompt']!r}: must be text, or a list of messages")
     return row
 
 
