@@ -8,61 +8,62 @@ import os
 import shutil
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import filelock
-import numpy as np
 
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, require_package
 from surefoot.files import cache_folder, check_plain, read_table
 from surefoot.store.manifest import MANIFEST, fingerprint, listed_files, read_listed_table, write_listed, write_manifest
 
 T = TypeVar("T")
+Build = Callable[[Callable[[Sequence[Any]], None]], dict[str, Any]]
+"""calls its argument with every row, a value for each field in order, and returns a summary, a JSON object"""
 
 KEPT = 30 * 24 * 3600.0
 """seconds since its last use after which a folder is deleted"""
-TYPES = {"ids": np.dtype(np.int32), "flags": np.dtype(np.bool_), "json": np.dtype(np.uint8)}
-"""what the elements of a field are: lists of ids, lists of booleans, or values as JSON"""
+ROWS = "rows.arrow"
+BATCH = 500
+"""rows that are written at a time"""
 
 
 class Ragged(Sequence[Any]):
-    """Lists of different lengths, one after the other in one array; or values as JSON text."""
+    """A column of a mapped Arrow file: lists of different lengths, or values as JSON text."""
 
-    def __init__(self, kind: str, values: np.ndarray, ends: np.ndarray) -> None:
-        self.kind, self._values, self._ends = kind, values, ends
+    def __init__(self, column: Any, is_json: bool) -> None:
+        self._column, self._is_json = column, is_json
         self._last: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:
-        """The number of lists."""
-        return len(self._ends)
+        """The number of rows."""
+        return len(self._column)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """One list, or several."""
+        """One row, or several."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        if self.kind == "json" and self._last[0] == index:  # several columns of a row are read one after the other
-            return self._last[1]
-        part = self._values[0 if index == 0 else int(self._ends[index - 1]) : int(self._ends[index])]
-        if self.kind != "json":
-            return part.tolist()
-        self._last = index, json.loads(part.tobytes())
+        if not self._is_json:
+            return self._column[index].values.to_numpy(zero_copy_only=False).tolist()
+        if self._last[0] != index:  # several columns of a row are read one after the other
+            self._last = index, json.loads(self._column[index].as_py())
         return self._last[1]
 
     @property
     def lengths(self) -> list[int]:
         """The length of each list."""
-        return np.diff(self._ends, prepend=0).tolist()  # type: ignore[no-any-return]
+        from pyarrow.compute import list_value_length
+
+        return list_value_length(self._column).to_pylist()  # type: ignore[no-any-return]
 
 
 def lengths_of(rows: Sequence[Any]) -> list[int]:
@@ -70,57 +71,18 @@ def lengths_of(rows: Sequence[Any]) -> list[int]:
     return rows.lengths if isinstance(rows, Ragged) else [len(row) for row in rows]
 
 
-class Fields:
-    """Fields that grow row by row, in memory."""
-
-    def __init__(self, kinds: Mapping[str, str]) -> None:
-        self.columns: dict[str, Sequence[Any]] = {name: [] for name in kinds}
-
-    def append(self, values: Sequence[Any]) -> None:
-        """Add one row: a value for each field, in order."""
-        for column, value in zip(self.columns.values(), values, strict=True):
-            column.append(value)  # type: ignore[attr-defined]
-
-
-class _Writer(Fields):
-    """Fields that grow on disk."""
-
-    def __init__(self, kinds: Mapping[str, str], files: Mapping[str, tuple[BinaryIO, BinaryIO]]) -> None:
-        self.kinds, self._files = kinds, files
-        self._ends = dict.fromkeys(kinds, 0)
-
-    def append(self, values: Sequence[Any]) -> None:
-        """Add one row."""
-        for (name, kind), value in zip(self.kinds.items(), values, strict=True):
-            content, ends = self._files[name]
-            if kind == "json":
-                try:
-                    data = json.dumps(value).encode()
-                except (TypeError, ValueError):
-                    raise NotJson(name) from None
-                if not _same(json.loads(data), value):
-                    raise NotJson(name)
-                count = len(data)
-            else:
-                data, count = (array("i", value).tobytes() if kind == "ids" else bytes(value)), len(value)
-            content.write(data)
-            self._ends[name] += count
-            ends.write(array("q", [self._ends[name]]).tobytes())
-
-
 class NotJson(ValueError):
     """A value that JSON can't hold, such as a date: its rows stay in memory."""
 
 
-def _same(first: Any, second: Any) -> bool:
-    """Whether two values are equal, with equal types."""
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, dict):
-        return list(first) == list(second) and all(_same(first[key], second[key]) for key in first)
-    if isinstance(first, list):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return bool(first == second)
+def _as_json(name: str, value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        raise NotJson(name) from None
+    if repr(json.loads(text)) != repr(value):  # a tuple, or a key that is no text
+        raise NotJson(name)
+    return text
 
 
 @dataclass(frozen=True)
@@ -146,16 +108,16 @@ class Facts:
 
 
 def cached(
-    parts: Iterable[object] | None, kinds: Mapping[str, str], build: Callable[[Fields], dict[str, Any]]
+    parts: Iterable[object] | None, kinds: Mapping[str, str], build: Build
 ) -> tuple[dict[str, Sequence[Any]], dict[str, Any], Facts]:
     """Fields and a summary, made by ``build`` unless they are in the cache; and what was computed from them.
 
     parts   all that the content depends on; None: keep it in a temporary file of this process
-    kinds   the fields, each with a key of ``TYPES``
-    build   appends every row, and returns a summary, a JSON object
+    kinds   what each field has: "ids" and "flags", lists of them, or "json", any value
 
     Raises SurefootError if the cache can't be written, and what ``build`` raises.
     """
+    require_package("pyarrow", "language", "the cache of token ids")
     root = cache_folder("data")
     try:
         if parts is None:
@@ -165,22 +127,21 @@ def cached(
         key = sha256(json.dumps([str(part) for part in parts]).encode()).hexdigest()[:32]
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root, key):
-            folder_ = root / key
-            stored = _read(folder_, kinds)
+            stored = _read(root / key, kinds)
             if stored is None:
                 temporary = root / f".{key}.tmp"  # of this key's lock alone: a killed process leaves it, the next removes it
                 shutil.rmtree(temporary, ignore_errors=True)
-                shutil.rmtree(folder_, ignore_errors=True)
+                shutil.rmtree(root / key, ignore_errors=True)
                 temporary.mkdir()
                 try:
                     _write(temporary, kinds, build)
-                    os.replace(temporary, folder_)
+                    os.replace(temporary, root / key)
                 finally:
                     shutil.rmtree(temporary, ignore_errors=True)
-                stored = _opened(folder_, kinds)
-            os.utime(folder_)
+                stored = _opened(root / key, kinds)
+            os.utime(root / key)
         remove_unused(root)
-        return *stored, Facts(folder_)
+        return *stored, Facts(root / key)
     except OSError as error:
         raise SurefootError(
             f"SUREFOOT_CACHE={str(root.parent)!r}: can't be written ({error.strerror or error}); set it to a folder with room"
@@ -194,46 +155,50 @@ def _locked(root: Path, key: str) -> Iterator[None]:
         yield
 
 
-def _names(kinds: Iterable[str]) -> list[str]:
-    return [f"{name}.{part}" for name in kinds for part in ("values", "ends")]
+def _write(folder: Path, kinds: Mapping[str, str], build: Build) -> None:
+    """Write the rows, then the manifest; both are on the disk afterwards."""
+    import pyarrow
 
+    types = {"ids": pyarrow.list_(pyarrow.int32()), "flags": pyarrow.list_(pyarrow.bool_()), "json": pyarrow.string()}
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in kinds.items()])
+    rows: list[list[Any]] = []
+    with (folder / ROWS).open("wb", buffering=1 << 20) as file:
+        with pyarrow.ipc.new_file(file, schema) as writer:
 
-def _write(folder: Path, kinds: Mapping[str, str], build: Callable[[Fields], dict[str, Any]]) -> None:
-    """Write all files, the manifest last; all of them are on the disk afterwards."""
-    files = {name: (folder / name).open("wb", buffering=1 << 20) for name in _names(kinds)}
-    try:
-        summary = build(_Writer(kinds, {name: (files[f"{name}.values"], files[f"{name}.ends"]) for name in kinds}))
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        for file in files.values():
-            file.close()
+            def flush() -> None:
+                columns = zip(*rows, strict=True) if rows else [()] * len(kinds)
+                writer.write_batch(pyarrow.record_batch([list(column) for column in columns], schema=schema))
+                rows.clear()
+
+            def append(values: Sequence[Any]) -> None:
+                named = zip(kinds.items(), values, strict=True)
+                rows.append([_as_json(name, value) if kind == "json" else value for (name, kind), value in named])
+                if len(rows) == BATCH:
+                    flush()
+
+            summary = build(append)
+            flush()
+        file.flush()
+        os.fsync(file.fileno())
     write_manifest(folder, {"summary": summary})
 
 
 def _read(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]] | None:
     """The fields of a complete, undamaged folder."""
     try:
-        files = listed_files(folder / MANIFEST)
-        if any(fingerprint(folder / name) != files.get(name) for name in _names(kinds)):
-            return None
-        return _opened(folder, kinds)
+        whole = fingerprint(folder / ROWS) == listed_files(folder / MANIFEST).get(ROWS)
+        return _opened(folder, kinds) if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _opened(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
-    def mapped(file: str, dtype: np.dtype[Any]) -> np.ndarray:
-        path = folder / file
-        check_plain(path)
-        return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+    import pyarrow
 
+    check_plain(folder / ROWS)
+    table = pyarrow.ipc.open_file(pyarrow.memory_map(str(folder / ROWS))).read_all()
     summary: dict[str, Any] = read_table(folder / MANIFEST)["summary"]
-    ends = np.dtype(np.int64)
-    return {
-        name: Ragged(kind, mapped(f"{name}.values", TYPES[kind]), mapped(f"{name}.ends", ends)) for name, kind in kinds.items()
-    }, summary
+    return {name: Ragged(table[name], kind == "json") for name, kind in kinds.items()}, summary
 
 
 def remove_unused(root: Path) -> None:

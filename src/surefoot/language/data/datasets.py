@@ -14,7 +14,7 @@ from typing import Any
 
 from surefoot.language.data.cache import Facts, Ragged
 from surefoot.language.data.chat import Dialogue, Messages
-from surefoot.language.data.preparation import ControlPolicy, Preparation
+from surefoot.language.data.preparation import ControlPolicy, prepare
 from surefoot.language.data.rows import Row
 from surefoot.language.data.tokens import Tokens
 
@@ -130,7 +130,7 @@ def demonstrations(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    made, _, common = Preparation("demonstrations", rows, tokens, max_length, limit_text, control).run()
+    made, _, common = prepare("demonstrations", rows, tokens, max_length, limit_text, control)
     return Demonstrations(made["ids"], made["trained"], **common)
 
 
@@ -143,7 +143,7 @@ def pairs(
 
     Raises SurefootError, with file and line, for a row of another shape, and if no row remains.
     """
-    made, tally, common = Preparation("pairs", rows, tokens, max_length, limit_text, control).run()
+    made, tally, common = prepare("pairs", rows, tokens, max_length, limit_text, control)
     lengths = common["facts"].once("prompt-lengths", lambda: [length for (length,) in made["prompt_lengths"]])
     trained = made["chosen_trained"], made["rejected_trained"]
     return Pairs(made["chosen"], made["rejected"], lengths, *trained, tally.equal, **common)
@@ -156,7 +156,7 @@ def labelled(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    made, _, common = Preparation("labelled", rows, tokens, max_length, limit_text, control).run()
+    made, _, common = prepare("labelled", rows, tokens, max_length, limit_text, control)
     good = common["facts"].once("labels", lambda: [label for (label,) in made["good"]])
     return Labelled(made["ids"], made["trained"], good, **common)
 
@@ -173,7 +173,7 @@ def stepped(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
     """
-    made, _, common = Preparation("steps", rows, tokens, max_length, limit_text, control, separator).run()
+    made, _, common = prepare("steps", rows, tokens, max_length, limit_text, control, separator)
     return Stepped(made["ids"], made["ends"], made["good"], **common)
 
 
@@ -184,7 +184,7 @@ def prompts(
 
     Raises SurefootError, with file and line, for a row of another shape, and if every prompt is too long.
     """
-    made, tally, common = Preparation("prompts", rows, tokens, max_length, limit_text, control).run()
+    made, tally, common = prepare("prompts", rows, tokens, max_length, limit_text, control)
     columns = {name: _listed(made["row"], _column_of(name)) for name in tally.columns}
     return Prompts(_listed(made["row"], _prompt_of), made["ids"], columns, **common)
 

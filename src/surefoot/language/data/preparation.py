@@ -6,13 +6,13 @@ after the last row: rows are shuffled over all that are kept, and how many are k
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
-from surefoot.language.data.cache import Facts, Fields, NotJson, cached
+from surefoot.language.data.cache import Facts, NotJson, cached
 from surefoot.language.data.chat import options_of
 from surefoot.language.data.one_row import (
     demonstration_columns,
@@ -43,9 +43,10 @@ ControlPolicy = Literal["split", "keep", "reject"]
 
 def _make_demonstration(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int]:
     row = as_demonstration(row, work.chat)
-    work.look(row, demonstration_columns(row))
+    label = [[label_of(row)]] if work.kind == "labelled" else []
+    work.look(row, (*demonstration_columns(row), *["label"] * len(label)))
     ids, trained = work.tokens.demonstration(demonstration_of(row, work.tokens))
-    return (ids, trained), len(ids)
+    return (ids, trained, *label), len(ids)
 
 
 def _make_pair(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int] | None:
@@ -53,14 +54,6 @@ def _make_pair(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int] | None:
     work.look(row, ("prompt", "chosen", "rejected"))
     ids, other, prompt_length, trained, trained_too = pair_of(row, work.tokens)
     return None if ids == other else ((ids, other, [prompt_length], trained, trained_too), max(len(ids), len(other)))
-
-
-def _make_labelled(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int]:
-    row = as_demonstration(row, work.chat)
-    label = label_of(row)
-    work.look(row, (*demonstration_columns(row), "label"))
-    ids, trained = work.tokens.demonstration(demonstration_of(row, work.tokens))
-    return (ids, trained, [label]), len(ids)
 
 
 def _make_steps(work: "_RowMaker", row: Row) -> tuple[Sequence[Any], int]:
@@ -89,22 +82,17 @@ Made = tuple[Sequence[Any], int] | None
 """the fields of a row and its length; None for a pair of equal answers"""
 FIELDS = {
     "demonstrations": {"ids": "ids", "trained": "flags"},
-    "pairs": {
-        "chosen": "ids",
-        "rejected": "ids",
-        "prompt_lengths": "ids",
-        "chosen_trained": "flags",
-        "rejected_trained": "flags",
-    },
+    "pairs": dict.fromkeys(("chosen", "rejected", "prompt_lengths"), "ids")
+    | dict.fromkeys(("chosen_trained", "rejected_trained"), "flags"),
     "labelled": {"ids": "ids", "trained": "flags", "good": "flags"},
     "steps": {"ids": "ids", "ends": "ids", "good": "flags"},
     "prompts": {"ids": "ids", "row": "json"},
 }
-"""the fields of each kind of row, and what they contain (``cache.TYPES``)"""
+"""the fields of each kind of row, and what they contain, as in ``cached``"""
 MAKERS: dict[str, Callable[["_RowMaker", Row], Made]] = {
     "demonstrations": _make_demonstration,
     "pairs": _make_pair,
-    "labelled": _make_labelled,
+    "labelled": _make_demonstration,
     "steps": _make_steps,
     "prompts": _make_prompt,
 }
@@ -219,104 +207,83 @@ class _RowMaker:
         self.tally.literal += literal is not None
 
 
-class Preparation:
-    """Tokenises the rows of a source: those of a large one in several processes, with the same result.
+def prepare(
+    kind: str,
+    rows: Iterable[Row],
+    tokens: Tokens,
+    max_length: int,
+    limit_text: str,
+    control: ControlPolicy,
+    separator: str = "",
+) -> tuple[Mapping[str, Sequence[Any]], Tally, dict[str, Any]]:
+    """The fields of all rows that are kept, a tally of all rows, and the fields of ``Tokenised``.
 
-    kind       what the rows become
-    separator  of steps
+    Those of a large source are made by several processes, with the same result, and are in the cache.
     """
+    maker = _RowMaker(kind, tokens, max_length, control, separator)
+    processes, tally, facts = 1, Tally(), Facts()
+    made: Mapping[str, Sequence[Any]] | None = None
 
-    def __init__(
-        self,
-        kind: str,
-        rows: Iterable[Row],
-        tokens: Tokens,
-        max_length: int,
-        limit_text: str,
-        control: ControlPolicy,
-        separator: str = "",
-    ) -> None:
-        self.kind, self.rows, self.max_length, self.limit_text, self.control = kind, rows, max_length, limit_text, control
-        self.maker = _RowMaker(kind, tokens, max_length, control, separator)
-        self.tally = Tally()
+    def build(append: Callable[[Sequence[Any]], None]) -> dict[str, Any]:
+        nonlocal tally
+        tally = _add_rows(maker, rows, limit_text, append, processes)
+        return asdict(tally)
 
-    def run(self) -> tuple[Mapping[str, Sequence[Any]], Tally, dict[str, Any]]:
-        """The fields of all rows that are kept, a tally of all rows, and the fields of ``Tokenised``."""
-        made, tally, facts = self._made()
-        unused, notes = tuple(tally.unused), tally.notes(self.control)
-        return made, tally, {"dropped": tally.dropped, "unused": unused, "notes": notes, "facts": facts}
+    if isinstance(rows, Source) and rows.size >= LARGE:
+        fingerprint, columns = maker.tokens.fingerprint(), sorted(rows.columns.items())
+        depends = [VERSION, kind, rows.content, columns, fingerprint, max_length, control, separator]
+        parts = None if fingerprint is None else depends
+        processes = 1 if parts is None else usable_processes()  # a tokenizer in Python may have code of its own
+        with suppress(NotJson):  # values that only memory can hold
+            made, summary, facts = cached(parts, FIELDS[kind], build)
+            tally = Tally(**summary)
+    if made is None:
+        in_memory: list[Sequence[Any]] = []
+        build(in_memory.append)
+        made = {name: [values[place] for values in in_memory] for place, name in enumerate(FIELDS[kind])}
+    common = {"dropped": tally.dropped, "unused": tuple(tally.unused), "notes": tally.notes(control), "facts": facts}
+    return made, tally, common
 
-    def _made(self) -> tuple[Mapping[str, Sequence[Any]], Tally, Facts]:
-        """The fields in memory or, of a large source, in the cache."""
-        kinds, processes = FIELDS[self.kind], 1
 
-        def build(fields: Fields) -> dict[str, Any]:
-            self.tally = Tally()
-            self._add_rows(fields, processes)
-            return asdict(self.tally)
-
-        if isinstance(self.rows, Source) and self.rows.size >= LARGE:
-            parts = self._parts(self.rows)
-            processes = 1 if parts is None else usable_processes()  # a tokenizer in Python may have code of its own
-            try:
-                made, summary, facts = cached(parts, kinds, build)
-                return made, Tally(**summary), facts
-            except NotJson:  # values that only memory can hold
-                pass
-        fields = Fields(kinds)
-        build(fields)
-        return fields.columns, self.tally, Facts()
-
-    def _parts(self, source: Source) -> list[object] | None:
-        """All that the ids depend on; None if it can't be known."""
-        fingerprint = self.maker.tokens.fingerprint()
-        if fingerprint is None:
-            return None
-        parts = [VERSION, self.kind, source.content, sorted(source.columns.items()), fingerprint, self.max_length, self.control]
-        return [*parts, self.maker.separator] if self.kind == "steps" else parts
-
-    def _add_rows(self, fields: Fields, processes: int) -> None:
-        tally, left_over = self.tally, list[int]()
-        with closing(in_processes(self.maker, self._as_kind(left_over), processes)) as chunks:
-            for rows, (made, noticed, error) in chunks:
-                tally.add(noticed)
-                for row, fields_of_row in zip(rows, made, strict=False):
-                    tally.rows, tally.file = tally.rows + 1, row.file
-                    if fields_of_row is None:
-                        tally.equal += 1
-                        continue
-                    values, length = fields_of_row
-                    tally.shortest = length if tally.shortest is None else min(tally.shortest, length)
-                    if length > self.max_length:
-                        tally.dropped += 1
-                        continue
-                    fields.append(values)
-                    tally.kept += 1
-                if error is not None:
-                    raise SurefootError(error)
-        tally.left_over = sum(left_over)
-        self._check_any_kept()
-
-    def _as_kind(self, left_over: list[int]) -> Iterable[Row]:
-        """The rows, with labelled answers made into pairs where pairs are needed, and the other way round."""
-        if self.kind == "pairs":
-            return paired(self.rows, left_over)
-        return unpaired(self.rows, self.maker.chat) if self.kind == "labelled" else self.rows
-
-    def _check_any_kept(self) -> None:
-        tally = self.tally
-        if tally.left_over and not tally.rows:
-            file = next(iter(self.rows)).file
-            raise SurefootError(
-                f"{file}: column 'label' labels single answers, and no prompt has one of each label to make a pair; set "
-                "preference.loss = 'kto' for kind = 'dpo', or 'binary' for kind = 'reward'"
-            )
-        if tally.equal == tally.rows:
-            raise SurefootError(
-                f"{tally.file}: chosen and rejected are the same in all {tally.rows} rows; give answers that differ"
-            )
-        if not tally.kept:
-            raise SurefootError(
-                f"{tally.file}: all {tally.rows} rows are dropped: the shortest has {tally.shortest} tokens and "
-                f"{self.limit_text or f'max_length={self.max_length}; raise it'}"
-            )
+def _add_rows(
+    maker: _RowMaker, rows: Iterable[Row], limit_text: str, append: Callable[[Sequence[Any]], None], processes: int
+) -> Tally:
+    """Append the fields of every row that is kept. Labelled answers become pairs where these are needed, and pairs answers."""
+    tally, left_over, given = Tally(), list[int](), rows
+    if maker.kind == "pairs":
+        rows = paired(rows, left_over)
+    elif maker.kind == "labelled":
+        rows = unpaired(rows, maker.chat)
+    with closing(in_processes(maker, rows, processes)) as chunks:
+        for chunk, (made, noticed, error) in chunks:
+            tally.add(noticed)
+            for row, fields_of_row in zip(chunk, made, strict=False):
+                tally.rows, tally.file = tally.rows + 1, row.file
+                if fields_of_row is None:
+                    tally.equal += 1
+                    continue
+                values, length = fields_of_row
+                tally.shortest = length if tally.shortest is None else min(tally.shortest, length)
+                if length > maker.max_length:
+                    tally.dropped += 1
+                    continue
+                append(values)
+                tally.kept += 1
+            if error is not None:
+                raise SurefootError(error)
+    tally.left_over = sum(left_over)
+    if tally.left_over and not tally.rows:
+        raise SurefootError(
+            f"{next(iter(given)).file}: column 'label' labels single answers, and no prompt has one of each label to make a "
+            "pair; set preference.loss = 'kto' for kind = 'dpo', or 'binary' for kind = 'reward'"
+        )
+    if tally.equal == tally.rows:
+        raise SurefootError(
+            f"{tally.file}: chosen and rejected are the same in all {tally.rows} rows; give answers that differ"
+        )
+    if not tally.kept:
+        raise SurefootError(
+            f"{tally.file}: all {tally.rows} rows are dropped: the shortest has {tally.shortest} tokens and "
+            f"{limit_text or f'max_length={maker.max_length}; raise it'}"
+        )
+    return tally

@@ -6,9 +6,8 @@ import os
 import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import Any
 
 from surefoot.errors import SurefootError
@@ -36,61 +35,43 @@ def in_processes(work: Work, rows: Iterable[Any], processes: int) -> Generator[t
 
     Raises SurefootError if a process ends early.
     """
+    errors: list[SurefootError] = []
+    chunks = _chunks(rows, errors)
     children = [] if processes < 2 else _started(work, processes)
-    if not children:
-        yield from ((chunk, work(chunk)) for chunk, _ in _chunks(rows, stop_at_error=False))
-        return
-    idle: SimpleQueue[Child] = SimpleQueue()
-    for child in children:
-        idle.put(child)
-    threads = ThreadPoolExecutor(len(children))
-    pending: deque[tuple[list[Any], Future[Any]]] = deque()
-
-    def compute(chunk: list[Any]) -> Any:
-        child = idle.get()
-        try:
-            return request(child, chunk)
-        finally:
-            idle.put(child)
-
+    pending: deque[list[Any]] = deque()
+    """what each child is working on, in turn"""
     try:
-        ended = None
-        for chunk, error in _chunks(rows, stop_at_error=True):
-            ended = error
-            pending.append((chunk, threads.submit(compute, chunk)))
-            if len(pending) > 2 * len(children):
-                first, result = pending.popleft()
-                yield first, result.result()
-        while pending:
-            first, result = pending.popleft()
-            yield first, result.result()
-        if ended is not None:
-            raise ended
+        if not children:
+            yield from ((chunk, work(chunk)) for chunk in chunks)
+        for number, chunk in enumerate(chain(chunks, [[]] * len(children))):  # the last ones only fetch results
+            child = children[number % len(children)]
+            done = pending.popleft() if len(pending) == len(children) else []
+            result = _result(child) if done else None
+            pending.append(chunk)
+            if chunk:
+                with contextlib.suppress(OSError):  # it has ended, and gives no result
+                    child.connection.send(chunk)
+            if done:
+                yield done, result
     finally:
-        for child in children:
-            child.process.kill()  # ends the threads' requests too
-        threads.shutdown(cancel_futures=True)
         end(children)
+    if errors:
+        raise errors[0]
 
 
-def _chunks(rows: Iterable[Any], stop_at_error: bool) -> Iterator[tuple[list[Any], SurefootError | None]]:
-    """Lists of at most ``CHUNK`` rows; with the last one, the error that ended the rows, if ``stop_at_error``."""
+def _chunks(rows: Iterable[Any], errors: list[SurefootError]) -> Iterator[list[Any]]:
+    """Lists of at most ``CHUNK`` rows; ``errors`` gets the one that ended the rows."""
     chunk: list[Any] = []
     try:
         for row in rows:
             chunk.append(row)
             if len(chunk) == CHUNK:
-                yield chunk, None
+                yield chunk
                 chunk = []
     except SurefootError as error:
-        if not stop_at_error:
-            if chunk:
-                yield chunk, None
-            raise
-        yield chunk, error
-        return
+        errors.append(error)
     if chunk:
-        yield chunk, None
+        yield chunk
 
 
 def _started(work: Work, processes: int) -> list[Child]:
@@ -114,10 +95,7 @@ def _started(work: Work, processes: int) -> list[Child]:
     return []
 
 
-def request(child: Child, chunk: list[Any]) -> Any:
-    """The result of a chunk."""
-    with contextlib.suppress(OSError):  # it has ended, and gives no result
-        child.connection.send(chunk)
+def _result(child: Child) -> Any:
     try:
         return child.receive(math.inf)
     except ChildEnded:
