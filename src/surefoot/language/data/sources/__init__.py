@@ -4,8 +4,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
@@ -25,8 +25,8 @@ SPLITS = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-
 """names of splits within the names of files"""
 HEAD = 100
 """rows in which a renamed column must occur"""
-
-
+STATE = "state.json"
+"""lists the files of a folder that ``datasets`` wrote"""
 IMAGES = ("image", "images", "audio", "audios", "video", "videos")
 """columns that vision-language data sets have, which a model of text would not see"""
 
@@ -34,23 +34,13 @@ IMAGES = ("image", "images", "audio", "audios", "video", "videos")
 class Source:
     """Rows that can be read again and again, one at a time.
 
-    name     as given, for messages
-    read     makes an iterator over the rows
-    size     bytes, about
-    content  makes a hash of everything that the rows depend on
+    name     of a file, a folder or a pattern, or on the hub with its commit
+    files    of the name, in order; None: it is on the hub
     columns  new names of columns
     """
 
-    def __init__(
-        self,
-        name: str,
-        read: Callable[[], Iterator[Row]],
-        size: Callable[[], int],
-        content: Callable[[], str],
-        columns: Mapping[str, str] | None = None,
-    ) -> None:
-        self.name, self.columns = name, dict(columns or {})
-        self._read, self._size, self._content = read, size, content
+    def __init__(self, name: str, files: list[Path] | None, columns: Mapping[str, str] | None = None) -> None:
+        self.name, self.files, self.columns = name, files, dict(columns or {})
 
     def __iter__(self) -> Iterator[Row]:
         """The rows, with renamed columns. Raises SurefootError if there are none, and for a row with images, sound or video."""
@@ -63,15 +53,30 @@ class Source:
             self._check_text(row)
             yield self._renamed(row) if self.columns else row
 
+    def _read(self) -> Iterator[Row]:
+        if self.files is None:
+            return hub_rows(self.name)
+        saved = Path(self.name)
+        return saved_rows(saved) if saved / STATE in self.files else chain.from_iterable(map(rows_of, self.files))
+
     @property
     def size(self) -> int:
         """Bytes, about."""
-        return self._size()
+        if self.files is None:
+            return hub_size(self.name)
+        dense = (*COMPRESSED, ".parquet")
+        return sum(file.stat().st_size * (EXPANSION if file.suffix in dense else 1) for file in self.files)
 
     @property
     def content(self) -> str:
-        """A hash of everything that the rows depend on."""
-        return self._content()
+        """A hash of everything that the rows depend on: of the files' names and contents."""
+        if self.files is None:
+            return self.name
+        digest = hashlib.sha256()
+        for path in self.files:
+            with open_file(path) as file:
+                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        return digest.hexdigest()
 
     def _check_text(self, row: Row) -> None:
         for name in IMAGES:
@@ -151,9 +156,7 @@ def _plain(value: Any) -> Any:
     return value.tolist()
 
 
-@cache
-def _process_folder() -> "TemporaryDirectory[str]":
-    return TemporaryDirectory(prefix="surefoot-rows-")
+_process_folder = cache(partial(TemporaryDirectory, prefix="surefoot-rows-"))
 
 
 def process_folder() -> Path:
@@ -178,29 +181,20 @@ def open_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> Sou
     not a row, and if there are none.
     """
     if is_hub_name(path):
-        name = pinned(str(path))
-        return Source(name, lambda: hub_rows(name), lambda: hub_size(name), lambda: name, columns)
+        return Source(pinned(str(path)), None, columns)
     path = Path(path).expanduser()
-    if path.is_dir() and (path / "dataset_dict.json").is_file():
-        splits = sorted(split.name for split in path.iterdir() if (split / "state.json").is_file())
-        raise SurefootError(
-            f"{path}: contains one folder per split ({', '.join(splits) or 'all are missing'}); give one of them"
-        )
-    if path.is_dir() and (path / "state.json").is_file():
-        files = sorted(file for file in path.iterdir() if file.is_file())
-        return Source(str(path), lambda: saved_rows(path), lambda: _bytes(files), lambda: _hash(files), columns)
-    files = _files(path)
-
-    def read() -> Iterator[Row]:
-        for file in files:
-            yield from rows_of(file)
-
-    return Source(str(path), read, lambda: _bytes(files), lambda: _hash(files), columns)
+    return Source(str(path), _files(path), columns)
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        return _folder_files(path)
+        if (path / "dataset_dict.json").is_file():
+            splits = sorted(split.name for split in path.iterdir() if (split / STATE).is_file())
+            raise SurefootError(
+                f"{path}: contains one folder per split ({', '.join(splits) or 'all are missing'}); give one of them"
+            )
+        saved = (path / STATE).is_file()
+        return sorted(file for file in path.iterdir() if file.is_file()) if saved else _folder_files(path)
     if path.exists():
         return [path]
     files = [Path(name) for name in sorted(glob(str(path), recursive=True))] if "*" in str(path) else []
@@ -225,16 +219,3 @@ def _folder_files(folder: Path) -> list[Path]:
             f"'{folder}/**/{splits[-1]}*{''.join(files[0].suffixes[-1:])}'"
         )
     return files
-
-
-def _bytes(files: list[Path]) -> int:
-    return sum(file.stat().st_size * (EXPANSION if file.suffix in (*COMPRESSED, ".parquet") else 1) for file in files)
-
-
-def _hash(files: list[Path]) -> str:
-    """SHA-256 of the files' names and contents."""
-    digest = hashlib.sha256()
-    for file in files:
-        with open_file(file) as content:
-            digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
