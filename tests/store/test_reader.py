@@ -30,7 +30,9 @@ OWN = {
     "store/tensors.py": "the reader of safetensors",
 }
 """modules that open files in another way, and which"""
-READ = {"read_text", "read_bytes", "safe_open", "load_file", "memmap", "memory_map", "fromfile", "copyfile", "copy2", "ParquetFile"}
+READ = {"read_text", "read_bytes", "safe_open", "load_file", "memmap", "memory_map", "fromfile", "copyfile", "copy2"} | {
+    "ParquetFile"
+}
 
 
 def opened_otherwise(tree: ast.AST) -> Iterator[str]:
