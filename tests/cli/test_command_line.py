@@ -15,6 +15,7 @@ from surefoot.cli import lasting_imports
 from surefoot.cli.main import COMMANDS, GROUPS, cli, fail
 from surefoot.cli.options import changes_from
 from surefoot.demos import command_here
+from surefoot.recipes.control import with_class
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe, merge_tables, parse_flag
 from surefoot.terminal import LOG_COLUMNS
@@ -277,6 +278,12 @@ def test_a_file_with_no_or_several_environment_classes_is_rejected_and_not_run(c
         (tmp_path / "x.py").write_text(text)
         code, _, error = command("train", "x.py", "--steps", "64")
         assert (code, why in error, error.count("\n")) == (2, True, 1), error
+
+
+def test_a_class_that_inherits_reset_and_step_is_an_environment_too(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text("class Heavy(CartPoleEnv):\n    pass\n\n\nclass Settings(dict):\n    pass\n")
+    assert with_class(str(path)) == f"{path}:Heavy"
 
 
 def test_train_without_what_shows_two_examples_that_can_be_tried(command):

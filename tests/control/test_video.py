@@ -245,7 +245,7 @@ def test_any_environment_that_renders_can_be_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        (Endless, r"can't be rendered; it needs the render mode 'rgb_array' \(it has: none\)"),
+        (Endless, r"can't be rendered; it has no render mode; give it 'rgb_array' and render\(\)"),
         (lambda: Painted(None), "can't be rendered; add an argument render_mode to the function that makes it, and pass it on"),
         (lambda: Painted(None, "rgb_array"), r"render\(\) returned NoneType, not a uint8 array"),
         (lambda: Painted(np.zeros((4, 4, 3)), "rgb_array"), r"render\(\) returned float64 \(4, 4, 3\), not a uint8 array"),

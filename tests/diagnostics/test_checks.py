@@ -114,11 +114,11 @@ class Boxed(Task):
 @pytest.mark.parametrize(
     ("low", "high", "stretched", "state", "message"),
     [
-        (100, 1000, True, "ok", "bounds 100 to 1,000, over which −1 … 1 of the policy is stretched"),
+        (100, 1000, True, "ok", "bounds 100 to 1,000, the policy's −1 to 1 is rescaled to them"),
         (100, 1000, False, "warning", "bounds 100 to 1,000: an untrained policy draws 0 ± 1, of which 0% is within"),
         (-1e-3, 1e-3, False, "warning", "bounds -0.001 to 0.001"),
         (-50, 50, False, "warning", "a small part of that"),
-        (-1, 1, True, "ok", "bounds -1 to 1, to which actions are clipped"),
+        (-1, 1, True, "ok", "bounds -1 to 1, actions are clipped to them"),
         (-0.4, 0.4, False, "ok", "clipped"),
         (100, np.inf, True, "warning", "bounds 100 to inf"),
         (-np.inf, np.inf, True, "ok", "bounds -inf to inf"),

@@ -111,7 +111,7 @@ def compare(
     else:
         echo(comparison_text(comparison) if isinstance(comparison, Comparison) else across_tasks_text(comparison))
         if len(runs) == 2 and all((run / FINGERPRINTS).is_file() for run in runs):
-            echo(f"\nthe first place where they part: surefoot diff {runs[0]} {runs[1]}")
+            echo(f"\nwhether and where they part: surefoot diff {runs[0]} {runs[1]}")
     if figure is not None and tasks is not None:
         figure.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(figure, draw_profiles(tasks, "png" if figure.suffix == ".png" else "svg"))

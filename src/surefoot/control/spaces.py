@@ -237,7 +237,7 @@ def check_action_space(space: gymnasium.Space[Any], task: str) -> Any:
 
 
 def _named(space: gymnasium.Space[Any]) -> str:
-    return f"{type(space).__name__}{space.shape if isinstance(space, spaces.Box) else ''}"
+    return f"{type(space).__name__}{f'{space.shape} of {space.dtype}' if isinstance(space, spaces.Box) else ''}"
 
 
 def choices(action_space: gymnasium.Space[Any]) -> tuple[int, ...] | None:

@@ -278,7 +278,7 @@ def check_bounds(space: Any, stretched: bool, spread: float) -> list[Finding]:
     index = int(odd.argmax())
     where = f"bounds {low[index]:,.6g} to {high[index]:,.6g}" + (f" (number {index} of {len(low)})" if len(low) > 1 else "")
     if not odd.any():
-        how = "over which −1 … 1 of the policy is stretched" if bounds.rescaled[index] else "to which actions are clipped"
+        how = "the policy's −1 to 1 is rescaled to them" if bounds.rescaled[index] else "actions are clipped to them"
         return [check_result("actions", "ok", f"{where}, {how}")]
     drawn = f"an untrained policy draws 0 ± {spread:.3g}, "
     drawn += f"of which {within[index]:.0%} is within" if within[index] < 0.2 else "a small part of that"

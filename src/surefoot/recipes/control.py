@@ -58,7 +58,8 @@ PartNames = Annotated[
 def with_class(task: str) -> str:
     """``file.py:Class`` for a file with one environment class, which is parsed and not run; any other task as it is.
 
-    An environment class has the methods ``reset`` and ``step``. Raises SurefootError unless there is exactly one.
+    An environment class has the methods ``reset`` and ``step``, or if no class has them, a base class named ``…Env`` or
+    ``…Wrapper``. Raises SurefootError unless there is exactly one.
     """
     if not task.endswith(".py"):
         return task
@@ -72,6 +73,9 @@ def with_class(task: str) -> str:
     classes = [thing for thing in module.body if isinstance(thing, ast.ClassDef)]
     methods = {each.name: {part.name for part in each.body if isinstance(part, ast.FunctionDef)} for each in classes}
     names = [name for name, own in methods.items() if {"reset", "step"} <= own]
+    names = names or [
+        each.name for each in classes if any(ast.unparse(base).endswith(("Env", "Wrapper")) for base in each.bases)
+    ]
     if len(names) != 1:
         found = f"has the environment classes {', '.join(names)}" if names else "has no class with the methods reset and step"
         raise SurefootError(f"task={task!r}: {found}; name a class or function, as in '{task}:{names[0] if names else 'make'}'")

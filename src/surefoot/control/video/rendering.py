@@ -78,7 +78,8 @@ def make_renderable(
         if "rgb_array" in modes:
             remedy = "add an argument render_mode to the function that makes it, and pass it on"
         else:
-            remedy = f"it needs the render mode 'rgb_array' (it has: {', '.join(modes) or 'none'})"
+            has = f"has the render modes {', '.join(modes)}" if modes else "has no render mode"
+            remedy = f"it {has}; give it 'rgb_array' and render(), as in docs/how-to/watch-an-agent.md"
         raise SurefootError(f"task={name!r}: can't be rendered; {remedy}")
     return environment
 
