@@ -427,9 +427,10 @@ def test_a_run_that_fits_only_with_short_responses_gets_a_warning(here: Path, se
     assert notes[0].startswith("memory: may need ")
 
 
-def test_guaranteed_length_is_the_maximum_only_if_all_rows_are_read() -> None:
+def test_guaranteed_length_is_the_maximum_only_if_all_rows_are_read_and_padded() -> None:
     assert guaranteed_length([1, 2, 9], read=3) == 9
     assert guaranteed_length([1, 2, 9], read=2) == 4
+    assert guaranteed_length([1, 2, 9], read=3, padding_free=True) == 4
 
 
 # ---- available memory ---------------------------------------------------------------------------------------------------

@@ -94,13 +94,6 @@ def test_model_and_function_rewards_add_up_with_their_weights(folders, tmp_path)
     torch.testing.assert_close(scores.total, 0.5 * scores.parts["reward_model"] + 0.1 * scores.parts["short"])
 
 
-def test_missing_folders_and_language_models_are_rejected_as_reward_models(folders):
-    with pytest.raises(SurefootError, match="no such folder"):
-        ModelReward("nowhere")
-    with pytest.raises(SurefootError, match=r"is not a reward model \(LlamaForCausalLM\)"):
-        ModelReward(folders["llama"])
-
-
 def test_texts_longer_than_the_context_are_rejected(folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
@@ -110,13 +103,20 @@ def test_texts_longer_than_the_context_are_rejected(folders, tmp_path):
         reward(["x"], ["y" * (reward.context - 1)], {})
 
 
-@pytest.mark.parametrize(("part", "number"), [("head", float("nan")), ("backbone", float("inf"))])
-def test_a_reward_model_with_weights_that_are_not_finite_is_rejected(part, number, folders, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "number", "what"),
+    [
+        ("head.weight", float("nan"), "not finite"),
+        ("backbone.norm.weight", float("inf"), "not finite"),
+        ("head.bias", float("inf"), r"offset=-inf: is not finite; copy the whole folder$"),
+    ],
+)
+def test_a_reward_model_with_weights_that_are_not_finite_is_rejected(name, number, what, folders, tmp_path):
     model, tokenizer = load_model(folders["llama"])
     scorer = new_reward_model(model, 1, tokenizer)
-    next(getattr(scorer, part).parameters()).data.view(-1)[1] = number
+    scorer.get_parameter(name).data.view(-1)[-1] = number
     scorer.save(tmp_path / "reward")
-    with pytest.raises(SurefootError, match="not finite"):
+    with pytest.raises(SurefootError, match=what):
         ModelReward(tmp_path / "reward")(["x"], ["y"], {})
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from surefoot.errors import SurefootError
 from surefoot.language.data.batches import left_padded, right_padded
 from surefoot.language.models.loading import context_length, load_model, save_model
-from surefoot.language.models.pocket import ALPHABET, pocket
+from surefoot.language.models.pocket import pocket
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation, new_reward_model
 
 from . import tiny
@@ -85,16 +85,6 @@ def test_pocket_depends_only_on_its_seed_and_preserves_the_global_generator() ->
     other, _ = load_model("pocket", seed=2)
     assert torch.equal(logits_of(one), logits_of(again))
     assert not torch.equal(logits_of(one), logits_of(other))
-
-
-def test_pocket_decodes_what_it_encodes() -> None:
-    _, tokenizer = pocket()
-    ids = tokenizer(ALPHABET)["input_ids"]
-    assert len(ids) == len(ALPHABET) == 96
-    assert tokenizer.decode(ids) == ALPHABET
-    assert tokenizer.decode(tokenizer("a  b .\n")["input_ids"]) == "a  b .\n"
-    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
-    assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id]
 
 
 def test_saved_pocket_loads_with_its_tokenizer_and_chat_template(tmp_path: Path) -> None:
@@ -171,20 +161,6 @@ def test_standardised_scores_have_mean_0_std_1_and_the_same_order(folders: dict[
     assert torch.equal(after.argsort(), before.argsort())
     with pytest.raises(SurefootError, match="std 0 on 3 demonstrations"):
         model.standardise(torch.ones(3))
-
-
-@torch.no_grad()
-def test_reward_model_folder_restores_scores_and_tokenizer(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    policy, tokenizer = loaded
-    model = new_reward_model(policy, 1, tokenizer)
-    model.standardise(torch.tensor([1.0, 4.0]))
-    model.save(tmp_path / "reward")
-    again = RewardModel.load(tmp_path / "reward")
-    assert torch.equal(again(*right_padded(ROWS, 0)), model(*right_padded(ROWS, 0)))
-    assert again.tokenizer is not None
-    assert again.tokenizer("hello")["input_ids"] == tokenizer("hello")["input_ids"]
-    with pytest.raises(SurefootError, match=r"is not causal \(\w+ForSequenceClassification\); use a causal language model"):
-        load_model(tmp_path / "reward")
 
 
 def test_standardisation_is_copied_only_to_a_model_with_the_same_head(tmp_path: Path) -> None:
@@ -431,16 +407,6 @@ def test_folder_with_other_files_is_not_overwritten(folders: dict[str, Path], tm
     with pytest.raises(SurefootError, match="contains something that is not a model"):
         save_model(model, tokenizer, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_reward_head_that_is_not_finite_is_rejected(tmp_path: Path) -> None:
-    model, tokenizer = pocket()
-    scores = new_reward_model(model, 1, tokenizer)
-    with torch.no_grad():
-        scores.head.bias.fill_(float("inf"))
-    scores.save(tmp_path / "reward")
-    with pytest.raises(SurefootError, match=r"offset=-inf: is not finite; copy the whole folder$"):
-        RewardModel.load(tmp_path / "reward")
 
 
 def test_models_of_pictures_and_quantised_weights_are_rejected_before_they_are_read(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
-from surefoot.files import read_toml
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe, to_table
@@ -71,31 +70,6 @@ def test_rollouts_have_the_old_log_probs_of_the_trainer_or_the_sampler(files: Pa
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     assert not torch.equal(ours, theirs), "two different passes compute them"
     assert float((ours - theirs)[by_trainer.mask].abs().max()) == pytest.approx(by_trainer.metrics["sampler_gap"], abs=1e-9)
-
-
-def test_trainer_and_sampler_log_probs_train_alike_in_float32(files: Path, folders: dict[str, Path]) -> None:
-    rows, weights = [], []
-    for whose in ("trainer", "sampler"):
-        made = surefoot.train("language", run_dir=files / whose, **fields(files, folders["llama"], whose, steps=32))
-        rows.append(read_metrics(files / whose / "metrics.jsonl"))
-        weights.append(made.model.state_dict())
-        assert read_toml(files / whose / "config.toml")["sampling"]["old_log_probs"] == whose
-    for ours, theirs in zip(*rows, strict=True):
-        assert abs(ours["ratio_at_start"] - 1) < 1e-4
-        assert abs(theirs["ratio_at_start"] - 1) < 1e-4
-        for name in ("reward", "kl", "policy_loss", "kl_reference", "entropy"):
-            assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], atol=1e-4, rtol=0, msg=name)
-
-
-def test_resuming_is_bit_exact_with_sampler_log_probs(files: Path, folders: dict[str, Path]) -> None:
-    settings = fields(files, folders["llama"], "sampler")
-    whole = surefoot.train("language", run_dir=files / "whole", **settings)
-    surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 32, **settings)
-    resumed = surefoot.resume(files / "cut")
-    for name, tensor in whole.model.state_dict().items():
-        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
 def test_a_sampler_that_disagrees_with_training_is_rejected_in_float32(files: Path, folders: dict[str, Path]) -> None:
@@ -221,15 +195,3 @@ def test_auto_is_resolved_from_the_recipe_and_recorded(table: dict[str, Any], re
     recipe = make_recipe({**MINIMAL, "sampling": {"max_tokens": 8}, **table})
     assert to_table(recipe)["sampling"]["old_log_probs"] == resolved
     assert make_recipe(to_table(recipe)) == recipe
-
-
-def test_resuming_without_old_log_probs_is_bit_exact(files: Path, folders: dict[str, Path]) -> None:
-    settings = fields(files, folders["llama"], "auto", steps=256, algorithm="DR_GRPO", objective=ONCE)
-    whole = surefoot.train("language", run_dir=files / "whole", **settings)
-    surefoot.train("language", run_dir=files / "cut", callback=lambda metrics: metrics["steps"] >= 128, **settings)
-    assert read_toml(files / "cut" / "config.toml")["sampling"]["old_log_probs"] == "update"
-    resumed = surefoot.resume(files / "cut")
-    for name, tensor in whole.model.state_dict().items():
-        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
-    trace = surefoot.read_trace(next((files / "whole" / "traces").iterdir()))
-    assert all(row.old_log_probs is None for row in trace.rows)

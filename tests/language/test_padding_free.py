@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -15,13 +14,11 @@ import surefoot  # noqa: E402
 from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.diagnostics.metrics import TIMING  # noqa: E402
 from surefoot.language.data.batches import right_padded  # noqa: E402
-from surefoot.language.memory.check import guaranteed_length  # noqa: E402
 from surefoot.language.models.padding_free import Reading, RowMask, end_to_end, padding_notes, reason_for_padding  # noqa: E402
 from surefoot.language.models.pair_policy import PairPolicy  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
 from surefoot.language.models.policy.critic import Critic  # noqa: E402
 from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
-from surefoot.ranks.launching import join_ranks  # noqa: E402
 from surefoot.recipes.reading import make_recipe  # noqa: E402
 from surefoot.runs.factory import make_world  # noqa: E402
 from surefoot.store.metrics import read_metrics  # noqa: E402
@@ -273,6 +270,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in RUNS),
     ("ppo", {"critic": {"own_model": True}, "optimizer": {"learning_rate": 1e-4, "micro_batch_tokens": 40}}),
     ("ppo", {"adapter": {"rank": 4}, "critic": {"own_model": True}, "gradient_checkpointing": True}),
+    ("grpo", {"optimizer": {"learning_rate": 1e-4, "micro_batch_tokens": 60}}),  # rows that share a prompt stay together
     ("reward", {"adapter": {"rank": 4}, "optimizer": {"learning_rate": 1e-4, "micro_batch": 3}}),
     (
         "dpo",
@@ -320,20 +318,6 @@ def test_initial_ratio_is_exactly_one_with_one_minibatch(files: Path, folders: d
     assert [row["ratio_at_start"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 1]
 
 
-def test_resume_is_bit_for_bit_identical(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    for name in [
-        "ppo",
-    ]:
-        fields = settings(name, files, folders["qwen2"], checkpoint={"every": 16})
-        states = []
-        for place, steps in (("whole", 32), ("parts", 16)):
-            result = surefoot.train(RUNS[name], run_dir=tmp_path / place, **{**fields, "steps": steps})
-            if steps == 16:
-                result = surefoot.resume(tmp_path / place, steps=32)
-            states.append(module_of(result).state_dict())
-        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-
-
 def test_startup_notes_report_the_padding_mode(files: Path, folders: dict[str, Path]) -> None:
     def lines(**changes: Any) -> list[str]:
         recipe = make_recipe({"kind": "sft", **settings("sft", files, folders["llama"], **changes)})
@@ -345,34 +329,3 @@ def test_startup_notes_report_the_padding_mode(files: Path, folders: dict[str, P
     assert padding_notes(make_recipe({"kind": "sft", **settings("sft", files, folders["llama"])}), reason) == [
         f"padding_free: rows are padded, because {reason}"
     ]
-
-
-def test_one_long_row_does_not_reject_a_padding_free_run() -> None:
-    """With padding, every row of its batch takes the memory of the longest row."""
-    assert guaranteed_length([1, 2, 9], read=3) == 9
-    assert guaranteed_length([1, 2, 9], read=3, padding_free=True) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft", "ppo"])
-def test_sharded_padding_free_ranks_match_one_padded_process_in_one_update(
-    name: str, files: Path, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    from .test_sharded import trained
-
-    def recipe(**changes: Any) -> Any:
-        if name == "ppo":  # one minibatch, because each rank shuffles its own rows
-            changes |= {"mixing": {}, "objective": {"reuse": {"epochs": 2, "minibatches": 1}}}
-        return make_recipe({"kind": RUNS[name], **settings(name, files, folders["llama"], **changes)})
-
-    def body(rank: int) -> Any:
-        join_ranks()
-        return trained(recipe(sharding="full", optimizer={"learning_rate": 1e-4, "micro_batch": 3}))
-
-    ranks = on_ranks(2, body, tmp_path / "results")
-    assert all(isinstance(rank, dict) for rank in ranks), ranks
-    wanted = trained(recipe(padding_free=False))["metrics"][0]
-    for rank in ranks:
-        first = rank["metrics"][0]
-        keys = ["policy_loss", "gradient_norm_policy"] if name == "sft" else ["value_loss", "gradient_norm_policy"]
-        assert [first[key] for key in keys] == pytest.approx([wanted[key] for key in keys], rel=1e-3)

@@ -11,7 +11,6 @@ from ranked import on_ranks
 
 import surefoot
 from surefoot.core.rollout import LearnerState
-from surefoot.diagnostics.metrics import TIMING
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld
@@ -22,9 +21,8 @@ from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_world
 from surefoot.store.checkpoint import load_checkpoint
-from surefoot.store.metrics import read_metrics
 
-from .tiny import model, tokenizer, whole_and_resumed, write_texts
+from .tiny import model, tokenizer, write_texts
 
 PRECISIONS = ("float32", "bfloat16", "bfloat16-weights")
 LOW, EXACT = torch.bfloat16, torch.float32
@@ -143,31 +141,6 @@ def test_losses_and_gradients_are_close_to_float32(kind: str, files: Path, folde
             assert first["ratio_at_start"] == pytest.approx(1, abs=1e-6), "old and new log-probabilities use equal passes"
         else:
             assert first["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=2e-2)
-
-
-RESUMED = [("sft", "bfloat16"), ("sft", "bfloat16-weights"), ("language", "bfloat16"), ("adapter", "bfloat16-weights")]
-ALSO = [("reward", "bfloat16-weights"), ("language", "bfloat16-weights")]
-
-
-@pytest.mark.parametrize(("kind", "precision"), RESUMED + [pytest.param(*each, marks=pytest.mark.slow) for each in ALSO])
-def test_an_interrupted_run_resumes_bit_for_bit(
-    kind: str, precision: str, files: Path, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    adapter = {"adapter": {"rank": 2}} if kind == "adapter" else {}
-    if adapter:
-        pytest.importorskip("peft")
-    kind = "language" if adapter else kind
-    settings = table(kind, files, folders["llama"], precision, **adapter)
-    ends = whole_and_resumed(kind, tmp_path, **settings)
-    for part in ("agent", "learner"):
-        assert_same(ends[0][part], ends[1][part], part)
-    assert {x.dtype for x in ends[0]["agent"].values()} == {EXACT}, "checkpoints store float32 weights"
-    assert {x.dtype for x in ends[0]["learner"]["policy"].values()} == {EXACT}
-    rows = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("whole", "cut")]
-    timeless = [[{k: v for k, v in row.items() if k not in TIMING} for row in run] for run in rows]
-    assert timeless[0] == timeless[1]
-    dtypes = {x.dtype for x in tensors_in(tmp_path / "cut" / "model").values()}
-    assert dtypes == ({LOW} if precision == "bfloat16-weights" else {EXACT})
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

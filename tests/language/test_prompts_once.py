@@ -1,7 +1,5 @@
 """Rows that share a prompt read it once, with the same results as if each row read it. The padded pass is the reference."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-import surefoot  # noqa: E402
 import surefoot.language.models.policy as policies  # noqa: E402
 from surefoot.core.minibatches import groups_by_length  # noqa: E402
 from surefoot.core.rollout import Shared  # noqa: E402
@@ -22,7 +19,6 @@ from surefoot.language.models.policy import LanguagePolicy  # noqa: E402
 from surefoot.language.models.policy.critic import Critic  # noqa: E402
 from surefoot.language.models.policy.passes import in_micro_batches  # noqa: E402
 from surefoot.language.supervised.preferences import DpoPolicy, side_tensors  # noqa: E402
-from surefoot.store.metrics import read_metrics  # noqa: E402
 
 from .test_padding_free import OTHERS, both, family, passes_of  # noqa: E402
 from .test_policy import PAD, gradients, make, near  # noqa: E402
@@ -212,34 +208,3 @@ def test_both_answers_of_a_pair_read_their_prompt_once() -> None:
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [None, 60])
-def test_grpo_run_metrics_and_weights_match_the_padded_run(
-    tokens: int | None, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    prompts = [{"prompt": f"{10**i} says "} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    (tmp_path / "rewards.py").write_text("def score(responses):\n    return [float(len(set(t))) for t in responses]\n")
-    fields: dict[str, Any] = {
-        "model": str(folders["llama"]),
-        "steps": 32,
-        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
-        "sampling": {"prompts": 4, "samples": 4, "max_tokens": 6},
-        "reference": {"beta": 0.1},
-        "reward": {"terms": [{"function": f"{tmp_path}/rewards.py:score"}]},
-        "algorithm": "GRPO",
-        "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
-        "optimizer": {"learning_rate": 1e-4, "micro_batch_tokens": tokens},
-        "evaluation": {"rows": 0},
-    }
-    weights, metrics = [], []
-    for free in (False, True):
-        result = surefoot.train("language", run_dir=tmp_path / str(free), padding_free=free, **fields)
-        weights.append(result.model.state_dict())
-        metrics.append(read_metrics(tmp_path / str(free) / "metrics.jsonl"))
-    for name in ("policy_loss", "reward", "kl_reference", "kl", "entropy"):
-        of_both = [[row[name] for row in rows] for rows in metrics]
-        assert of_both[1] == pytest.approx(of_both[0], rel=2e-3, abs=2e-4), name
-    for key, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][key], weight, rtol=0, atol=1e-4)

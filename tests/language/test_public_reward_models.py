@@ -373,15 +373,3 @@ def test_memory_check_skips_classifiers_that_it_cannot_count(folders: dict[str, 
     assert workload.rewards == ()
     decoder = {"terms": [{"model": str(classifier(tmp_path / "public", {0: "LABEL_0"}))}]}
     assert len(readable_workload(online(folders["llama"], rows, reward=decoder)).rewards) == 1  # type: ignore[union-attr]
-
-
-def test_best_of_n_scores_with_a_public_model(
-    folders: dict[str, Path], rows: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
-) -> None:
-    public = classifier(tmp_path / "public", {0: "LABEL_0"})
-    words = ["--prompts", str(rows), "--reward", str(public), "--samples", "3", "--max-tokens", "4", "--keep-cut"]
-    code, _, err = command("best-of-n", str(folders["llama"]), *words, "--out", str(tmp_path / "best.jsonl"))
-    assert code == 0, err
-    best = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
-    wanted = load_flag_reward([str(public)])([row["prompt"] for row in best], [row["completion"] for row in best], {}).total
-    torch.testing.assert_close(torch.tensor([row["reward"] for row in best]), wanted, atol=1e-4, rtol=1e-4)

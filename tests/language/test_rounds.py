@@ -2,8 +2,6 @@
 
 import json
 import random
-import re
-import shlex
 import shutil
 import sys
 import time
@@ -335,24 +333,6 @@ def test_a_round_whose_labels_are_predicted_by_chance_stops_before_training_if_a
             run_rounds(plan, start / "r", 1, lambda recipe, run: Display(), printed.append)
     assert f"the reward model predicted 50% of {count} new labels" in "".join(printed), "a finding"
     assert not (here / "reward").exists()
-
-
-@pytest.mark.slow
-def test_the_how_to_of_labelling_works_as_it_is_written_with_a_person_who_labels(start: Path, command: Command) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "rounds.md").read_text("utf-8")
-    section = page.split("## Label preferences yourself")[1].split("\n## ")[0]
-    printed = []
-    for line in re.findall(r"^\$ surefoot (.*)$", section, re.MULTILINE):
-        if line == "label runs/mine --who ann":  # opens the page
-            label_all(Path("runs/mine/round-1"), "ann")
-        else:
-            code, out, err = command(*shlex.split(line))
-            assert code == 0, err
-            printed.append(out)
-    waits, trained, report = printed
-    assert "label them with: surefoot label runs/mine, then repeat this command" in waits
-    assert re.search(r"^ +1 +4 ", trained, re.MULTILINE), "round 1 has four labels"
-    assert "ann" in report
 
 
 def test_waiting_for_labels_is_no_exchange_in_which_other_ranks_would_give_up(

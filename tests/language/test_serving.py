@@ -27,7 +27,6 @@ from surefoot.people.log import Round
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.rounds import RoundsSettings, _labelled
-from surefoot.store.metrics import read_metrics
 
 TOKEN = "secret"
 PROMPTS, RESPONSES = ["one: ", "two: ", "three: "], ["a", "bb", "ccc"]
@@ -96,21 +95,6 @@ def test_a_served_reward_is_that_of_the_run_by_command_python_and_best_of_n(
     assert [json.loads(line)["reward"] for line in out.splitlines()] == pytest.approx(rewards, abs=1e-5)
     write_rows("messages.jsonl", [{"prompt": "one", "completion": [{"role": "assistant", "content": "a"}]}, {"prompt": "x"}])
     assert "messages.jsonl, line 1: columns differ" in command("score", str(reward), "--file", "messages.jsonl")[2]
-
-
-def test_a_second_run_trains_on_a_served_reward_as_on_the_model(reward: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    write_rows(tmp_path / "prompts.jsonl", ({"prompt": f"{i} says "} for i in range(16)))
-    settings: dict[str, Any] = {"model": str(folders["llama"]), "steps": 16, "sampling": {"prompts": 8, "max_tokens": 6}}
-    settings |= {"data": {"train": str(tmp_path / "prompts.jsonl"), "max_length": 16}, "optimizer": {"learning_rate": 1e-3}}
-    model = load_served(str(reward))
-    with served(model) as url:
-        term = {"url": f"{url}/score", "token_from": "REWARD_TOKEN", "batch": 1, "arguments": {"model": model.version}}
-        surefoot.train("language", run_dir=tmp_path / "url", reward={"terms": [term]}, **settings)
-    surefoot.train("language", run_dir=tmp_path / "model", reward={"terms": [{"model": str(reward)}]}, **settings)
-    by_url, here = ([row["reward"] for row in read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("url", "model"))
-    assert by_url == pytest.approx(here, abs=1e-5)
-    assert len(by_url) == 2
-    assert TOKEN not in (tmp_path / "url" / "config.toml").read_text()
 
 
 def test_a_served_reward_reads_the_tools_of_each_conversation(reward: Path) -> None:
@@ -264,17 +248,6 @@ def labelled(judge: str, reward: Path, folders: dict[str, Path], folder: Path) -
     assert isinstance(recipe, LanguageRecipe)
     _labelled(RoundsSettings(recipe, judge, pairs=20), folder, 1, print)
     return Round(folder / "round-1")
-
-
-def test_a_served_reward_model_judges_the_pairs_of_rounds_as_the_model_does(
-    reward: Path, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    model = load_served(str(reward))
-    with served(model) as url:
-        by_url = labelled(term_of(url, model), reward, folders, tmp_path / "url")
-    here = labelled(str(reward), reward, folders, tmp_path / "here")
-    assert by_url.labels == here.labels
-    assert len(here.labels) > 10
 
 
 def test_a_generative_judge_compares_both_answers_in_both_orders_and_fills_the_log_of_people(

@@ -171,24 +171,6 @@ def test_dropped_rows_and_unused_columns_are_reported_before_training(
     assert made.arithmetic()[: len(made.warnings)] == made.warnings
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("sft", None), ("reward", None), ("reward", "steps"), ("dpo", "kto")])
-def test_an_interrupted_run_resumes_bit_for_bit(kind: str, loss: str | None, folders: dict[str, Path], tmp_path: Path) -> None:
-    from .test_labels import answers as labelled
-    from .test_steps import answers as stepped
-
-    make = {None: demonstrations if kind == "sft" else pairs, "steps": stepped, "kto": labelled}[loss]
-    data = make(tmp_path / "rows.jsonl", 20)  # epochs end inside batches
-    fields = {"model": str(folders["qwen2"]), "data": {"train": data, "max_length": 64, "batch": 8}, "steps": 64}
-    fields |= {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup": 0.2}}
-    fields |= {} if loss is None else {"preference": {"loss": loss}}
-    whole = surefoot.train(kind, run_dir=tmp_path / "whole", **fields)
-    surefoot.train(kind, run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 24, **fields)
-    resumed = surefoot.resume(tmp_path / "cut")
-    ours, theirs = (thing if kind == "reward" else thing.model for thing in (whole, resumed))
-    for name, weights in ours.state_dict().items():
-        assert torch.equal(weights, theirs.state_dict()[name]), name
-
-
 def test_training_stops_early_without_held_out_improvement(folders: dict[str, Path], tmp_path: Path) -> None:
     """The held-out rows differ so much from the training rows that their loss rises."""
     data = {"train": demonstrations(tmp_path / "d.jsonl"), "max_length": 64, "batch": 8}

@@ -75,15 +75,6 @@ def test_traced_tokens_rewards_and_kl_are_consistent(settings: dict[str, Any], t
     assert spent > 0.1
 
 
-def test_a_resumed_run_writes_the_same_traces(settings: dict[str, Any], tmp_path: Path) -> None:
-    surefoot.train("language", run_dir=tmp_path / "whole", **settings)
-    surefoot.train("language", run_dir=tmp_path / "cut", callback=lambda metrics: metrics["steps"] >= 32, **settings)
-    surefoot.resume(tmp_path / "cut")
-    whole, cut = ({f.name: f.read_bytes() for f in traces_in(tmp_path / run / "traces")} for run in ("whole", "cut"))
-    assert len(whole) == 4
-    assert whole == cut
-
-
 def test_traces_change_no_weight(settings: dict[str, Any], tmp_path: Path) -> None:
     traced = surefoot.train("language", run_dir=tmp_path / "run", **settings)
     alone = surefoot.train("language", **settings)
