@@ -10,10 +10,7 @@ from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.model import ModelReward
-from surefoot.language.rewards.terms import load_reward
 from surefoot.recipes.reading import make_recipe
-
-from .test_rewards import Term
 
 PROMPTS = ["one: ", "two: ", "a longer prompt: ", "four: ", ""]
 RESPONSES = ["yes", "a much longer response than that", "", "no.", "why"]
@@ -82,16 +79,6 @@ def test_conversations_use_the_reward_model_chat_template_with_their_tools(tmp_p
         expected = scorer(ids, torch.ones_like(ids, dtype=torch.bool))
     prompts = [Dialogue(messages, options)]
     torch.testing.assert_close(ModelReward(tmp_path / "reward")(prompts, ["Hello."], {}).total, expected)
-
-
-def test_model_and_function_rewards_add_up_with_their_weights(folders, tmp_path):
-    model, tokenizer = load_model(folders["llama"])
-    new_reward_model(model, 1, tokenizer).save(tmp_path / "reward")
-    (tmp_path / "mine.py").write_text("def short(responses):\n    return [-len(r) for r in responses]\n")
-    terms = [Term(model=str(tmp_path / "reward"), weight=0.5), Term(function=f"{tmp_path / 'mine.py'}:short", weight=0.1)]
-    scores = load_reward(terms)(PROMPTS, RESPONSES, {})
-    assert list(scores.parts) == ["reward_model", "short"]
-    torch.testing.assert_close(scores.total, 0.5 * scores.parts["reward_model"] + 0.1 * scores.parts["short"])
 
 
 def test_texts_longer_than_the_context_are_rejected(folders, tmp_path):

@@ -23,6 +23,19 @@ from surefoot.language.models.reward_model import RewardModel, copy_standardisat
 from . import tiny
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """There is no network; the hosts that were asked for."""
+    hosts: list[str] = []
+
+    def no_network(host: str, *args: Any, **kwargs: Any) -> Any:
+        hosts.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    return hosts
+
+
 @torch.no_grad()
 def logits_of(model: Any, length: int = 12) -> Tensor:
     ids = torch.arange(length).unsqueeze(0) * 7 % tiny.VOCABULARY
@@ -287,11 +300,7 @@ def test_generation_config_that_transformers_refuses_to_write_can_be_saved(folde
     assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
 
 
-def test_missing_folder_is_rejected_without_contacting_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_network(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("asked the network")
-
-    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+def test_missing_folder_is_rejected_without_contacting_the_hub(asked: list[str]) -> None:
     os.makedirs("models/sft")
     Path("models/sft/config.json").touch()
     for name, expected in {
@@ -302,6 +311,7 @@ def test_missing_folder_is_rejected_without_contacting_the_hub(monkeypatch: pyte
     }.items():
         with pytest.raises(SurefootError, match=rf"^model='{name}': {expected}"):
             load_model(name)
+    assert asked == []
 
 
 @pytest.mark.parametrize(
@@ -309,26 +319,20 @@ def test_missing_folder_is_rejected_without_contacting_the_hub(monkeypatch: pyte
     [("gpt-no-such", "", True), ("rm", r"; did you mean 'runs/rm'\?", True), ("pocked", r"; did you mean 'pocket'\?", False)],
 )
 def test_hub_id_without_a_network_fails_after_at_most_one_request(
-    name: str, hint: str, offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str, hint: str, offline: bool, asked: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    requests = []
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/rm").mkdir(parents=True)
-
-    def no_network(host: str, *args: Any, **kwargs: Any) -> Any:
-        requests.append(host)
-        raise socket.gaierror(-2, "Name or service not known")
-
+    os.makedirs("runs/rm")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("surefoot.language.models.loading.getproxies", dict)
-    monkeypatch.setattr(socket, "getaddrinfo", no_network)
     with pytest.raises(SurefootError, match=rf"^model='{name}': no such folder here, and the hub can't be reached{hint}; give"):
         load_model(name)
-    assert len(requests) == (0 if offline else 1), "no retries"
+    assert len(asked) == (0 if offline else 1), "no retries"
     assert capfd.readouterr() == ("", "")
 
 
-def test_cached_model_needs_no_network(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_model_needs_no_network(
+    folders: dict[str, Path], tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cache has the layout that ``huggingface_hub`` recognises."""
     commit = "0" * 40
     repository = tmp_path / "models--someone--tiny"
@@ -337,12 +341,8 @@ def test_cached_model_needs_no_network(folders: dict[str, Path], tmp_path: Path,
     (repository / "refs" / "main").write_text(commit)
     for place in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.constants.HF_HUB_CACHE"):
         monkeypatch.setattr(place, str(tmp_path))
-
-    def no_network(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("asked the network")
-
-    monkeypatch.setattr(socket, "getaddrinfo", no_network)
     model, tokenizer = load_model("someone/tiny")
+    assert asked == []
     assert torch.equal(logits_of(model), logits_of(tiny.model("gpt2")))
     assert len(tokenizer) == tiny.VOCABULARY
 

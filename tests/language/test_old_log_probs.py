@@ -4,7 +4,6 @@ In float32 both train alike, and a difference is reported. With one update per b
 the gradient of π_θ.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,7 @@ class RecordingDisplay(Display):
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """Prompts and a reward function."""
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i % 7} says "}) + "\n" for i in range(40)))
-    (tmp_path / "rewards.py").write_text("def score(responses):\n    return [float(len(set(text))) for text in responses]\n")
+    tiny.write_texts(tmp_path)
     return tmp_path
 
 
@@ -52,7 +50,7 @@ def fields(files: Path, model: Path, whose: str, **changes: Any) -> dict[str, An
         "optimizer": {"learning_rate": 1e-4},
         "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
     }
-    return tiny.fields_of(model, files / "prompts.jsonl", f"{files}/rewards.py:score", **{**table, **changes})
+    return tiny.fields_of(model, files / "rows.jsonl", f"{files}/rewards.py:score", **{**table, **changes})
 
 
 def world(files: Path, model: Path, whose: str) -> LanguageWorld:

@@ -1,6 +1,5 @@
 """Padding-free passes and runs match padded ones. The padded pass is the reference."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -230,16 +229,7 @@ def test_at_maps_padded_positions_to_packed_tokens() -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data files of every kind with rows of different lengths, and a reward function."""
     folder = tmp_path_factory.mktemp("padding-free")
-    texts = ["abc" * (i % 4 + 1) for i in range(16)]
-    tables: dict[str, list[dict[str, Any]]] = {
-        "rows": [{"prompt": f"{10**i if i % 3 else i} says ", "completion": x} for i, x in enumerate(texts)],
-        "pairs": [{"prompt": f"{i} says ", "chosen": x, "rejected": "x" * (i % 5 + 1)} for i, x in enumerate(texts)],
-        "labels": [{"prompt": f"{i} says ", "completion": x, "label": i % 3 > 0} for i, x in enumerate(texts)],
-        "steps": [{"prompt": f"{i} says ", "completions": [x, "xy"], "labels": [True, i % 2 > 0]} for i, x in enumerate(texts)],
-    }
-    for name, table in tables.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
-    (folder / "rewards.py").write_text("def score(responses):\n    return [float(len(set(t))) for t in responses]\n")
+    tiny.write_texts(folder, 16)
     return folder
 
 

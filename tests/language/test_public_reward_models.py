@@ -298,7 +298,6 @@ def test_incomplete_and_unsuitable_models_are_rejected(folders: dict[str, Path],
     for folder, what in (
         (bare, "has no tokenizer"),
         (headless, "its weights lack score.weight"),
-        (folders["gpt2"], r"is not a reward model \(GPT2LMHeadModel\)"),
     ):
         with pytest.raises(SurefootError, match=what) as caught:
             ModelReward(folder)
@@ -340,12 +339,6 @@ def test_run_uses_a_public_model_as_reward_and_as_critic_start(folders: dict[str
     with torch.no_grad():
         wanted = RewardModel.load(public, "good")(ids, ids > 0)
         torch.testing.assert_close(world.policy.critic(ids)[:, -1], wanted, atol=1e-5, rtol=1e-5)  # type: ignore[misc]
-    fields = online(folders["llama"], rows, **changes).model_dump(mode="json", include={"model", "steps", "data", "sampling"})
-    surefoot.train(
-        "language", run_dir=tmp_path / "run", objective={"reuse": {"epochs": 1, "minibatches": 1}}, **fields, **changes
-    )
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(abs(one["reward"]) < 100 for one in metrics)
 
 
 def test_critic_start_must_be_a_decoder_with_the_policys_vocabulary(

@@ -1,8 +1,10 @@
 """Models sharded over two ranks train like one process with whole models: same gradients, updates and metrics."""
 
+import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -64,22 +66,27 @@ def recipe(folder: Path, kind: str, sharding: str, **changes: Any) -> Recipe:
     return make_recipe(table)
 
 
+MIXED = {"sft_coefficient": 0.5, "batch": 7, "demonstrations": "FOLDER/rows.jsonl"}
+LOW_REWARD: dict[str, Any] = {
+    "reward": {"terms": [{"model": "FOLDER/low reward"}, {"function": "FOLDER/rewards.py:score"}]},
+    "critic": {"start": "FOLDER/low reward"},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
-    "gathered once": ("sft", {"model": "tied", "reshard_after_forward": False, "gradient_checkpointing": True}),
+    "gathered once": ("sft", {"model": "FOLDER/tied", "reshard_after_forward": False, "gradient_checkpointing": True}),
     "offload": ("sft", {"offload": True}),
     "row by row": ("sft", {"optimizer": {"micro_batch": 1, "micro_batch_tokens": None}}),  # three passes, two on rank 1
-    "routed": ("sft", {"model": "mixture", "objective": {"router_coefficient": 0.5}}),
+    "routed": ("sft", {"model": "FOLDER/mixture", "objective": {"router_coefficient": 0.5}}),
     "reward": ("reward", {}),
-    "kto": ("dpo", {"preference": {"loss": "kto"}, "data": {"train": "labels.jsonl"}}),
+    "kto": ("dpo", {"preference": {"loss": "kto"}, "data": {"train": "FOLDER/labels.jsonl"}}),
     "dpo": ("dpo", {}),
     "dpo row by row": ("dpo", {"optimizer": {"micro_batch": 1, "micro_batch_tokens": None}}),
-    "dpo of another reference": ("dpo", {"reference": {"model": "low"}}),
+    "dpo of another reference": ("dpo", {"reference": {"model": "FOLDER/low"}}),
     "ppo": ("language", {}),
-    "mixed": ("language", {"mixing": {"sft_coefficient": 0.5, "batch": 7}, "sampling": {"temperature": 0.7}}),
+    "mixed": ("language", {"mixing": MIXED, "sampling": {"temperature": 0.7}}),
     "shared head": ("language", {"critic": {"own_model": False}, "gradient_checkpointing": True}),
     "minibatches": ("language", {"objective": {"reuse": {"epochs": 1, "minibatches": 2}}}),
-    "ppo of bfloat16": ("language", {"model": "low", "reward": "low reward", "critic": {"start": "low reward"}}),
+    "ppo of bfloat16": ("language", {"model": "FOLDER/low", **LOW_REWARD}),
     "padding-free": ("language", {"padding_free": True}),
     "idle": ("language", {"offload": ["reference", "reward"]}),
     "penalty": ("language", {"algorithm": "PPO_PENALTY_ADAPTIVE"}),
@@ -89,7 +96,7 @@ ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo with an adapter": ("dpo", {"adapter": {"rank": 2}}),
     "steps with an adapter": (
         "reward",
-        {"adapter": {"rank": 2}, "preference": {"loss": "steps"}, "data": {"train": "steps.jsonl"}},
+        {"adapter": {"rank": 2}, "preference": {"loss": "steps"}, "data": {"train": "FOLDER/steps.jsonl"}},
     ),
     "ppo on a shared base": ("language", {"adapter": {"rank": 2}, "gradient_checkpointing": True}),
 }
@@ -103,19 +110,25 @@ FAST = ("sft", "ppo of bfloat16", "row by row", "reward", "dpo row by row", "ppo
 
 def case(folder: Path, name: str, sharding: str) -> Recipe:
     kind, changes = CASES[name]
-    if "model" in changes:
-        changes = {**changes, "model": str(folder / changes["model"])}
-    if "reference" in changes:
-        changes = {**changes, "reference": {"model": str(folder / changes["reference"]["model"])}}
-    if "reward" in changes:
-        terms = [{"model": str(folder / changes["reward"])}, {"function": f"{folder}/rewards.py:score"}]
-        start = {"critic": {"own_model": True, "start": str(folder / changes["reward"])}} if "critic" in changes else {}
-        changes = {**changes, "reward": {"terms": terms}, **start}
-    if "mixing" in changes:
-        changes = {**changes, "mixing": {**changes["mixing"], "demonstrations": str(folder / "rows.jsonl")}}
-    if "data" in changes:
-        changes = {**changes, "data": {"train": str(folder / changes["data"]["train"])}}
-    return recipe(folder, kind, sharding, **changes)
+    return recipe(folder, kind, sharding, **json.loads(json.dumps(changes).replace("FOLDER", str(folder))))
+
+
+@contextmanager
+def watched_memory() -> Iterator[list[int]]:
+    """The bytes that this process holds beyond those at the beginning, again and again."""
+    before, seen, done = own_memory(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            seen.append(own_memory() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
 
 
 def whole_weights(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -337,18 +350,9 @@ def test_no_rank_holds_the_whole_model_while_loading(dtype: str, folder: Path, t
 
     def body(rank: int) -> int:
         join_ranks()
-        before, peaks, done = own_memory(), [0], threading.Event()
-
-        def watch() -> None:
-            while not done.wait(0.005):
-                peaks.append(own_memory() - before)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        make_world(recipe(folder, "sft", "full", model=str(tmp_path / "big")))
-        done.set()
-        thread.join()
-        return max(peaks)
+        with watched_memory() as seen:
+            make_world(recipe(folder, "sft", "full", model=str(tmp_path / "big")))
+        return max(seen)
 
     for peak in on_ranks(2, body, tmp_path / "results", timeout=80):
         assert isinstance(peak, int), peak

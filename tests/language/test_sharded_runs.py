@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from killing import assert_same
-from ranked import on_ranks, own_memory, two_of_which_one_fails
+from ranked import on_ranks, two_of_which_one_fails
 
 import surefoot
 from surefoot.errors import SurefootError
@@ -33,6 +32,7 @@ from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.store.metrics import read_metrics
 from surefoot.store.tensors import StoredTensor
 
+from .test_sharded import watched_memory
 from .tiny import model, tokenizer, write_folder, write_texts
 
 
@@ -228,19 +228,10 @@ def test_first_rank_never_holds_the_whole_model_while_saving(
     before, peaks = SupervisedWorld.finish, []
 
     def watched(world: SupervisedWorld, place: Path) -> list[str]:
-        begin, done = own_memory(), threading.Event()
-
-        def watch() -> None:
-            while not done.wait(0.005):
-                peaks.append(own_memory() - begin)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        try:
-            return before(world, place)
-        finally:
-            done.set()
-            thread.join()
+        with watched_memory() as seen:
+            notes = before(world, place)
+        peaks.extend(seen)
+        return notes
 
     monkeypatch.setattr(SupervisedWorld, "finish", watched)
 

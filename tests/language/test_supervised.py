@@ -1,7 +1,6 @@
 """SFT and reward models train by REINFORCE with a reward of 1 for every row, which gives their standard losses."""
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,21 +115,6 @@ def test_reward_model_learns_and_has_mean_0_and_std_1_on_demonstrations(folders:
         scores = torch.cat([model(row, torch.ones_like(row, dtype=torch.bool)) for row in ids])
     assert float(scores.mean()) == pytest.approx(0, abs=1e-4)
     assert float(scores.std(correction=0)) == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_eos_is_trained_even_if_it_is_also_the_pad_token(side: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Masking every pad token would drop every EOS, and the model would never stop."""
-    shutil.copytree(folders["llama"], tmp_path / "model")
-    path = tmp_path / "model" / "tokenizer_config.json"
-    tokenizer = json.loads(path.read_text())
-    path.write_text(json.dumps(tokenizer | {"pad_token": tokenizer["eos_token"], "padding_side": side}))
-    made = SupervisedWorld(recipe("sft", tmp_path / "model", demonstrations(tmp_path / "d.jsonl")))
-    assert made.tokens.tokenizer.pad_token_id == made.tokens.eos_id != made.tokens.pad_id
-    r = made.collector.collect(LearnerState.seeded(1, 96))
-    assert len(set(r.mask.sum(-1).tolist())) > 1, "some rows are padded"
-    for tokens, kept in zip(r.actions, r.mask, strict=True):
-        assert (tokens[kept] == made.tokens.eos_id).tolist() == [False] * (int(kept.sum()) - 1) + [True]
 
 
 def test_rows_longer_than_the_models_context_are_dropped_and_counted(folders: dict[str, Path], tmp_path: Path) -> None:

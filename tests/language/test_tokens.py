@@ -103,11 +103,6 @@ def test_tokenizer_with_one_special_token_pads_with_an_ordinary_token() -> None:
     assert tokens.encode_prompt("") == [0]
 
 
-def test_a_tokenizer_without_eos_is_rejected() -> None:
-    with pytest.raises(SurefootError, match="no EOS token, so no response could end"):
-        tokens_with(eos_token=None)
-
-
 def test_eos_ids_of_the_generation_config_count_if_they_are_special_tokens() -> None:
     model = tiny.model("llama")
     tokenizer = character_tokenizer()
@@ -199,12 +194,6 @@ def test_eos_is_appended_if_the_template_omits_it_after_the_last_answer() -> Non
         "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
     )
     assert written(tokens, *tokens.demonstration({"messages": LONG})) == ["4", "six⟨eos⟩"]
-
-
-def test_a_template_that_masks_everything_is_rejected() -> None:
-    template = CHATML + "{% generation %}{% endgeneration %}"
-    with pytest.raises(SurefootError, match="marks nothing of the assistant's text as generated"):
-        tokens_with(template).demonstration({"messages": SAID})
 
 
 def test_template_that_omits_earlier_answers_can_train_only_the_last_one() -> None:
@@ -390,21 +379,25 @@ def test_no_space_is_added_between_a_prompt_and_what_follows() -> None:
                 )
 
 
-def test_messages_need_a_chat_template() -> None:
-    tokens = tokens_with()
-    tokens.tokenizer.chat_template = None
-    for use in (lambda: tokens.encode_prompt(BEGUN), lambda: tokens.demonstration({"messages": SAID})):
-        with pytest.raises(SurefootError, match="messages need a chat template and this tokenizer has none"):
+def test_what_can_t_be_rendered_is_one_line() -> None:
+    bare = tokens_with()
+    bare.tokenizer.chat_template = None
+    rejected = r"^the chat template rejects these messages \(\w+: [^\n]+\)$"
+    for use, message in (
+        (lambda: tokens_with(eos_token=None), "no EOS token, so no response could end"),
+        (lambda: bare.encode_prompt(BEGUN), "messages need a chat template and this tokenizer has none"),
+        (lambda: bare.demonstration({"messages": SAID}), "messages need a chat template and this tokenizer has none"),
+        (lambda: tokens_with("{{ raise_exception('no\nsystem role') }}").encode_prompt(BEGUN), rejected),
+        (lambda: tokens_with("{{ messages[0].a.b }}").encode_prompt(BEGUN), rejected),
+        (
+            lambda: tokens_with(CHATML + "{% generation %}{% endgeneration %}").demonstration({"messages": SAID}),
+            "marks nothing of the assistant's text as generated",
+        ),
+        (lambda: tokens_with(chat(over="messages[-1:]")).encode_reply(REPLY, [1]), "omits the assistant's message"),
+        (lambda: tokens_with(chat(turn=TURN + TURN)).encode_reply(REPLY, [1]), "repeats the assistant's message"),
+    ):
+        with pytest.raises(SurefootError, match=message):
             use()
-
-
-def test_template_errors_are_reported_in_one_line() -> None:
-    for template in [
-        "{{ raise_exception('no\nsystem role') }}",
-        "{{ messages[0].a.b }}",
-    ]:
-        with pytest.raises(SurefootError, match=r"^the chat template rejects these messages \(\w+: [^\n]+\)$"):
-            tokens_with(template).encode_prompt(BEGUN)
 
 
 # ---- replies ----------------------------------------------------------------------------------------------------------
@@ -434,15 +427,6 @@ def test_reply_matches_the_template_for_any_text_filter() -> None:
             follows = f"<user>{made(SAYS)}⟨eos⟩<assistant>"
             assert tokens.tokenizer.decode(tokens.encode_reply(REPLY, [tokens.eos_id])) == follows
             assert tokens.tokenizer.decode(tokens.encode_reply(REPLY, [])) == f"⟨eos⟩{follows}"
-
-
-def test_reply_is_rejected_if_the_template_omits_or_repeats_the_answer() -> None:
-    for template, message in [
-        (chat(over="messages[-1:]"), "omits the assistant's message"),
-        (chat(turn=TURN + TURN), "repeats the assistant's message"),
-    ]:
-        with pytest.raises(SurefootError, match=message):
-            tokens_with(template).encode_reply(REPLY, [1])
 
 
 # ---- templates that edit messages -------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Multi-turn responses: rollout contents, truncation, rewards, failing environments, runs, and the guess task."""
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,14 @@ from surefoot.language.analysis.evaluate import evaluate_run, index_of_token
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.loading import load_model
-from surefoot.language.online.turns import Conversation, add_turn_rewards
+from surefoot.language.online.turns import Conversation, Environments, add_turn_rewards
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.scores import Scores, scatter_scores
-from surefoot.language.sampling.ends import cut_at_stop
+from surefoot.language.sampling import sampler
+from surefoot.language.sampling.ends import Ends, cut_at_stop
+from surefoot.language.sampling.engines import Request, Samples
 from surefoot.language.tasks.guess import Guess
+from surefoot.recipes.language import TurnSettings
 from surefoot.store.metrics import read_metrics
 from surefoot.store.reading import traces_in
 
@@ -493,6 +498,42 @@ def test_group_advantages_use_the_total_reward_of_all_turns(files: dict[str, str
     assert more.mask.any(-1).all()
 
 
+# ---- calls at once -----------------------------------------------------------------------------------------------------
+
+
+def test_environments_run_at_once_and_converse_as_one_at_a_time() -> None:
+    model = tiny.model("llama")
+
+    def conversations(parties: int, at_once: int) -> list[Any]:
+        """Of environments each of which goes on when as many have been entered."""
+        entered = {name: threading.Barrier(parties, timeout=60) for name in ("reset", "step")}
+
+        class Waits:
+            def reset(self, row: dict[str, Any]) -> str:
+                entered["reset"].wait()
+                self.seed = row["seed"]
+                return "hi "
+
+            def step(self, response: str) -> tuple[str, float, bool]:
+                entered["step"].wait()
+                return "", float(self.seed % 97 + len(response)), True
+
+        settings = TurnSettings(environment="surefoot.language.tasks.guess:Guess", at_once=at_once)
+        made = Environments(settings, (64, 100), deadline=60, tolerated=0.0)
+        made.make = Waits
+        draw = partial(drawn_by, model)
+        talks = made.converse([{} for _ in range(24)], range(24), draw, Ends(Tokens(tiny.tokenizer())))
+        return [(talk.failure, talk.rewards, talk.ids, talk.turns) for talk in talks]
+
+    together = conversations(24, 24)
+    assert {failure for failure, *_ in together} == {None}
+    assert together == conversations(1, 1) == conversations(1, 5)
+
+
+def drawn_by(model: Any, prompts: Any, seeds: Any) -> Samples:
+    return sampler.sample(model, Request(prompts, seeds, 4, (1,), 0))
+
+
 # ---- failures -----------------------------------------------------------------------------------------------------------
 
 
@@ -706,7 +747,6 @@ def test_demonstrations_have_correct_replies_and_possible_guesses(sloppy: float)
 def test_data_make_writes_guess_rows_and_training_requires_their_columns(
     command: Callable[..., tuple[int, str, str]], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert "guess" in command("data", "tasks")[1]
     for flags, file in ((("--difficulty", "2"), "train.jsonl"), (("--demonstrations",), "teacher.jsonl")):
         assert command("data", "make", "guess", "--rows", "8", *flags, "--out", str(tmp_path / file))[0] == 0
     assert json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])["highest"] == 3
@@ -730,15 +770,6 @@ def test_pocket_model_improves_on_random_guesses(tmp_path: Path) -> None:
     report = evaluate_run(tmp_path / "ppo", rows=512)
     assert report["start"]["reward"] < 0.7
     assert report["trained"]["reward"] > 0.75
-
-
-def test_encode_reply_ends_the_turn_only_if_the_model_did_not(folder: Path) -> None:
-    model, tokenizer = load_model(folder)
-    tokens = Tokens(tokenizer, model)
-    whole = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    before = tokens.encode_prompt(whole[:1]) + tokens.encode_completion("b")
-    assert before + tokens.encode_reply(whole[2:], before[-1:]) == tokens.encode_prompt(whole)
-    assert before[:-1] + tokens.encode_reply(whole[2:], before[-2:-1]) == tokens.encode_prompt(whole)
 
 
 def test_text_environments_and_rewards_may_use_operations_without_a_deterministic_algorithm(

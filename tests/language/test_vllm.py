@@ -50,8 +50,7 @@ class Bench:
     def __init__(self, root: Path, folder: Path, server: StandIn | None = None) -> None:
         self.root, self.folder = root, folder
         self.url = closed_port() if server is None else server.url
-        (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i % 7} says "}) + "\n" for i in range(40)))
-        (root / "rewards.py").write_text("def score(responses):\n    return [float(len(set(text))) for text in responses]\n")
+        tiny.write_texts(root, 40)
 
     def table(
         self, server: dict[str, Any] | None = None, ahead: int = 0, evaluated: bool = False, **changes: Any
@@ -60,7 +59,7 @@ class Bench:
         table: dict[str, Any] = {
             "model": str(self.folder),
             "steps": 48,
-            "data": {"train": str(self.root / "prompts.jsonl"), "max_length": 32},
+            "data": {"train": str(self.root / "rows.jsonl"), "max_length": 32},
             "sampling": {"prompts": 16, "max_tokens": 8, "temperature": 0.8, "ahead": ahead},
             "server": {"url": self.url, "retries": 1, **(server or {})},
             "reward": {"terms": [{"function": f"{self.root}/rewards.py:score"}], "missing_eos": "none"},
@@ -274,26 +273,22 @@ def test_two_ranks_sample_ahead_without_missing_responses(server: StandIn, bench
 
 
 @pytest.mark.parametrize(
-    ("server_settings", "fault", "message"),
+    ("server_settings", "message"),
     [
-        (
-            {},
-            ("/weight_info", (404, {"detail": "Not Found"})),
-            "has no /weight_info: it is not vLLM, too old, or without VLLM_",
-        ),
-        ({"model": "mine"}, None, "serves 'policy', not 'mine'; set server.model, or start it: VLLM_SERVER"),
-        ({"longest": 500}, None, "has a context of 128 tokens, and prompts with their responses have up to 500; start it:"),
-        ({"url": "http://gpu-7:8000"}, None, "is another machine; name a folder that both machines read"),
-        ({"url": ""}, None, ": can't be reached ("),
-        ({"url": ""}, None, "or start it: VLLM_SERVER_DEV_MODE=1 vllm serve "),
+        ({}, "has no /weight_info: it is not vLLM, too old, or without VLLM_"),
+        ({"model": "mine"}, "serves 'policy', not 'mine'; set server.model, or start it: VLLM_SERVER"),
+        ({"longest": 500}, "has a context of 128 tokens, and prompts with their responses have up to 500; start it:"),
+        ({"url": "http://gpu-7:8000"}, "is another machine; name a folder that both machines read"),
+        ({"url": ""}, ": can't be reached ("),
     ],
 )
 def test_servers_that_can_not_serve_the_model_are_rejected_with_a_remedy(
-    server_settings: dict[str, Any], fault: Any, message: str, server: StandIn, bench: Bench
+    server_settings: dict[str, Any], message: str, server: StandIn, bench: Bench
 ) -> None:
     if server_settings.get("url") == "":
         server_settings = {"url": closed_port()}
-    server.fault = lambda number, path, body: fault[1] if fault and path == fault[0] else None
+    if not server_settings:
+        server.fault = lambda number, path, body: (404, {"detail": "Not Found"}) if path == "/weight_info" else None
     assert message in rejection(lambda: bench.engine(**server_settings))
 
 
