@@ -1,4 +1,4 @@
-"""PPO on text with policy, critic, reference and reward: rollouts, learning, exact resume, bad input."""
+"""PPO on text with policy, critic, reference and reward: rollouts, learning, bad input, the reference and traces."""
 
 import json
 from dataclasses import replace
@@ -7,17 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from chain import check_chain
 
 import surefoot
+from surefoot import read_trace
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.errors import SurefootError
+from surefoot.language.data.tokens import Tokens
+from surefoot.language.memory.check import workload_of
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.online.world import LanguageWorld
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.runs.factory import make_learner
 from surefoot.store.folder import recipe_differences
+from surefoot.store.metrics import read_metrics
+from surefoot.store.reading import traces_in
 
 from . import tiny
 from .tiny import write_folder
@@ -329,3 +335,151 @@ def test_reference_and_critic_need_the_policys_vocabulary_and_context(
             world(files, folders["llama"], critic=changes)
         with pytest.raises(SurefootError, match=f"reference.model=.*{message}"):
             world(files, folders["llama"], reference={"model": str(folder)})
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+
+GROUPS: dict[str, Any] = {"sampling": {"prompts": 4, "samples": 4, "max_tokens": 8}}
+KL_METRICS = {"kl_reference", "kl_reference_response", "held_out_kl"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "exists"),
+    [
+        ({}, True),
+        ({"reference": {"beta": 0.0}}, False),
+        ({"reference": {"beta": 0.0, "measure": True}}, True),
+        ({"algorithm": "GRPO", **GROUPS}, True),
+        ({"algorithm": "DR_GRPO", **GROUPS}, False),
+        ({"algorithm": "DAPO", **GROUPS}, False),
+        ({"algorithm": "CISPO", **GROUPS}, False),
+        ({"algorithm": "DAPO", "reference": {"beta": 0.1}, **GROUPS}, True),
+        ({"algorithm": "DAPO", "objective": {"reference_coefficient": 0.1}, **GROUPS}, True),
+    ],
+)
+def test_reference_exists_and_is_planned_only_if_something_uses_it(
+    changes: Any, exists: bool, files: dict[str, str], folders: dict[str, Path]
+) -> None:
+    made = world(files, folders["llama"], **changes)
+    assert (made.reference is not None) == exists
+    assert (workload_of(made.recipe, prompt=8, response=8).reference is not None) == exists
+    assert any("no reference" in line for line in made.arithmetic()) != exists
+    rollout = collected(made)
+    assert (
+        (rollout.ref_log_probs is not None) == exists == ("kl" in rollout.reward_parts) == ("kl_reference" in rollout.metrics)
+    )
+
+
+def test_explicit_reference_model_is_kept_without_a_penalty(files: dict[str, str], folders: dict[str, Path]) -> None:
+    recipe = world(files, folders["llama"], reference={"beta": 0.0, "model": str(folders["llama"])}).recipe
+    assert recipe.has_reference
+    assert workload_of(recipe, prompt=8, response=8).reference is not None
+
+
+@pytest.mark.parametrize(("algorithm", "adapter"), [("PPO_CLIP", True), ("DAPO", False)])
+def test_measuring_the_reference_changes_no_weight_and_no_other_metric(
+    algorithm: str, adapter: bool, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"algorithm": algorithm, "steps": 48, **(GROUPS if algorithm == "DAPO" else {})}
+    changes["data"] = {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32}
+    changes["evaluation"] = {"rows": 4, "every": 16}
+    if adapter:
+        changes["adapter"] = {"rank": 2, "merge": False}
+    runs = {}
+    for measure in (False, True):
+        settings = fields(files, folders["llama"], **changes, reference={"beta": 0.0, "measure": measure})
+        trained = surefoot.train("language", run_dir=tmp_path / str(measure), check_memory=False, **settings)
+        runs[measure] = trained.model.state_dict(), read_metrics(tmp_path / str(measure) / "metrics.jsonl")
+    for name, weight in runs[False][0].items():
+        assert torch.equal(weight, runs[True][0][name]), name
+    for without, measured in zip(runs[False][1], runs[True][1], strict=True):
+        assert not KL_METRICS & without.keys()
+        assert {"kl_reference", "kl_reference_response"} <= measured.keys()
+        for name in ("reward", "policy_loss", "gradient_norm_policy", "held_out_reward", "updates"):
+            assert without.get(name) == measured.get(name), name
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+TRACED: dict[str, Any] = {
+    "sampling": {"prompts": 8, "samples": 2, "max_tokens": 8},
+    "reference": {"beta": 0.3},
+    "optimizer": {"learning_rate": 1e-2, "micro_batch_tokens": 64},
+    "traces": {"every": 1, "rows": 3},
+}
+
+
+def test_traced_tokens_rewards_and_kl_are_consistent(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+    surefoot.train("language", run_dir=tmp_path / "run", **fields(files, folders["llama"], **TRACED))
+    model, tokenizer = load_model(folders["llama"])
+    tokens = Tokens(tokenizer, model)
+    files = traces_in(tmp_path / "run" / "traces")
+    assert [file.stem for file in files] == ["16", "32", "48", "64"]
+    met, spent = set(), 0.0
+    for file in files:
+        trace = read_trace(file)
+        assert (trace.gamma, trace.gae_lambda, trace.clip, trace.clip_high) == (1.0, 0.95, 0.2, 0.2)
+        met |= check_chain(trace, "batch")
+        assert len({row.row for row in trace.rows}) == 3
+        for row in trace.rows:
+            assert row.start == 0
+            assert row.mask.all()
+            assert (row.terminated | row.truncated)[-1]
+            assert row.about["prompt"].endswith(" says ")
+            assert len(row.about["tokens"]) == len(row.mask)
+            assert row.about["tokens"] == [tokenizer.decode([i]) for i in row.actions.tolist()]
+            plain = [i not in tokenizer.all_special_ids for i in row.actions.tolist()]
+            text = "".join(token for token, keep in zip(row.about["tokens"], plain, strict=True) if keep)
+            assert text == tokens.decode(row.actions)
+            assert row.reward_parts["score"].sum() == pytest.approx(
+                sum(c in "aeiou" for c in text) / max(1, len(text)), abs=1e-6
+            )
+            for t in range(len(row.mask)):
+                kl = float(row.old_log_probs[t] - row.ref_log_probs[t])  # type: ignore[index]
+                assert row.reward_parts["kl"][t] == pytest.approx(kl, abs=1e-6)
+                score = float(row.reward_parts["score"][t])
+                assert row.rewards[t] == pytest.approx(score - row.about["reference_beta"] * kl, abs=1e-5)
+                spent += abs(kl)
+    assert met == {"unclipped", "clipped"}
+    assert spent > 0.1
+
+
+def test_traces_change_no_weight(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+    traced = surefoot.train("language", run_dir=tmp_path / "run", **fields(files, folders["llama"], **TRACED))
+    alone = surefoot.train("language", **fields(files, folders["llama"], **TRACED))
+    assert traces_in(tmp_path / "run" / "traces")
+    for name, weights in traced.model.state_dict().items():
+        assert weights.equal(alone.model.state_dict()[name]), name
+
+
+def test_responses_without_a_score_are_not_traced(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+    reward = {"terms": [{"function": f"{files['rewards']}:half"}], "tolerated": 0.5}
+    surefoot.train("language", run_dir=tmp_path / "run", **fields(files, folders["llama"], **TRACED, steps=16, reward=reward))
+    (file,) = traces_in(tmp_path / "run" / "traces")
+    trace = read_trace(file)
+    assert len(trace.rows) == 3
+    assert all(row.row % 2 == 0 for row in trace.rows)
+
+
+def test_demonstrations_are_traced_only_if_enabled(tmp_path: Path, folders: dict[str, Path]) -> None:
+    rows = [{"prompt": f"{i} ", "completion": "yes" * (1 + i % 3)} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table: dict[str, Any] = {
+        "model": str(folders["llama"]),
+        "steps": 16,
+        "data": {"train": str(tmp_path / "rows.jsonl"), "batch": 8},
+    }
+    surefoot.train("sft", run_dir=tmp_path / "plain", **table)
+    assert not (tmp_path / "plain" / "traces").exists()
+    surefoot.train("sft", run_dir=tmp_path / "run", **table, traces={"rows": 2})
+    files = traces_in(tmp_path / "run" / "traces")
+    assert len(files) == 2
+    for file in files:
+        trace = read_trace(file)
+        assert check_chain(trace, None, ratios=False) == {"log_prob"}
+        for row in trace.rows:
+            assert "".join(row.about["tokens"]).startswith("yes")
+            assert (row.visits.log_probs < 0).all()
+            assert row.rewards.tolist() == [1.0] * len(row.mask)

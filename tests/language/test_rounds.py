@@ -237,20 +237,17 @@ def test_critic_start_follows_the_reward_model_for_any_spelling_of_its_path(
     assert ppo_recipe(RoundsSettings(other, "j:j"), folder, 2).critic.start == "elsewhere"
 
 
-@pytest.mark.slow
-def test_judge_obeys_the_reward_deadline_and_a_retry_may_raise_it(start: Path, command: Command) -> None:
-    text = (start / "ppo.toml").read_text()
+def test_judge_obeys_the_reward_deadline(start: Path, command: Command) -> None:
     source = "\ndef slow(responses):\n    import time\n    time.sleep(0.6)\n    return judge(responses)\n"
     (start / "judge.py").write_text(SOURCE + source)
-    words = ("rounds", "ppo.toml", "--rounds", "1", "--pairs", "20", "--name", "r", "--quiet", "--judge", "judge.py:slow")
-    for seconds in (0.3, 30):
-        (start / "ppo.toml").write_text(text.replace("missing_eos", f"deadline = {seconds}\n        missing_eos"))
-        code, _, err = command(*words)
-        if seconds < 1:
-            assert code == 2
-            assert "--judge='judge.py:slow': took longer than reward.deadline=0.3 s for 20 responses" in err
-            assert "raise reward.deadline, then repeat the command" in err
-    assert code == 0, err
+    (start / "ppo.toml").write_text(
+        (start / "ppo.toml").read_text().replace("missing_eos", "deadline = 0.3\n        missing_eos")
+    )
+    words = ("--rounds", "1", "--pairs", "20", "--name", "r", "--quiet", "--judge", "judge.py:slow")
+    code, _, err = command("rounds", "ppo.toml", *words)
+    assert code == 2
+    assert "--judge='judge.py:slow': took longer than reward.deadline=0.3 s for 20 responses" in err
+    assert "raise reward.deadline, then repeat the command" in err
 
 
 def test_rounds_are_for_one_command_at_a_time(start: Path) -> None:

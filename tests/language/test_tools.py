@@ -24,7 +24,7 @@ from surefoot.recipes.language import TurnSettings
 
 from . import tiny
 from .families import FAMILIES, family_tokens
-from .test_reward_models_elsewhere import printed
+from .test_public_reward_models import printed
 
 TOOLS = '''
 import asyncio, threading, time
