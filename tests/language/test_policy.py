@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from surefoot import PPO_CLIP, Constraint, Objective, Reuse, SurefootError  # noqa: E402
 from surefoot.core.credit import assign_credit  # noqa: E402
 from surefoot.core.learner import Learner, LearnerSettings  # noqa: E402
-from surefoot.core.optimizer import AdamSettings, FlatOptimizer  # noqa: E402
+from surefoot.core.optimizer import AdamSettings  # noqa: E402
 from surefoot.core.rollout import Evaluation, LearnerState, Rollout  # noqa: E402
 from surefoot.functional import successor_values  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
@@ -208,19 +208,6 @@ def test_empty_prompts_are_rejected() -> None:
 # ---- what is read and computed ------------------------------------------------------------------------------------------
 
 
-def test_masked_tokens_inside_a_response_are_read_but_not_scored() -> None:
-    """For example the turn of a user or a tool."""
-    model, (inputs, actions, mask) = make("llama", scale=20.0), text()
-    holes = mask.clone()
-    holes[:, 1:3] = False
-    actual = policy_of(model)(inputs, actions, holes).log_probs
-    expected = naive(model, (inputs, actions, mask))[0]
-    kept = holes & (holes[:, 3:].any(-1, keepdim=True) | (torch.arange(7) < 1))
-    assert kept.sum() > 4
-    near(actual[kept], expected[kept])
-    assert not actual[~holes].any()
-
-
 @pytest.mark.parametrize("tokens", [1, 20, None])
 def test_micro_batches_by_token_budget_keep_the_row_order(tokens: int | None) -> None:
     policy, batch = awake(policy_of(make("llama", scale=20.0), "head")), text()
@@ -257,21 +244,6 @@ def test_a_new_critic_predicts_zero_everywhere() -> None:
         assert not policy(*batch).values.any()
         assert not policy.values_after(*batch).any()
     assert not policy_of(model).values_after(*batch).any(), "also without a critic"
-
-
-def test_critic_from_a_reward_model_starts_as_its_normalised_score() -> None:
-    model, batch = make("llama"), text()
-    head = nn.Linear(WIDTH, 1)
-    critic = Critic.from_reward_model(model.model, head, mean=0.3, std=2.0)
-    actual = policy_of(make("llama", seed=1), critic).values_after(*batch)
-    for row, (prompt, response) in enumerate(rows_of(*batch)):
-        hidden = model.model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0, -1]
-        near(actual[row], (head(hidden)[0] - 0.3) / 2)
-    with torch.no_grad():
-        critic.head.weight.add_(1)
-    assert {p.data_ptr() for p in critic.parameters()}.isdisjoint(
-        p.data_ptr() for p in [*model.parameters(), *head.parameters()]
-    )
 
 
 def test_separate_critic_shares_no_parameters_with_the_policy() -> None:
@@ -398,19 +370,6 @@ def test_a_tied_embedding_is_one_parameter_and_stays_tied() -> None:
     before = make("llama", tie_word_embeddings=True).get_input_embeddings().weight
     assert not torch.equal(head, before), "the embedding is trained"
     assert torch.equal(head, policy.model.lm_head.weight)
-
-
-def test_frozen_parameters_are_not_optimized_and_do_not_change() -> None:
-    policy = awake(policy_of(make("llama"), "head"))
-    frozen = policy.model.model.layers[0]
-    frozen.requires_grad_(False)
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    _, learner = updated(policy, EVERYTHING)
-    moving = learner.optimizers["policy"]
-    assert isinstance(moving, FlatOptimizer)
-    assert sum(p.numel() for p in moving.parameters) == sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    for name, p in policy.named_parameters():
-        assert torch.equal(p, before[name]) == name.startswith("model.model.layers.0."), name
 
 
 def test_reference_keeps_the_initial_policy_and_gets_no_gradient() -> None:
