@@ -11,7 +11,6 @@ import torch
 import surefoot
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, tensors_in
-from surefoot.functional import bradley_terry_loss
 from surefoot.language.data import datasets as data
 from surefoot.language.data.sources import read_rows
 from surefoot.language.models.reward_model import RewardModel
@@ -67,18 +66,6 @@ def test_collector_puts_rows_on_its_device(folders: dict[str, Path], tmp_path: P
         made = SupervisedWorld(recipe(kind, folders["llama"], rows))
         rollout = RowCollector(made.collector.rows, 8, 1, "meta").collect(LearnerState.seeded(1, 96))
         assert {x.device.type for x in tensors_in(rollout)} == {"meta"}
-
-
-def test_reward_model_loss_is_the_bradley_terry_loss(folder: Path, tmp_path: Path) -> None:
-    world = SupervisedWorld(recipe("reward", folder, pairs(tmp_path / "p.jsonl")))
-    rollout = world.collector.collect(LearnerState.seeded(1, 96))
-    with torch.no_grad():
-        scores = world.policy.scores(rollout.inputs)
-    wanted = bradley_terry_loss(scores[:, 0], scores[:, 1]).mean()
-    metrics = make_learner(world.recipe, world.policy).update(
-        rollout, assign_credit(rollout, world.recipe.objective), LearnerState.seeded(1, 96)
-    )
-    assert metrics["policy_loss"] == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_sft_learns_and_transformers_loads_it_with_the_same_logits(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -134,17 +134,6 @@ def rejection(call: Callable[[], Any]) -> str:
 # ---- weights and requests -----------------------------------------------------------------------------------------------
 
 
-def test_sampling_uses_the_sent_weights_not_the_servers_initial_ones(server: StandIn, bench: Bench, other: Path) -> None:
-    bench.folder = other
-    engine = bench.engine()
-    engine.use(None)
-    drawn = engine.sample(request())
-    expect_own_log_probs(engine.model, PROMPTS, drawn, 0.8, within=1e-4)
-    assert drawn.path == "vllm"
-    assert server.folder.name == engine.label == server.version
-    engine.close()
-
-
 def test_weights_are_sent_once_per_version_and_old_folders_are_removed(server: StandIn, bench: Bench) -> None:
     folder = bench.root / "weights"
     engine = bench.engine(weights=str(folder))
