@@ -101,7 +101,6 @@ def test_the_global_generators_neither_steer_training_nor_are_moved_by_it() -> N
     ("task", "fields"),
     [
         ("CartPole-v1", {"network": {"shared_trunk": True, "activation": "relu", "hidden": [16]}}),
-        ("Pendulum-v1", {"network": {"hidden": [5, 6, 7]}}),
         ("CartPole-v1", {"network": {"hidden": []}, "optimizer": {"critic_learning_rate": 1e-2}}),
         ("Pendulum-v1", {"network": {"log_std": -1.0}, "optimizer": {"max_grad_norm": "none"}}),
         ("CartPole-v1", {"optimizer": {"micro_batch": 10}}),
@@ -188,12 +187,12 @@ def test_predict_returns_the_state_and_accepts_lists_and_doubles() -> None:
     assert state == "mine"
 
 
-@pytest.mark.parametrize("shape", [(), (2, 3), (2, 2, 4)])
-def test_an_observation_of_the_wrong_shape_or_that_is_not_finite_is_rejected(shape: tuple[int, ...]) -> None:
+def test_an_observation_of_the_wrong_shape_or_that_is_not_finite_is_rejected() -> None:
     agent = cartpole(steps=1)
     for method in (agent.predict, agent.value):
-        with pytest.raises(SurefootError, match=r"observation: has shape .*; this agent takes \(4,\)"):
-            method(np.zeros(shape, np.float32))
+        for shape in ((), (2, 3), (2, 2, 4)):
+            with pytest.raises(SurefootError, match=r"observation: has shape .*; this agent takes \(4,\)"):
+                method(np.zeros(shape, np.float32))
         with pytest.raises(SurefootError, match=r"observation: is not finite"):
             method([0.0, np.inf, 0.0, 0.0])
 
@@ -283,11 +282,6 @@ def test_the_same_evaluation_seed_gives_the_same_result_and_another_seed_another
         first = surefoot.evaluate(agent, episodes=5, seed=3, deterministic=deterministic)
         assert surefoot.evaluate(agent, episodes=5, seed=3, deterministic=deterministic) == first
         assert surefoot.evaluate(agent, episodes=5, seed=4, deterministic=deterministic).returns != first.returns
-
-
-def test_evaluating_on_a_task_with_other_spaces_is_rejected() -> None:
-    with pytest.raises(SurefootError, match=r"task='Pendulum-v1': has observations .* the agent was trained on"):
-        surefoot.evaluate(cartpole(steps=1), "Pendulum-v1")
 
 
 def test_an_agent_is_evaluated_on_the_environment_that_it_was_trained_in() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import surefoot
 from surefoot import SurefootError
@@ -21,7 +21,7 @@ from surefoot.control.spaces import BARE
 from surefoot.control.world import training_environments
 from surefoot.recipes.presets import find_recipe
 
-from .tiny import Clockwork, Endless, clockworks, fresh_state, world_of
+from .tiny import Endless, clockworks, fresh_state, world_of
 
 BACKENDS = ["native", "envpool"]
 ONCE: dict[str, Any] = {"objective": {"reuse": {"epochs": 1, "minibatches": 1}}, "evaluation": {"episodes": 0}}
@@ -149,12 +149,8 @@ def test_an_evaluation_counts_whole_episodes_and_their_true_scores() -> None:
     evaluation = surefoot.evaluate(agent, Lives, episodes=3)
     assert evaluation.returns == [30.0] * 3
     assert evaluation.lengths == [6] * 3
-
-
-def test_a_video_counts_the_true_score() -> None:
-    agent = surefoot.train(Lives, steps=16, rollout={"environments": 1, "steps": 16}, **ONCE)
     *_, end = greedy_episode(agent, Lives(), "lives", 0, 0, 100)
-    assert (end.step, end.reward, end.total) == (6, 5.0, 30.0)
+    assert (end.step, end.reward, end.total) == (6, 5.0, 30.0), "and so does a video"
 
 
 class PoolLives(Lives):
@@ -214,16 +210,11 @@ def test_sub_environments_that_state_other_modes_are_named() -> None:
         VectorEnvironments(mixed, 1, "tiny")
 
 
-@pytest.mark.parametrize("stated", [None])
-def test_a_vector_environment_that_does_not_state_its_mode_is_rejected(stated: Any) -> None:
+def test_a_vector_environment_must_state_its_mode_and_may_do_so_by_its_value() -> None:
     vector = SyncVectorEnv([Endless])
-    vector.metadata = {} if stated is None else {"autoreset_mode": stated}
-    with pytest.raises(SurefootError, match=rf"metadata\['autoreset_mode'\]={stated!r} .*AutoresetMode.NEXT_STEP"):
+    vector.metadata = {}
+    with pytest.raises(SurefootError, match=r"metadata\['autoreset_mode'\]=None .*AutoresetMode.NEXT_STEP"):
         VectorEnvironments(vector, 1, "tiny")
-
-
-def test_a_mode_that_is_stated_by_its_value_is_understood() -> None:
-    vector = SyncVectorEnv([Endless])
     vector.metadata["autoreset_mode"] = "SameStep"
     assert VectorEnvironments(vector, 1, "tiny").mode is AutoresetMode.SAME_STEP
 
@@ -259,38 +250,6 @@ def test_an_id_with_its_module_has_the_vector_environment_of_the_id(tmp_path: Pa
     fields: dict[str, Any] = {"rollout": {"backend": "native", "environments": 2, "steps": 32}, "evaluation": {"episodes": 0}}
     surefoot.train("made_for_quic:Quick-v0", steps=64, **fields)
     rejected("made_for_slow:Slow-v0", "native", "'made_for_slow:Slow-v0' has no vector environment of its own")
-
-
-class Both(VectorEnv[Any, Any, Any]):
-    """Two vector environments as one, whatever their modes."""
-
-    def __init__(self, *modes: AutoresetMode) -> None:
-        rows = [[partial(Clockwork, index, ((2, "terminated"),))] for index in range(len(modes))]
-        self.parts = [SyncVectorEnv(row, autoreset_mode=mode) for row, mode in zip(rows, modes, strict=True)]
-        self.num_envs = len(modes)
-        self.metadata = {"autoreset_mode": modes[0]}
-        self.single_observation_space = self.parts[0].single_observation_space
-        self.single_action_space = self.parts[0].single_action_space
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        return np.concatenate([part.reset()[0] for part in self.parts]), {}
-
-    def step(self, actions: Any) -> Any:
-        rows = [part.step(actions[b : b + 1]) for b, part in enumerate(self.parts)]
-        infos: dict[str, Any] = {}
-        for b, row in enumerate(rows):
-            if "final_obs" in row[4]:
-                infos = self._add_info(infos, {"final_obs": row[4]["final_obs"][0]}, b)
-        return *(np.concatenate([row[i] for row in rows]) for i in range(4)), infos
-
-
-@pytest.mark.parametrize(("first", "second"), [("SAME_STEP", "NEXT_STEP"), ("NEXT_STEP", "SAME_STEP")])
-def test_rows_that_reset_in_different_ways_are_named_at_the_first_end(first: str, second: str) -> None:
-    environments = VectorEnvironments(Both(AutoresetMode[first], AutoresetMode[second]), 1, "tiny")
-    environments.reset()
-    environments.step(np.zeros(2, int))
-    with pytest.raises(SurefootError, match=rf"mixed autoreset modes: .* has {first}, but its environments \[1\]"):
-        environments.step(np.zeros(2, int))
 
 
 class Stuck(Endless):
@@ -329,17 +288,9 @@ def rejected(task: Any, backend: str, *parts: str, **fields: Any) -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["envpool"])
-def test_a_task_that_makes_its_own_environments_has_no_other_backend(backend: str) -> None:
-    rejected(Endless, backend, "needs an environment id", "Endless", "'workers' or 'loop'")
-
-
-@pytest.mark.parametrize("backend", ["native"])
-def test_whole_episodes_are_rejected_before_anything_is_made(backend: str) -> None:
-    rejected("CartPole-v1", backend, "REINFORCE needs them", "objective with a critic", algorithm="REINFORCE")
-
-
-def test_a_missing_envpool_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_backend_can_not_do_is_rejected_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    rejected(Endless, "envpool", "needs an environment id", "Endless", "'workers' or 'loop'")
+    rejected("CartPole-v1", "native", "REINFORCE needs them", "objective with a critic", algorithm="REINFORCE")
     monkeypatch.setitem(sys.modules, "envpool", None)
     rejected("CartPole-v1", "envpool", "envpool, which is not installed", "[envpool]'")
 

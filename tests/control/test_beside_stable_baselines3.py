@@ -113,10 +113,7 @@ def test_an_iteration_ends_at_the_weights_of_stable_baselines3(task: str, monkey
         for name, value in weights_of(peer).items():
             ours.pop(name).copy_(value)
     assert not ours, "parameters that the peer does not have"
-    seen, orders = (
-        Seen(),
-        [torch.randperm(STEPS, generator=torch.Generator().manual_seed(epoch)) for epoch in range(EPOCHS)],
-    )
+    seen, orders = (Seen(), [torch.randperm(STEPS, generator=torch.Generator().manual_seed(epoch)) for epoch in range(EPOCHS)])
     _, callback = peer._setup_learn(10_000, seen)
     buffer = peer.rollout_buffer
     for _ in range(2):  # the second with Adam's moments of the first

@@ -64,7 +64,7 @@ def test_a_clone_does_what_its_rows_show_and_training_starts_from_it(signs: str,
     assert surefoot.evaluate(further, Copy, episodes=10).mean_return > 7.5
 
 
-def test_the_loss_is_the_mean_negative_log_likelihood_and_an_epoch_has_every_row_once(signs: str) -> None:
+def test_an_epoch_has_every_row_once(signs: str) -> None:
     world = world_of(Copy, REINFORCE, cloning={"data": signs, "batch": 50}, steps=100, **FEW)
     assert isinstance(world.collector, RowCollector)
     state, seen = fresh_state(), []

@@ -81,8 +81,7 @@ class Aim(Endless):
         return np.array([0.5 * self.side, 1.0])
 
 
-@pytest.mark.parametrize("normalise", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "normalised"])
-def test_box_actions_find_the_target_of_each_observation(normalise: bool) -> None:
+def test_box_actions_find_the_target_of_each_observation() -> None:
     agent = surefoot.train(
         Aim,
         PPO_CLIP,
@@ -90,7 +89,7 @@ def test_box_actions_find_the_target_of_each_observation(normalise: bool) -> Non
         objective={"reuse": {"epochs": 5, "minibatches": 2}, "normalise_advantages": "minibatch"},
         rollout={"environments": 8, "steps": 16},
         optimizer={"learning_rate": 1e-2, "schedule": "linear"},
-        normalise={"observations": normalise, "rewards": normalise},
+        normalise={"observations": True, "rewards": True},
         evaluation={"episodes": 0},
     )
     actual, _ = agent.predict(np.float32([[-1], [1]]), deterministic=True)
@@ -123,27 +122,6 @@ class Highest(Once):
         return np.zeros(1, np.float32), np.flatnonzero(allowed)[-1], {"action_mask": allowed}
 
 
-class Copied(Once):
-    """Two choices, each counted from somewhere else than what is seen."""
-
-    observation_space = spaces.MultiDiscrete([3, 2], start=[1, 0])
-    action_space = spaces.MultiDiscrete([3, 2], start=[5, -1])
-
-    def observe(self, draw: np.random.Generator) -> Any:
-        seen = np.array([1 + draw.integers(3), draw.integers(2)])
-        return seen, [seen[0] + 4, seen[1] - 1], {}
-
-
-class Flipped(Once):
-    """Every bit the other way."""
-
-    observation_space, action_space = spaces.MultiBinary(3), spaces.MultiBinary(3)
-
-    def observe(self, draw: np.random.Generator) -> Any:
-        seen = draw.integers(2, size=3, dtype=np.int8)
-        return seen, 1 - seen, {}
-
-
 class Signed(Once):
     """Where to go is said in one leaf, and whether to turn in another, by the sign of a number."""
 
@@ -166,8 +144,8 @@ class Half(Once):
         return image, side, {}
 
 
-@pytest.mark.parametrize(("task", "steps"), [(Highest, 1_500), (Copied, 1_500), (Flipped, 1_500), (Signed, 1_500), (Half, 600)])
-def test_tasks_that_need_masks_choices_bits_leaves_or_images_are_solved(task: Any, steps: int) -> None:
+@pytest.mark.parametrize(("task", "steps"), [(Highest, 1_500), (Signed, 1_500), (Half, 600)])
+def test_tasks_that_need_masks_choices_leaves_or_images_are_solved(task: Any, steps: int) -> None:
     """Chance is 0.3 to 0.5. Three seeds of three answer all of 100 questions."""
     agent = surefoot.train(
         task,

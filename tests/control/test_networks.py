@@ -24,11 +24,7 @@ from surefoot.recipes.control import Network
 
 from .tiny import Sampled, small
 
-TINY: dict[str, Any] = {
-    "rollout": {"environments": 2, "steps": 8},
-    "evaluation": {"episodes": 0},
-    "objective": small(PPO_CLIP),
-}
+TINY: dict[str, Any] = {"rollout": {"environments": 2, "steps": 8}, "evaluation": {"episodes": 0}, "objective": small(PPO_CLIP)}
 PAIR = spaces.Dict({"where": spaces.Discrete(3, start=1), "x": spaces.Box(-1, 1, (2,))})
 
 
@@ -93,34 +89,6 @@ def test_the_bounds_of_an_image_become_0_and_1(shape: tuple[int, ...]) -> None:
         expected = 255 * drawn
         expected[(slice(None), *channel) if channel != (..., 1) else channel] *= highs > lows
         torch.testing.assert_close(network(torch.from_numpy(low + drawn * (high - low))), reference(torch.from_numpy(expected)))
-
-
-class Map(gymnasium.Env[Any, Any]):
-    """A column of a map is as high as its bound; which half it is in is the right action."""
-
-    def __init__(self, high: int = 1) -> None:
-        self.observation_space, self.action_space, self.high = spaces.Box(0, high, (36, 36), np.uint8), spaces.Discrete(2), high
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self.seen(), {}
-
-    def seen(self) -> Any:
-        self.column, picture = self.np_random.integers(36), np.zeros((36, 36), np.uint8)
-        picture[:, self.column] = self.high
-        return picture
-
-    def step(self, action: Any) -> Any:
-        reward = float(action == (self.column >= 18))
-        return self.seen(), reward, False, bool(self.column == 0), {}
-
-
-def test_a_map_of_0_and_1_trains_the_same_weights_as_one_of_0_and_255() -> None:
-    one, other = (
-        surefoot.train(Map, steps=32, seed=1, environment={"high": high}, network={"hidden": []}, **TINY) for high in (1, 255)
-    )
-    pairs = zip(one.policy.parameters(), other.policy.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_images_in_pieces_give_the_same_features(monkeypatch: pytest.MonkeyPatch) -> None:

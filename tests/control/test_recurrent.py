@@ -177,16 +177,6 @@ def test_common_calls_take_every_step_once_and_end_where_going_on_would_exceed_w
             assert sum(max(0, longer[-1] - length) for length in lengths[:live]) > spare
 
 
-def test_no_gradient_crosses_a_start() -> None:
-    memory = EpisodicLSTM(3, 4, torch.Generator().manual_seed(1))
-    features = torch.randn(1, 6, 3, requires_grad=True)
-    starts = torch.tensor([[False, False, False, True, False, False]])
-    outputs = memory(features, starts, torch.zeros(1, 2, 4))
-    outputs[:, 3:].sum().backward()
-    assert features.grad is not None
-    assert features.grad[:, :3].abs().max() == 0 < features.grad[:, 3:].abs().min()
-
-
 # ---- rollouts ---------------------------------------------------------------------------------------------------------
 
 
@@ -213,45 +203,20 @@ def test_an_episode_starts_where_the_one_before_ended() -> None:
     world.close()
 
 
-def test_the_value_after_a_truncation_is_that_of_the_final_observation_remembering_its_episode() -> None:
-    world, (rollout,) = collected()
-    policy, kind = world.policy, rollout.inputs["observation"][:, :, 1]
-    for row in range(2):
-        for t in (4, 9):  # steps 5 and 10 truncate
-            episode = torch.tensor([[at / 10, kind[row, t]] for at in range(6)])  # its five observations and the final one
-            starts = torch.tensor([[True, *[False] * 5]])
-            inputs = {
-                "observation": episode[None],
-                EPISODE_STARTS: starts,
-                LSTM_STATE: torch.zeros_like(rollout.inputs[LSTM_STATE][:1]),
-            }
-            values = policy(inputs, torch.zeros(1, 6, dtype=torch.int64)).values
-            assert values is not None
-            torch.testing.assert_close(rollout.next_values[row, t], values[0, -1].detach())
-            torch.testing.assert_close(rollout.values[row, t], values[0, -2].detach())
-    world.close()
+@pytest.mark.parametrize("mode", [None, *AutoresetMode])
+def test_values_and_successors_remember_their_episode_in_every_autoreset_mode(mode: AutoresetMode | None) -> None:
+    """Also after a truncation: V of the final observation. Actions change nothing in this environment."""
 
-
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_every_autoreset_mode_gives_the_same_values_and_successors(mode: AutoresetMode) -> None:
     def vector() -> Any:
         return SyncVectorEnv([cut_after_five] * 2, autoreset_mode=mode)
 
-    def kept(rollout: Rollout) -> dict[str, torch.Tensor]:
-        # V and its successors as functions of (step, kind of episode): actions change nothing in this environment.
-        observations = rollout.inputs["observation"][rollout.mask]
-        order = np.lexsort(observations.T.numpy())
-        pairs = torch.stack([rollout.values[rollout.mask], rollout.next_values[rollout.mask]], -1)
-        return {"observations": observations[order], "values": pairs[order]}
-
     changes = {"rollout": {"environments": 2, "steps": 18 if mode is AutoresetMode.NEXT_STEP else 15}}
-    settings = make_recipe({"task": "x", **SMALL, **changes})
-    world = ControlWorld(settings, vector)
+    world = ControlWorld(recipe(**changes), vector if mode else cut_after_five)
     rollout = world.collector.collect(LearnerState.seeded(1, 10_000))
-    assert int(rollout.mask.sum()) == 30
-    actual = kept(rollout)
+    kept = [x[rollout.mask] for x in (rollout.inputs["observation"], rollout.values, rollout.next_values)]
+    assert len(kept[0]) == 30
     policy = world.policy
-    for observation, (value, following) in zip(actual["observations"], actual["values"], strict=True):
+    for observation, value, following in zip(*kept, strict=True):
         at, kind = round(float(observation[0]) * 10), float(observation[1])
         episode = torch.tensor([[step / 10, kind] for step in range(at + 2)])
         inputs = {
@@ -299,15 +264,7 @@ FOR_CONTROL = [name for name, value in surefoot.ALGORITHMS.items() if not value.
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "shared"),
-    [
-        *((algorithm, False) for algorithm in FOR_CONTROL),
-        *(
-            pytest.param(algorithm, True, marks=() if algorithm in ("A2C", "PPO_CLIP") else pytest.mark.slow)
-            for algorithm in FOR_CONTROL
-            if algorithm != "TRPO"  # a shared trunk is rejected
-        ),
-    ],
+    ("algorithm", "shared"), [("A2C", True), ("PPO_CLIP", True), *((algorithm, False) for algorithm in FOR_CONTROL)]
 )
 def test_every_algorithm_trains_an_lstm(algorithm: str, shared: bool) -> None:
     network = {**SMALL["network"], "shared_trunk": shared}

@@ -54,8 +54,13 @@ def collected(task: str, function: Any = None, **changes: Any) -> tuple[ControlW
     return world, make_learner(recipe, world.policy), world.collector.collect(state), state
 
 
-@pytest.mark.parametrize("normalise", [{}, {"observations": True, "rewards": True}], ids=["as they are", "normalised"])
-@pytest.mark.parametrize("task", MIRRORS)
+NORMALISED = {"observations": True, "rewards": True}
+
+
+@pytest.mark.parametrize(
+    ("task", "normalise"),
+    [("CartPole-v1", {}), ("Pendulum-v1", NORMALISED), ("tensor/CartPole-v1", NORMALISED), ("tensor/Pendulum-v1", {})],
+)
 def test_images_have_the_rewards_and_credit_of_their_steps_and_the_likelihood_of_the_policy(
     task: str, normalise: dict[str, bool]
 ) -> None:

@@ -1,5 +1,6 @@
 """Tensor environments: steps, device placement, rejected forms, and whole runs."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -96,11 +97,6 @@ def test_the_same_seed_gives_the_same_episodes(name: str) -> None:
     one, other, third = (KINDS[name](8).reset(seed=seed)[0] for seed in (1, 1, 2))
     assert torch.equal(one, other)
     assert not torch.equal(one, third)
-
-
-def test_an_unknown_id_is_one_line_with_a_suggestion() -> None:
-    with pytest.raises(SurefootError, match="did you mean 'tensor/CartPole-v1'"):
-        surefoot.train("tensor/CartPol-v1", steps=8, run_dir=None)
 
 
 # ---- a rollout is what happened -------------------------------------------------------------------------------------------
@@ -427,11 +423,6 @@ class Grouped(CartPole):
 @pytest.mark.parametrize(
     ("spoil", "when", "message"),
     [
-        (
-            lambda x: x.numpy(),
-            "step",
-            'observation "policy" of type ndarray where a torch tensor is needed, in call 1 of step()',
-        ),
         (lambda x: x.long(), "step", 'observation "policy" of torch.int64 where torch.float32 is needed, in call 1 of step()'),
         (lambda x: x.to("meta"), "step", 'observation "policy" on meta where its device is cpu, in call 1 of step()'),
         (lambda x: x[:, :1], "reset", 'observation "policy" of shape (4, 1) where (4, 2) is needed, in reset()'),
@@ -439,14 +430,11 @@ class Grouped(CartPole):
     ],
 )
 def test_a_wrong_part_of_an_observation_is_one_line_with_its_name(spoil: Any, when: str, message: str) -> None:
-    class Spoiled(Grouped):
-        spoil = staticmethod(lambda group, at: spoil(group) if at == when else group)  # type: ignore[name-defined]
+    class Spoiled(Grouped): ...
 
     Spoiled.spoil = staticmethod(lambda group, at: spoil(group) if at == when else group)
-    with pytest.raises(SurefootError) as caught:
+    with pytest.raises(SurefootError, match=re.escape(message)):
         world_of(Spoiled, rollout={"environments": 4, "steps": 4}).collector.collect(fresh_state())
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -465,9 +453,8 @@ def test_a_wrong_reward_or_end_is_one_line_with_its_name(place: int, value: Any,
             returned[place] = value
             return tuple(returned)
 
-    with pytest.raises(SurefootError) as caught:
+    with pytest.raises(SurefootError, match=re.escape(f"returned {message}, in call 1 of step(); fix the environment")):
         world_of(lambda: Wrong(4), rollout={"environments": 4, "steps": 4}).collector.collect(fresh_state())
-    assert f"returned {message}, in call 1 of step(); fix the environment" in str(caught.value)
 
 
 class Overwriting(Grouped):
@@ -504,6 +491,8 @@ def test_four_values_where_five_are_needed_and_other_mistakes_are_one_line() -> 
         world_of(lambda: CartPole(3), rollout=rollout)
     with pytest.raises(SurefootError, match=r"device='cpu': task='<lambda>' has its tensors on meta"):
         world_of(lambda: object_on_meta(), rollout=rollout)
+    with pytest.raises(SurefootError, match="did you mean 'tensor/CartPole-v1'"):
+        surefoot.train("tensor/CartPol-v1", steps=8, run_dir=None)
     with pytest.raises(SurefootError, match=r"can't run whole episodes"):
         surefoot.train("tensor/CartPole-v1", algorithm="REINFORCE", run_dir=None, steps=64)
 
@@ -722,19 +711,6 @@ def test_an_environment_of_brax_ends_its_episodes_as_they_end_and_logs_its_metri
     assert truncated[rows // 2 :].all()
 
 
-def test_an_environment_of_brax_that_is_not_wrapped_is_one_line(jax: None) -> None:
-    class Bare(BraxCartPole):
-        def step(self, state: SimpleNamespace, actions: Tensor) -> SimpleNamespace:
-            after = super().step(state, actions)
-            del after.info["truncation"]
-            return after
-
-    environment = BraxEnvironment(Bare(2), 2)
-    environment.reset(seed=1)
-    with pytest.raises(SurefootError, match=r"^BraxEnvironment: [^\n]* wrap the environment for training first$"):
-        environment.step(torch.ones(2, 1))
-
-
 def test_an_environment_of_brax_goes_on_from_a_saved_state(jax: None) -> None:
     first, second = (BraxEnvironment(BraxCartPole(4), 4) for _ in range(2))
     push = torch.ones(4, 1)
@@ -873,17 +849,8 @@ def test_an_adaptive_learning_rate_follows_the_kl_of_each_minibatch_and_resumes(
     assert all(torch.equal(x, resumed.state_dict()[name]) for name, x in whole.state_dict().items())
 
 
-def test_an_adaptive_learning_rate_needs_a_kl() -> None:
-    optimizer = {"schedule": "adaptive"}
-    with pytest.raises(SurefootError, match="schedule='adaptive': follows the KL of reused batches"):
-        surefoot.train("CartPole-v1", algorithm="A2C", optimizer=optimizer, run_dir=None, steps=64)
-    with pytest.raises(SurefootError, match=r"adaptive': a compiled step has its learning rate before its KL is known"):
-        surefoot.train("CartPole-v1", engine="compiled", optimizer=optimizer, run_dir=None, steps=64)
-
-
-@pytest.mark.parametrize("task", ["tensor/Pendulum-v1"])
-def test_a_dry_run_makes_one_row_instead_of_thousands(task: str) -> None:
-    recipe = find_recipe(task)
+def test_a_dry_run_makes_one_row_instead_of_thousands() -> None:
+    recipe = find_recipe("tensor/Pendulum-v1")
     with closing(make_world(recipe, environments=1)) as world:
         assert world.environments.count == 1
         assert f"{recipe.rollout.environments} environments x" in "\n".join(world.arithmetic())

@@ -68,10 +68,6 @@ def test_the_caption_shows_the_text_and_does_not_change_the_frame(height, times)
     assert read(result[room:], times) == text
 
 
-def test_all_letters_of_the_font_differ():
-    assert len(set(FONT.values())) == len(FONT)
-
-
 def test_a_caption_wider_than_the_frame_is_cut_off():
     picture = np.zeros((64 - caption_height(64), 64, 3), np.uint8)
     assert read(add_caption(picture, "step 1234567890", 64)[len(picture) :], 1) == "step 12345"
@@ -83,11 +79,6 @@ def test_the_font_covers_every_possible_caption(step, reward, total, episode):
         text = caption_text(EpisodeStep(step, None, reward, total, False), episode, episodes)
         assert set(text) <= set(FONT)
         assert text.split()[-6::2] == ["step", "reward", "return"]
-
-
-@given(st.integers(0, 9999), st.floats(-999, 999), st.floats(-99_999, 99_999), st.integers(0, 8))
-def test_usual_captions_fit_into_the_default_width(step, reward, total, episode):
-    assert 2 + 6 * len(caption_text(EpisodeStep(step, None, reward, total, False), episode, 9)) <= 320
 
 
 def test_a_value_that_rounds_to_zero_has_no_minus_sign():
