@@ -42,9 +42,7 @@ def offences(text: str) -> list[str]:
 
 
 def test_no_module_makes_float64_on_the_device_of_the_model() -> None:
-    allowed = {
-        "language/metrics.py": ["torch.arange(k, dtype=torch.float64, device=wrong.device)"],
-    }
+    allowed = {"language/metrics.py": ["torch.arange(k, dtype=torch.float64, device=wrong.device)"]}
     wrong = {}
     for part in ("core", "control", "language", "runs", "diagnostics"):
         for path in sorted((SOURCE / part).rglob("*.py")):

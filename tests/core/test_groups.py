@@ -296,14 +296,6 @@ def test_a_kl_in_the_loss_is_weighted_by_the_ratio_of_tokens_also_where_the_surr
 SEQUENCE = replace(GSPO, trust_region=Clip(0.1))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_at_the_old_policy_the_ratio_of_responses_changes_nothing(seed: int) -> None:
-    """ρ is 1 either way, and so is its gradient's mean over the tokens."""
-    policy = TinyPolicy(seed, critic=False, memory=True)
-    r = random_rollout(policy, seed, rows=8, unit="row")
-    same(gradient(policy, r, GSPO), gradient(policy, r, replace(GRPO, reference_coefficient=0.0)))
-
-
 def metrics_of(policy: TinyPolicy, r: Rollout, objective: Objective) -> dict[str, Any]:
     learner = Learner(policy, replace(objective, reuse=Reuse(1, 1)), LearnerSettings(AdamSettings(1e-3)))
     return dict(learner.update(r, assign_credit(r, objective), LearnerState.seeded(0, 1)))
@@ -418,13 +410,6 @@ def test_without_a_reference_pairs_are_an_error_of_one_line() -> None:
 
 
 # ---- clipped weights, and responses that are left out ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_weight_without_a_bound_has_the_gradient_of_the_unclipped_ratio(seed: int) -> None:
-    policy, r = world(seed)
-    unbounded = replace(CISPO, trust_region=ClippedWeight(1e9))
-    same(gradient(policy, r, unbounded), gradient(policy, r, replace(CISPO, trust_region=None)))
 
 
 def test_the_share_of_bounded_weights_is_a_metric() -> None:

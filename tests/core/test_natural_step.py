@@ -235,21 +235,6 @@ def test_a_compiled_natural_step_equals_the_eager_one(world: str, changes: dict[
         torch.testing.assert_close(moved, results[0][1], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.usefixtures("without_compiler")
-@pytest.mark.parametrize(("world", "exact"), [("Discrete", True), ("Box", True), ("steps", False)])
-def test_the_compiled_curvature_is_that_of_the_explicit_hessian(world: str, exact: bool) -> None:
-    policy, rollout = WORLDS[world]()
-    hessian = explicit_hessian(policy, rollout, exact)
-    rollout = rollout if exact else replace(rollout, old_distribution=None)
-    _, passes = compiled(policy, TRPO, int(rollout.mask.sum()))
-    batch = rows_of(rollout, assign_credit(rollout, TRPO))
-    matvec = passes.curvature(batch, global_count(batch, "token-mean"), [])
-    assert hessian.abs().max() > 1e-3
-    for seed in range(2):
-        v = torch.randn(len(hessian), generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
-        torch.testing.assert_close(matvec(v), hessian @ v, rtol=1e-9, atol=1e-10)
-
-
 # ---- the step -----------------------------------------------------------------------------------------------------------
 
 
