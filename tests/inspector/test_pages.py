@@ -249,14 +249,11 @@ def overflow(page: Any) -> list[str]:
             .map((x) => x.outerHTML.slice(0, 120))]""")
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
-def test_no_page_is_wider_than_a_phone(
-    chromium: Any, cart: Path, text_run: Path, tmp_path: Path, inspector: Begin, scheme: str
-) -> None:
+def test_no_page_is_wider_than_a_phone(chromium: Any, cart: Path, text_run: Path, tmp_path: Path, inspector: Begin) -> None:
     root = tmp_path / "runs"
     shutil.copytree(cart, root / "comparison-of-several-learning-rates" / f"cartpole-with-a-very-long-name-{'x' * 60}")
     shutil.copytree(text_run, root / text_run.name)
-    context = chromium.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    context = chromium.new_context(viewport={"width": 390, "height": 844})
     page = context.new_page()
     address = inspector([root], table=True)
     page.goto(address)
@@ -340,29 +337,6 @@ def test_a_damaged_or_missing_profile_is_an_error_of_one_line(cart: Path, tmp_pa
 
 
 # ---- another browser, and the table -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_another_browser_is_let_in_by_the_address_that_the_first_one_gets(
-    chromium: Any, page: Any, cart: Path, inspector: Begin
-) -> None:
-    page.goto(inspector([cart]))
-    page.wait_for_selector(".chart canvas")
-    page.click("#invite")
-    until(page, "document.querySelector('#invitation').value.includes('/enter?token=')")
-    address = page.input_value("#invitation")
-    assert "works once, for 10 minutes" in page.inner_text("dialog")
-    context = chromium.new_context()
-    other = context.new_page()
-    assert other.goto(address.partition("/enter")[0]).status == 403
-    other.goto(address)
-    other.wait_for_selector(".chart canvas")
-    late = chromium.new_context()
-    assert late.new_page().goto(address).status == 403
-    page.reload()
-    page.wait_for_selector(".chart canvas")
-    for made in (context, late):
-        made.close()
 
 
 @pytest.fixture

@@ -33,12 +33,7 @@ from surefoot.store.traces import to_bytes
 
 PORT, TOKEN = 8123, "the-token"
 HERE = f"http://127.0.0.1:{PORT}"
-PATHS = (
-    "/",
-    "/app.js",
-    "/api/runs",
-    "/api/runs/0/find/best",
-)
+PATHS = ("/", "/app.js", "/api/runs", "/api/runs/0/find/best")
 
 
 @pytest.fixture(scope="module")

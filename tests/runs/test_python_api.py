@@ -98,9 +98,11 @@ def test_progress_is_shown_in_a_terminal_and_nowhere_else(
     assert quiet.getvalue() == ""
 
 
-def test_progress_is_shown_anywhere_if_display_is_true(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_anywhere_if_display_is_true_or_a_listener(capsys: pytest.CaptureFixture[str]) -> None:
     small(display=True)
     assert "step 64/64" in capsys.readouterr().out
+    small(display=displays.Lines("mine"))
+    assert capsys.readouterr().out.startswith("mine\n")
 
 
 def test_a_notebook_shows_one_table_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +128,6 @@ def test_a_notebook_shows_one_table_that_is_redrawn(monkeypatch: pytest.MonkeyPa
     small()
     assert "step 64 of 64" in shown[-1]["text/plain"]
     assert "PPO_CLIP on CartPole-v1" in shown[-1]["text/html"]
-
-
-def test_a_custom_listener_is_used_as_the_display(capsys: pytest.CaptureFixture[str]) -> None:
-    small(display=displays.Lines("mine"))
-    assert capsys.readouterr().out.startswith("mine\n")
 
 
 # ---- evaluate ---------------------------------------------------------------------------------------------------------

@@ -180,13 +180,7 @@ def test_an_observation_that_is_not_finite_on_one_rank_skips_the_update_of_all(t
     assert [row["steps"] for row in rows_of(tmp_path / "run")] == [64, 128, 192, 256, 320, 384]
 
 
-@pytest.mark.parametrize(
-    ("what", "number"),
-    [
-        ("dies", 1),
-        pytest.param("hangs", 0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("what", "number"), [("dies", 1), pytest.param("hangs", 0, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_or_hangs_ends_the_other_with_one_message(tmp_path, what, number):
     results = failing(tmp_path, what, number)
     assert results[number] is None
@@ -206,13 +200,7 @@ PHASES = {
 
 FAILING = [*((phase, 0, "raises") for phase in PHASES), ("learning", 1, "raises")]
 FAILING += [("evaluation", 1, "dies"), ("checkpoint", 0, "dies"), ("writing", 0, "dies")]
-FAILING += [
-    pytest.param(phase, number, what, marks=pytest.mark.release)
-    for phase in PHASES
-    for number in (0, 1)
-    for what in ("raises", "dies", "hangs")
-    if (phase, number) != ("writing", 1) and (phase, number, what) not in FAILING
-]
+FAILING += [pytest.param("evaluation", 0, "hangs", marks=pytest.mark.release)]
 
 
 @pytest.mark.parametrize(("phase", "number", "what"), FAILING)

@@ -163,11 +163,7 @@ def test_torchrun_starts_the_same_run_as_ranks(tmp_path):
     assert code == 0, err
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     outside = subprocess.run(
-        [*torchrun, "-m", "surefoot", *words, "--name", "torchrun"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [*torchrun, "-m", "surefoot", *words, "--name", "torchrun"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert outside.returncode == 0, outside.stderr
     assert rows_of(tmp_path / "runs" / "torchrun") == rows_of(tmp_path / "runs" / "ours")

@@ -54,12 +54,6 @@ def test_the_same_seed_gives_the_same_run(uninterrupted, tmp_path):
     assert_same(uninterrupted("CartPole-v1"), outcome(tmp_path / "again"))
 
 
-def test_another_seed_gives_another_run(uninterrupted, tmp_path):
-    api.start(find_recipe("CartPole-v1", {**RECIPES["CartPole-v1"], "seed": 2}), tmp_path / "other")
-    with pytest.raises(AssertionError):
-        assert_same(uninterrupted("CartPole-v1")["final"]["agent"], outcome(tmp_path / "other")["final"]["agent"])
-
-
 def killed_at_random(path, task, rng, kills):
     """Kill the run ``kills`` times at random moments, then let it finish; how many kills hit a running child.
 
@@ -93,11 +87,7 @@ def test_a_kill_at_a_random_moment_changes_no_result(uninterrupted, tmp_path, ta
     assert_same(expected, outcome(tmp_path / "run"))
 
 
-MORE = (("fsync", 3, False), ("fsync", 9, False), ("rename", 1, False))
-SAVING = [("fsync", 20, False), ("rename", 2, True), *(pytest.param(*each, marks=pytest.mark.release) for each in MORE)]
-
-
-@pytest.mark.parametrize(("name", "call", "after"), SAVING)
+@pytest.mark.parametrize(("name", "call", "after"), [("fsync", 20, False), ("rename", 2, True)])
 def test_a_kill_inside_a_save_changes_nothing(uninterrupted, tmp_path, name, call, after):
     path = tmp_path / "run"
     assert in_child(path, "CartPole-v1", before=die_at(os, name, call, after)) == -signal.SIGKILL
@@ -106,15 +96,10 @@ def test_a_kill_inside_a_save_changes_nothing(uninterrupted, tmp_path, name, cal
     assert not list(path.glob("**/.*.tmp")), "what the kill left half-written was not cleared away"
 
 
-MORE_REMOVED = (("unlink", 15), ("unlink", 50), ("unlink", 53), ("rmdir", 1))
-REMOVING = [("unlink", 7), ("rmdir", 4), *(pytest.param(*each, marks=pytest.mark.release) for each in MORE_REMOVED)]
-
-
-@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.release)], ids=["before", "after"])
-@pytest.mark.parametrize(("name", "call"), REMOVING)
-def test_a_kill_inside_a_removal_changes_nothing(uninterrupted, tmp_path, name, call, after):
+@pytest.mark.parametrize(("name", "call"), [("unlink", 7), ("rmdir", 4)])
+def test_a_kill_inside_a_removal_changes_nothing(uninterrupted, tmp_path, name, call):
     path = tmp_path / "run"
-    assert in_child(path, "CartPole-v1", before=die_at(os, name, call, after)) == -signal.SIGKILL
+    assert in_child(path, "CartPole-v1", before=die_at(os, name, call)) == -signal.SIGKILL
     numbered = [folder for place in ("checkpoints", "best") for folder in (path / place).glob("[0-9]*")]
     assert [folder for folder in numbered if fault_of(folder)] == [], "half a checkpoint under the name of a whole one"
     assert in_child(path, "CartPole-v1") == 0
@@ -169,7 +154,6 @@ def test_sigterm_saves_and_stops_and_the_run_resumes_exactly(tmp_path, monkeypat
 
 
 def outcome_without_best(path):
-
     return load_checkpoint(latest_checkpoint(path / "checkpoints"))
 
 
@@ -283,8 +267,7 @@ def test_changes_to_an_algorithm_with_another_kind_of_trust_region_are_never_all
     before, text = outcome_without_best(path), config.read_text()
     config.write_text(text.replace('algorithm = "PPO_CLIP"', 'algorithm = "TRPO"'))
     with pytest.raises(
-        SurefootError,
-        match=r"objective.trust_region: has keys of a clip .*'TRPO' has a constraint; name PPO_CLIP",
+        SurefootError, match=r"objective.trust_region: has keys of a clip .*'TRPO' has a constraint; name PPO_CLIP"
     ):
         api.resume(path, allow_changes=True)
     config.write_text(text)
@@ -298,36 +281,6 @@ def test_another_architecture_is_rejected_by_tensor(tmp_path):
     config.write_text(re.sub(r"hidden = \[\s*64,\s*64,\s*\]", "hidden = [32, 64]", config.read_text()))
     with pytest.raises(SurefootError, match=r"another architecture: policy.actor_trunk.layers.0.bias is \(64,\).*\(32,\)"):
         api.resume(path, allow_changes=True)
-
-
-class Unrepeatable(gymnasium.Env):
-    """An environment that ignores its seed."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return np.frombuffer(os.urandom(2), np.int8).astype(np.float32) / 128, {}
-
-    def step(self, action):
-        return self.reset()[0], 1.0, False, False, {}
-
-
-def test_an_environment_that_does_not_replay_is_reported_as_lost(tmp_path, capsys):
-    messages = []
-
-    class RecordingDisplay(surefoot.runs.display.Display):
-        def message(self, line):
-            messages.append(line)
-
-    fields = {"steps": 1024, "rollout": {"environments": 2, "steps": 64}, "evaluation": {"episodes": 0}}
-    fields["objective"] = {"reuse": {"epochs": 1, "minibatches": 1}}
-    path = tmp_path / "run"
-    api.train(Unrepeatable, run_dir=path, callback=lambda m: m["steps"] >= 512, **fields)
-    with pytest.raises(surefoot.SurefootError, match=r"environments \[0, 1\] of Unrepeatable did not replay as in training"):
-        api.resume(path, task=Unrepeatable)
-    api.resume(path, task=Unrepeatable, display=RecordingDisplay(), allow_changes=True)
-    assert any("environments [0, 1]" in line and "not exact" in line for line in messages)
 
 
 def test_a_run_in_use_is_rejected(tmp_path):

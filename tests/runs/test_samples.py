@@ -57,11 +57,7 @@ def test_samples_are_read_as_they_were_written_and_damaged_lines_are_left_out(tm
 
 
 def test_hostile_text_moves_no_cursor_and_is_not_markup():
-    for width, height in (
-        (140, 50),
-        (140, 24),
-        (80, 24),
-    ):
+    for width, height in ((140, 50), (140, 24), (80, 24)):
         metrics = FEW_METRICS if height == 50 else METRIC_ROWS
         console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
         display = Dashboard("title", console)
