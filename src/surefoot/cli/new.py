@@ -80,7 +80,7 @@ def demo(which: str, run_dir: Path, seed: int, no_anchor: bool, judge: str | Non
     control: PPO on CartPole-v1, one minute. language: SFT, a reward model and PPO on short reviews, five minutes. verifier:
     PPO and GRPO teach a model to sort, two minutes. people: you compare 60 reviews, and a reward model and PPO follow; five
     minutes of labels, and as many of training. Repeat the command to go on. tools: PPO and GRPO teach a model to call a
-    calculator, five minutes.
+    calculator, seven minutes.
     """
     if no_anchor and which != "language":
         raise SurefootError("--no-anchor: is for the language demo; run: surefoot demo language --no-anchor")
