@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.cli.language import NO_TEMPLATE, talk
+from surefoot.cli.language import NO_TEMPLATE, TEMPLATE, talk
 from surefoot.errors import SurefootError
 from surefoot.language.chat import Chat, ChatOptions, stable_prefix
 from surefoot.language.data.tokens import Tokens
@@ -150,7 +150,10 @@ def test_lines_from_a_pipe_are_answered_until_quit_and_answers_alone_are_on_stdo
     code, out, err = command("chat", "pocket", "--max-tokens", "8", "--greedy")
     wanted = talker.generate([[{"role": "user", "content": "hello"}]], max_tokens=8, greedy=True)[0]
     assert (code, out) == (0, f"{wanted}\n{wanted}\n")
-    assert err == "the chat template keeps the conversation\nconversation cleared\n"
+    assert err == f"{TEMPLATE}\nconversation cleared\n"
+    lines(monkeypatch, "hello\n")
+    code, out, err = command("chat", "pocket", "--plain", "--max-tokens", "8", "--greedy")
+    assert (out, err) == (f"{talker.generate(['hello'], max_tokens=8, greedy=True)[0]}\n", f"{NO_TEMPLATE}\n")
     lines(monkeypatch, "x" * 2000)
     code, out, err = command("chat", "pocket")
     assert (code, out) == (2, "")

@@ -204,12 +204,8 @@ def test_evaluation_obeys_micro_batch_tokens_and_keeps_the_loss(kind: str, folde
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_low_learning_rate_with_random_weights_is_noted() -> None:
-    for model, rate, noted in [
-        ("pocket", 2e-6, True),
-        ("pocket", 1e-4, False),
-        ("folder", 2e-6, False),
-    ]:
-        table = {"kind": "sft", "model": model, "data": {"train": "rows.jsonl"}, "optimizer": {"learning_rate": rate}}
+def test_low_learning_rate_of_a_small_model_is_noted() -> None:
+    for parameters, rate, noted in [(800_000, 2e-6, True), (800_000, 1e-4, False), (135_000_000, 2e-6, False)]:
+        table = {"kind": "sft", "model": "pocket", "data": {"train": "rows.jsonl"}, "optimizer": {"learning_rate": rate}}
         recipe: Any = make_recipe(table)
-        assert ["learn slowly at this rate" in note for note in recipe.notes] == [True] * noted
+        assert ["learn slowly at this rate" in note for note in recipe.notes(parameters)] == [True] * noted

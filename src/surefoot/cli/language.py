@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from surefoot.language.language_model import LanguageModel
     from surefoot.language.online.play import Player
 
-NO_TEMPLATE = "this model has no chat template: each line is a separate prompt, which the model continues"
+TEMPLATE = "the chat template keeps the conversation; a model trained on plain text needs --plain"
+NO_TEMPLATE = "no chat template: each line is a separate prompt, which the model continues"
 
 
 def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel":
@@ -98,6 +99,8 @@ def generate(
 
     if bool(prompts) == bool(file):
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
+    if named := [prompt for prompt in prompts if prompt.endswith(".jsonl")]:
+        raise SurefootError(f"--prompt {named[0]}: takes the text of a prompt; for a file: --file {named[0]}")
     from surefoot.language.analysis.best_of import prompts_that_fit
     from surefoot.language.data.tokens import prompt_text
 
@@ -130,6 +133,7 @@ def _player(model: "LanguageModel", tools: tuple[str, ...], no_tools: bool) -> "
 @click.command()
 @click.argument("model", shell_complete=complete_run)
 @option("--max-tokens", type=COUNT, default=256, help="Longest answer in tokens, with EOS.")
+@option("--plain", is_flag=True, help="Each line is a prompt without the chat template, as in training on plain text.")
 @temperature_option
 @greedy_option
 @stop_option
@@ -138,7 +142,9 @@ def _player(model: "LanguageModel", tools: tuple[str, ...], no_tools: bool) -> "
 @seed_option(1)
 @device_option
 @trust_option
-def chat(model: str, device: str, trust_remote_code: bool, tools: tuple[str, ...], no_tools: bool, **sampling: Any) -> None:
+def chat(
+    model: str, device: str, trust_remote_code: bool, tools: tuple[str, ...], no_tools: bool, plain: bool, **sampling: Any
+) -> None:
     """Chat with MODEL in the terminal.
 
     MODEL is a run, a checkpoint, a transformers folder or a hub id. With a chat template the model gets the whole
@@ -150,7 +156,7 @@ def chat(model: str, device: str, trust_remote_code: bool, tools: tuple[str, ...
     from surefoot.language.chat import Chat, ChatOptions
 
     loaded = load_on(model, device, trust_remote_code)
-    talk(Chat(loaded, ChatOptions(**sampling), _player(loaded, tools, no_tools)), is_terminal(sys.stdin))
+    talk(Chat(loaded, ChatOptions(**sampling), _player(loaded, tools, no_tools), plain), is_terminal(sys.stdin))
 
 
 def talk(conversation: "Chat", terminal: bool) -> None:
@@ -158,7 +164,7 @@ def talk(conversation: "Chat", terminal: bool) -> None:
 
     Raises SurefootError if a line from a pipe can't be answered. On a terminal the error is printed and the chat continues.
     """
-    mode = "the chat template keeps the conversation" if conversation.remembers else NO_TEMPLATE
+    mode = TEMPLATE if conversation.remembers else NO_TEMPLATE
     echo(f"{mode}{'; /reset clears it' * conversation.remembers}; /quit leaves" if terminal else mode, err=not terminal)
     try:
         for line in read_lines(terminal):

@@ -38,12 +38,13 @@ class Chat:
     model continues.
 
     player  calls tools; an environment is reset at each line
+    plain   do without the chat template, as a model was trained
     """
 
-    def __init__(self, model: LanguageModel, options: ChatOptions, player: "Player | None" = None) -> None:
+    def __init__(self, model: LanguageModel, options: ChatOptions, player: "Player | None" = None, plain: bool = False) -> None:
         self.model, self.options, self.player = model, options, player
-        self.remembers = bool(model.tokens.tokenizer.chat_template)
-        """whether there is a chat template"""
+        self.remembers = bool(model.tokens.tokenizer.chat_template) and not plain
+        """whether the chat template is used"""
         self.messages: list[Any] = []
         self.answers = 0
         """number of answers drawn; each has its own random stream"""

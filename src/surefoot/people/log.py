@@ -107,6 +107,8 @@ def _pair(path: Path, number: int, line: bytes) -> Row:
         raise SurefootError(f"{path}:{number}: can't be read ({error}); write a line of JSON for each pair") from None
     if not isinstance(row, dict):
         raise SurefootError(f"{path}:{number}: is no table; write a line of JSON with prompt, a and b")
+    if "chosen" in row and "rejected" in row:  # pairs for a reward model; the page shows sides at random
+        row = {"a": row.pop("chosen"), "b": row.pop("rejected"), **row}
     names = ("video_a", "video_b") if "video_a" in row else ("a", "b")
     for name in names:
         if not isinstance(row.get(name), str):

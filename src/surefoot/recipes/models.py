@@ -53,8 +53,8 @@ class AdapterSettings(Section):
     """also save the merged model in model/; false: save adapter/ only"""
 
 
-SMALLEST_UNTRAINED_RATE = 5e-5
-"""the learning rate below which random weights learn slowly; presets for pretrained models have 1e-6 to 1e-5"""
+SMALL, SMALLEST_RATE = 5_000_000, 5e-5
+"""parameters of a model and its learning rate, below which it learns slowly; presets for large models have 1e-6 to 1e-5"""
 
 
 Role = Literal["reference", "reward", "critic"]
@@ -147,13 +147,12 @@ class ModelRecipe(Recipe):
         what = next((what for what, holds in obstacles.items() if holds), None)
         return None if what is None else f"engine='compiled': is not for {what}; set engine = 'eager'"
 
-    @property
-    def notes(self) -> list[str]:
-        """Warnings about settings that are allowed, but seldom meant."""
+    def notes(self, parameters: int) -> list[str]:
+        """Warnings about settings that are allowed, but seldom meant; ``parameters``: how many the model has."""
         rate = self.optimizer.learning_rate
-        if self.model == "pocket" and rate < SMALLEST_UNTRAINED_RATE:
+        if parameters < SMALL and rate < SMALLEST_RATE:
             return [
-                f"optimizer.learning_rate={rate:g}: is for pretrained models, and model = 'pocket' has random weights, which "
-                "learn slowly at this rate; 1e-3 suits them"
+                f"optimizer.learning_rate={rate:g}: is for large models, and this one has {parameters / 1e6:.1f} M parameters, "
+                "which learn slowly at this rate; 1e-3 suits SFT, and 3e-4 PPO"
             ]
         return []

@@ -103,7 +103,7 @@ class LanguageWorld:
         self.base = add_adapter(recipe, model, model_folder(recipe.model))
         """with adapters: the base that all roles share"""
         self.model_summary = [] if self.base is None else [self.base.summary()]
-        self.warnings: list[str] = list(recipe.notes)
+        self.warnings: list[str] = recipe.notes(model.num_parameters())
         context = context_length(model)
         self._load_rewards(context)
         self._load_rows(context)

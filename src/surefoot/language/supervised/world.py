@@ -131,7 +131,7 @@ class SupervisedWorld:
         self.token_limits = data.token_limit(recipe.data.max_length, context_length(model))
         """the most tokens of a row, by the recipe and the model's context, and how messages call that limit"""
         self.model_summary = [] if self.base is None else [self.base.summary()]
-        self.warnings: list[str] = list(recipe.notes)
+        self.warnings: list[str] = recipe.notes(model.num_parameters())
         train = self._rows(recipe.data.train)
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
