@@ -18,7 +18,7 @@ from surefoot.language.language_model import LanguageModel
 from surefoot.language.models.loading import load_model
 from surefoot.language.rewards.terms import FunctionReward, load_flag_reward, parse_term
 
-from .tiny import set_probabilities
+from .tiny import rejected, set_probabilities
 
 Command = Callable[..., tuple[int, str, str]]
 DRAWING = BestOfSettings(4, max_tokens=3)
@@ -114,13 +114,10 @@ def test_a_seed_gives_the_same_rows_whatever_the_batch_and_another_gives_others(
 def test_rows_below_the_threshold_are_left_out(writer: LanguageModel, prompts: Path) -> None:
     reward = FunctionReward(Watching())
     everything = best_of_n(writer, prompts, reward, DRAWING).rows
-    some = best_of_n(writer, prompts, reward, BestOfSettings(4, max_tokens=3, at_least=1.0)).rows
-    assert some == [row for row in everything if row["reward"] >= 1]
-    assert 0 < len(some) < len(everything)
-    assert (
-        "leaving rows out adds more"
-        in best_of_n(writer, prompts, reward, BestOfSettings(4, max_tokens=3, at_least=1.0)).lines()[2]
-    )
+    some = best_of_n(writer, prompts, reward, BestOfSettings(4, max_tokens=3, at_least=1.0))
+    assert some.rows == [row for row in everything if row["reward"] >= 1]
+    assert 0 < len(some.rows) < len(everything)
+    assert "leaving rows out adds more" in some.lines()[2]
     with pytest.raises(SurefootError, match="no reward reaches --at-least 9: lower it"):
         best_of_n(writer, prompts, reward, BestOfSettings(4, max_tokens=3, at_least=9.0))
 
@@ -128,7 +125,6 @@ def test_rows_below_the_threshold_are_left_out(writer: LanguageModel, prompts: P
 def test_rows_of_conversations_are_conversations() -> None:
     talk = [{"role": "user", "content": "hi"}]
     row = chosen_row(talk, ["a", "b"], [0.0, 1.0], [True, True], None, worst=True)
-    assert row is not None
     assert row["chosen"] == [{"role": "assistant", "content": "b"}]
     assert row["rejected"] == [{"role": "assistant", "content": "a"}]
     assert chosen_row(talk, ["a", "b"], [0.0, 1.0], [True, False], None, worst=False) == {
@@ -144,15 +140,14 @@ def test_outside_a_run_the_remedy_is_to_repeat_the_command(tmp_path: Path) -> No
         "import time\ndef raises(responses):\n    raise RuntimeError('down')\n"
         "def slow(responses):\n    time.sleep(5)\n    return [0.0] * len(responses)\n"
     )
-    messages = []
     for name, term in (("raises", ""), ("slow", ""), ("url", "{ url = 'http://127.0.0.1:9/x', retries = 0 }")):
         with pytest.raises(SurefootError) as raised:
             load_flag_reward([term or f"{tmp_path}/bad.py:{name}"], deadline=0.2)(["p"], ["r"], {})
-        messages.append(str(raised.value))
-        assert messages[-1].startswith("--reward=")
-        assert "checkpoint" not in messages[-1]
-        assert messages[-1].endswith(", then repeat the command")
-    assert "make it faster, or score fewer at a time" in messages[1]
+        message = str(raised.value)
+        assert message.startswith("--reward=")
+        assert "checkpoint" not in message
+        assert message.endswith(", then repeat the command")
+        assert name != "slow" or "make it faster, or score fewer at a time" in message
 
 
 def test_a_term_is_a_folder_a_function_or_a_table(tmp_path: Path) -> None:
@@ -202,10 +197,7 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
         ({"--reward": "nowhere"}, ("--reward=",)),
         ({"--reward": "mine.py:lettres"}, ("--reward='mine.py:lettres'", "has no 'lettres'")),
         ({"--reward": "{ functoin = 'mine.py:letters' }"}, ("no key 'functoin'", "did you mean 'function'")),
-        ({"--reward": "{ function = 'mine.py:letters', weight = nan }"}, ("weight: Input should be a finite number",)),
-        ({"--reward": "{ function = 3 }"}, ("function: ",)),
         ({"--reward": "{ weight = 1.0 }"}, ("give one of model, function and url",)),
-        ({"--reward": "{ model = 'judge', arguments = { a = 1 } }"}, ("arguments={",)),
         ({"--reward": "surefoot.verifiers:exact"}, ("requires 'answer'",)),
         ({"--max-tokens": "100000"}, ("line 1", "--max-tokens 100000", "context")),
         ({"--temperature": "inf"}, ("not a finite number",)),
@@ -229,10 +221,5 @@ def test_invalid_options_are_rejected_in_one_line_and_write_nothing(
     words = [
         word for flag, value in flags.items() if value is not False for word in ([flag] if value is None else [flag, value])
     ]
-    code, _, err = command("best-of-n", "pocket", *words)
-    assert code == 2, err
-    assert err.startswith("surefoot: ")
-    assert err.count("\n") == 1
-    for part in parts:
-        assert part in err
+    rejected(command("best-of-n", "pocket", *words), *parts)
     assert not Path("rows.jsonl").exists()

@@ -92,6 +92,16 @@ def whole_and_resumed(kind: str, folder: Path, steps: int = 32, **fields: Any) -
     return [load_checkpoint(folder / run / "checkpoints" / str(steps)) for run in ("whole", "cut")]
 
 
+def rejected(result: tuple[int, str, str], *parts: str) -> None:
+    """A command ended with exit code 2 and one line that holds these parts."""
+    code, _, err = result
+    assert code == 2, err
+    assert err.startswith("surefoot: ")
+    assert err.count("\n") == 1, err
+    for part in parts:
+        assert part in err, (part, err)
+
+
 def fields_of(model: object, rows: object, function: str, **changes: Any) -> dict[str, Any]:
     """The fields of a short run on text: batches of 16 responses of at most 8 tokens, which a function scores."""
     table: dict[str, Any] = {
@@ -108,11 +118,9 @@ def fields_of(model: object, rows: object, function: str, **changes: Any) -> dic
 def world_of(fields: Mapping[str, Any]) -> "LanguageWorld":
     """The world of a recipe with these fields."""
     from surefoot.language.online.world import LanguageWorld
-    from surefoot.recipes.language import LanguageRecipe
     from surefoot.recipes.reading import make_recipe
 
     recipe = make_recipe({"kind": "language", **fields})
-    assert isinstance(recipe, LanguageRecipe)
     return LanguageWorld(recipe)
 
 
