@@ -15,9 +15,8 @@ from surefoot.language.sampling.continuous import Continuous
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Engine, Request, samples_of
 from surefoot.language.sampling.rows import CACHE_SHARE, row_bytes
-from surefoot.language.sampling.sampler import row_chunks, sample
+from surefoot.language.sampling.sampler import sample
 from surefoot.language.sampling.vllm import VllmServer
-from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
 
 from . import tiny
@@ -45,7 +44,6 @@ def engine(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator
         server = StandIn(folders["llama"])
         table = {"model": str(folders["llama"]), "data": {"train": "rows"}, "reward": {"terms": ["some:reward"]}}
         recipe = make_recipe({"kind": "language", **table, "server": {"url": server.url}})
-        assert isinstance(recipe, LanguageRecipe)
         model = tiny.model("llama")
         made: Engine = VllmServer(recipe, model, Tokens(tiny.tokenizer(), model), str(folders["llama"]), 64)
     else:
@@ -124,7 +122,7 @@ def test_responses_at_the_limit_are_truncated_unless_they_end_with_eos(engine: E
 
 def test_log_probs_match_the_trainer(engine: Engine) -> None:
     drawn = engine.sample(request(temperature=0.7))
-    expect_own_log_probs(engine.model, PROMPTS, drawn, 0.7, within=1e-4)  # type: ignore[attr-defined]
+    expect_own_log_probs(engine.model, PROMPTS, drawn, 0.7, within=1e-4)
 
 
 def test_same_seeds_repeat_responses_and_other_seeds_do_not(engine: Engine) -> None:
@@ -139,14 +137,14 @@ def test_greedy_sampling_takes_the_likeliest_tokens_without_seeds(engine: Engine
     drawn = engine.sample(request(greedy=True, seeds=(), samples=1))
     for prompt, response in zip(PROMPTS, drawn.responses(), strict=True):
         with torch.no_grad():
-            logits = engine.model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]  # type: ignore[attr-defined]
+            logits = engine.model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         assert response == logits.argmax(-1).tolist()
 
 
 def test_updated_weights_are_used_and_their_version_is_reported(engine: Engine) -> None:
     before = engine.sample(request())
     assert before.version == 0
-    model = engine.model  # type: ignore[attr-defined]
+    model = engine.model
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
@@ -158,7 +156,7 @@ def test_updated_weights_are_used_and_their_version_is_reported(engine: Engine) 
 
 
 def test_sampling_preserves_the_global_generator_training_mode_and_attention_setting(engine: Engine) -> None:
-    model = engine.model.train()  # type: ignore[attr-defined]
+    model = engine.model.train()
     before, attention = torch.get_rng_state(), model.config._attn_implementation
     engine.sample(request())
     assert torch.equal(torch.get_rng_state(), before)
@@ -259,13 +257,3 @@ def test_row_limit_comes_from_a_share_of_the_memory(monkeypatch: pytest.MonkeyPa
     assert max(seen) <= 5
     monkeypatch.setattr(engines, "total_memory", lambda device: None)
     assert InProcess(model).rows_for(request()) is None
-
-
-def test_chunks_cover_each_response_once_within_the_row_limit() -> None:
-    for prompts, samples, rows in ((4, 3, None), (4, 3, 12), (4, 3, 7), (4, 3, 3), (4, 3, 2), (1, 9, 4), (5, 1, 2)):
-        chunks = list(row_chunks(prompts, samples, rows))
-        drawn = [(prompt, sample) for at, of_prompt in chunks for prompt in at for sample in of_prompt]
-        assert drawn == [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
-        assert all(len(at) * len(of_prompt) <= (rows or prompts * samples) for at, of_prompt in chunks)
-        if rows is None or rows >= samples:
-            assert all(len(of_prompt) == samples for _, of_prompt in chunks), "prompts are split only if they don't fit"

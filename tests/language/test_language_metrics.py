@@ -27,11 +27,8 @@ def test_distinct_n_is_the_share_of_distinct_n_grams():
     assert distinct_n(["abab"], 2) == 2 / 3
     assert distinct_n(["ab", "ab"], 2) == 1 / 2
     assert distinct_n([[7, 8, 9], [8, 9]], 2) == 2 / 3
-
-
-def test_distinct_n_grams_never_span_two_responses():
+    assert distinct_n([[1, 2], [3, 4]], 2) == 1, "no pair spans two responses"
     assert distinct_n([[1], [2]], 2) is None
-    assert distinct_n([[1, 2], [3, 4]], 2) == 1
 
 
 @given(batches, st.integers(1, 3))
@@ -39,11 +36,6 @@ def test_repeating_a_batch_halves_distinct_n(batch, n):
     once = distinct_n(batch, n)
     twice = distinct_n(batch + batch, n)
     assert (once is None and twice is None) or twice == pytest.approx(once / 2)
-
-
-def test_distinct_n_rejects_zero():
-    with pytest.raises(ValueError, match="n=0: is too small; set at least 1"):
-        distinct_n(["a"], 0)
 
 
 def test_repeated_share_is_one_minus_the_share_of_distinct_responses():
@@ -58,34 +50,21 @@ def test_repeated_share_of_a_repeated_batch_is_at_least_half(batch):
     assert 0.5 <= repeated_share(batch + batch) < 1
 
 
-def test_mean_length_and_eos_rate_average_over_responses():
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
-    assert mean_length(mask) == 2
-    assert eos_rate(torch.tensor([True, False, True, True])) == 0.75
-
-
-def test_mean_log_likelihood_averages_over_tokens_for_any_batching():
+def test_means_are_over_responses_or_over_tokens_for_any_batching():
     nan = math.nan
     log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, nan, nan]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    assert (mean_length(mask), eos_rate(torch.tensor([True, False, True, True]))) == (2, 0.75)
     assert mean_log_likelihood([(log_probs, mask)]) == -2.5
     assert mean_log_likelihood([(log_probs[:1], mask[:1]), (log_probs[1:], mask[1:])]) == -2.5
     assert mean_log_likelihood([]) is None
 
 
-def test_a_tie_counts_as_half_a_win():
-    assert win_rate(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([0.0, 2.0, 4.0, -1.0])) == 2.5 / 4
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1))
-def test_win_rates_of_both_sides_sum_to_one(pairs):
+def test_a_tie_is_half_a_win_so_that_win_rates_of_both_sides_sum_to_one(pairs):
     ours, theirs = torch.tensor(pairs, dtype=torch.float32).unbind(-1)
     assert win_rate(ours, theirs) + win_rate(theirs, ours) == pytest.approx(1)
-
-
-def test_win_rate_rejects_different_numbers_of_scores():
-    with pytest.raises(ValueError, match=r"shapes \[2\] and \[1\]"):
-        win_rate(torch.zeros(2), torch.zeros(1))
+    assert win_rate(ours, theirs) == pytest.approx(sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs))
 
 
 # ---- pass@k and best-of-n -----------------------------------------------------------------------------------------------
@@ -117,13 +96,25 @@ def test_pass_at_k_is_accurate_when_binomials_overflow():
     assert tiny == pytest.approx(1e-7, rel=1e-8)
 
 
-def test_pass_at_k_rejects_impossible_counts():
-    for right, samples, k in ((1, 4, 5), (1, 4, 0), (5, 4, 1), (-1, 4, 1)):
-        with pytest.raises(ValueError, match="must be from"):
-            pass_at_k(torch.tensor([right]), samples, k)
+IMPOSSIBLE = ((1, 4, 5), (1, 4, 0), (5, 4, 1), (-1, 4, 1))
+"""successes, samples, k"""
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        *((lambda counts=counts: pass_at_k(torch.tensor([counts[0]]), *counts[1:]), "must be from") for counts in IMPOSSIBLE),
+        (lambda: distinct_n(["a"], 0), "n=0: is too small; set at least 1"),
+        (lambda: best_of_n_kl(0), "n=0: is too small; set at least 1"),
+        (lambda: win_rate(torch.zeros(2), torch.zeros(1)), r"shapes \[2\] and \[1\]"),
+    ],
+)
+def test_impossible_counts_and_shapes_are_rejected(call, line):
+    with pytest.raises(ValueError, match=line):
+        call()
+
+
+@pytest.mark.parametrize("n", [1, 4, 64])
 def test_best_of_n_kl_bounds_the_exact_kl_and_is_its_limit(n):
     def exact(answers):
         """KL of the best of n, with this number of equally likely answers and distinct rewards."""
@@ -133,8 +124,3 @@ def test_best_of_n_kl_bounds_the_exact_kl_and_is_its_limit(n):
 
     assert exact(200_000) == pytest.approx(best_of_n_kl(n), abs=1e-3)
     assert exact(5) <= best_of_n_kl(n) + 1e-12
-
-
-def test_best_of_n_kl_rejects_zero():
-    with pytest.raises(ValueError, match="n=0: is too small; set at least 1"):
-        best_of_n_kl(0)

@@ -22,13 +22,14 @@ from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState, Rollout, map_tensors
 from surefoot.functional import masked_mean
 from surefoot.language.data.datasets import repeat_prompts
+from surefoot.language.data.rows import write_rows
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.terms import FunctionReward
 from surefoot.language.sampling.ends import cut_at_stop
 from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 
-from .tiny import VOCABULARY, set_probabilities, write_folder
+from .tiny import VOCABULARY, fields_of, set_probabilities, world_of, write_folder
 
 LETTERS = "def letters(responses):\n    return [len(set(text)) / 4 + text.count('a') for text in responses]\n"
 PROMPTS = ("hi ", "what is it? ", "x", "say something: ", "go", "a longer one, of two parts: ", "no", "yes, ")
@@ -38,22 +39,16 @@ def make_world(model: Path, where: Path, **changes: Any) -> LanguageWorld:
     """A world with prompts of many lengths, a critic with nonzero values, and a reference that differs from the policy."""
     where.mkdir(exist_ok=True)
     (where / "letters.py").write_text(LETTERS)
-    (where / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    table: dict[str, Any] = {
-        "kind": "language",
-        "model": str(model),
-        "data": {"train": str(where / "prompts.jsonl"), "max_length": 64},
-        "sampling": {"prompts": 8, "max_tokens": 7, "stop": ["e", "o"]},
-        "reward": {"terms": [{"function": f"{where}/letters.py:letters"}], "missing_eos": "none"},
-        "reference": {"beta": 0.1},
-    }
-    world = LanguageWorld(make_recipe(table | changes))  # type: ignore[arg-type]
+    write_rows(where / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    table: dict[str, Any] = {"sampling": {"prompts": 8, "max_tokens": 7, "stop": ["e", "o"]}, "reference": {"beta": 0.1}}
+    fields = fields_of(model, where / "prompts.jsonl", f"{where}/letters.py:letters", **{**table, **changes})
+    world = world_of(fields)
     head = world.policy.value_head if world.policy.critic is None else world.policy.critic.head
     with torch.no_grad():
         if world.reference is not None:
             world.reference.policy.model.get_output_embeddings().weight.mul_(0.7)
         if head is not None:
-            head.weight.normal_(generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr, operator]
+            head.weight.normal_(generator=torch.Generator().manual_seed(1))
     return world
 
 
@@ -183,8 +178,8 @@ def test_values_are_from_before_each_token_and_next_values_from_after(
     for row in range(len(r.mask)):
         prompt, response = r.inputs["prompt"][row][r.inputs["prompt_mask"][row]], r.actions[row][r.mask[row]]
         with torch.no_grad():
-            states = trunk(input_ids=torch.cat([prompt, response]).unsqueeze(0)).last_hidden_state[0]  # type: ignore[operator]
-            v = (states @ head.weight[0] + head.bias)[len(prompt) - 1 :]  # type: ignore[union-attr, operator]
+            states = trunk(input_ids=torch.cat([prompt, response]).unsqueeze(0)).last_hidden_state[0]
+            v = (states @ head.weight[0] + head.bias)[len(prompt) - 1 :]
         count = len(response)
         torch.testing.assert_close(r.values[row, :count], v[:-1], rtol=1e-4, atol=1e-4)
         last = count if r.truncated[row].any() else count - 1
@@ -229,11 +224,10 @@ def test_with_adapted_beta_policies_far_beyond_the_target_are_never_best(
 ) -> None:
     """With a tiny initial β, a policy far beyond the target would otherwise be the best."""
     data = {"train": str(tmp_path / "prompts.jsonl"), "held_out": str(tmp_path / "prompts.jsonl"), "max_length": 64}
-    spent = make_world(folders["llama"], tmp_path, data=data).evaluate().metrics["held_out_kl"]  # type: ignore[union-attr]
-    assert spent > 1e-3  # type: ignore[operator]
-    target = spent / times  # type: ignore[operator]
+    spent = make_world(folders["llama"], tmp_path, data=data).evaluate().metrics["held_out_kl"]
+    assert spent > 1e-3
+    target = spent / times
     evaluation = make_world(folders["llama"], tmp_path, data=data, reference={"beta": 1e-6, "target": target}).evaluate()
-    assert evaluation is not None
     assert evaluation.score == (evaluation.metrics["held_out_reward"] if within else -math.inf)
 
 
@@ -254,7 +248,7 @@ def test_samples_from_several_rounds_are_shown_without_stop_strings(folders: dic
     world = make_world(folders["llama"], tmp_path, algorithm="DAPO", sampling=sampling, objective={"reuse": {"minibatches": 1}})
     world.reward = world.collector.reward = FunctionReward(lambda responses: [1.0] * len(responses))  # no group has a signal
     rollout = collect(world)
-    assert rollout.metrics["sampling_rounds"] > 1  # type: ignore[operator]
+    assert rollout.metrics["sampling_rounds"] > 1
     message = [row["response"] for row in world.collector.last_samples]
     assert len(message) > 8, "samples from both rounds"
     assert not any(stop in text for text in message for stop in "eo")
@@ -272,7 +266,7 @@ def test_configured_dropout_is_off_in_sampling_scoring_and_learning(own_model: b
     dropout = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
     world = make_world(write_folder(tmp_path / "model", "gpt2", **dropout), tmp_path, critic={"own_model": own_model})
     r = collect(world)
-    assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
+    assert r.metrics["sampler_gap"] < 1e-4
     assert one_update(world, r)[1]["ratio_at_start"] == pytest.approx(1, abs=1e-5)
     world.policy.train()
     torch.testing.assert_close(world.policy(r.inputs, r.actions, r.mask).values, r.values, rtol=0, atol=1e-4)
@@ -315,8 +309,8 @@ def test_tokenizer_padding_settings_change_no_sample_reward_or_gradient(
     assert torch.equal(ours.mask, theirs.mask)
     assert torch.equal(ours.actions[ours.mask], theirs.actions[theirs.mask])
     torch.testing.assert_close(ours.rewards, theirs.rewards, rtol=0, atol=1e-5)
-    assert theirs.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
-    assert theirs.metrics["eos_rate"] == ours.metrics["eos_rate"] > 0  # type: ignore[operator]
+    assert theirs.metrics["sampler_gap"] < 1e-4
+    assert theirs.metrics["eos_rate"] == ours.metrics["eos_rate"] > 0
     expect_close_gradients(one_update(other, theirs)[0], one_update(usual, ours)[0])
 
 
@@ -327,7 +321,7 @@ def test_sft_learns_eos_with_any_tokenizer_padding(habit: str, folders: dict[str
     data = {"train": str(tmp_path / "rows.jsonl"), "max_length": 64, "batch": 8}
     losses = []
     for folder in (folders["gpt2"], with_habit(habit, folders["gpt2"], tmp_path)):
-        world = SupervisedWorld(make_recipe({"kind": "sft", "model": str(folder), "data": data}))  # type: ignore[arg-type]
+        world = SupervisedWorld(make_recipe({"kind": "sft", "model": str(folder), "data": data}))
         r = world.collector.collect(LearnerState.seeded(1, 8))
         last = r.mask.sum(-1) - 1
         assert (r.actions[torch.arange(8), last] == world.tokens.eos_id).all()

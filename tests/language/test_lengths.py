@@ -15,7 +15,7 @@ from surefoot.language.data.rows import write_rows
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.sampling.engines import Request
-from surefoot.language.sampling.sampler import prompt_groups, sample
+from surefoot.language.sampling.sampler import sample
 from surefoot.store.metrics import read_metrics
 
 from . import tiny
@@ -73,7 +73,7 @@ def test_trainer_and_reference_read_every_token_after_its_own_text(padding_free:
     model = small("phi3")
     policy = LanguagePolicy(model, "head", 0, padding_free=padding_free)
     assert policy.padding_free == padding_free
-    torch.nn.init.normal_(policy.value_head.weight)  # type: ignore[union-attr]
+    torch.nn.init.normal_(policy.value_head.weight)
     responses = [[(5 * i + row) % 90 + 5 for i in range(7)] for row in range(len(PROMPTS))]
     (prompt, prompt_mask), (actions, mask) = left_padded(PROMPTS, 0), right_padded(responses, 0)
     inputs = {"prompt": prompt, "prompt_mask": prompt_mask}
@@ -116,11 +116,6 @@ def test_responses_of_every_group_have_their_own_seed_and_number() -> None:
     assert finished == {row: ids for row, ids in enumerate(drawn) if ids[-1] in eos} != {}
 
 
-def test_prompts_are_grouped_by_whether_their_responses_pass_the_switch() -> None:
-    assert prompt_groups([3, 30, 20, 24], 5, SWITCH) == [[0, 2], [1], [3]]
-    assert prompt_groups([3, 30], 5, None) == [[0, 1]]
-
-
 def fields(folder: Path, **changes: Any) -> dict[str, Any]:
     """A recipe whose rows stay below the switch, pass it, and are past it."""
     if not (folder / "config.json").is_file():
@@ -129,16 +124,14 @@ def fields(folder: Path, **changes: Any) -> dict[str, Any]:
         write_rows(folder / "rows.jsonl", [{"prompt": "x" * count} for count in (4, 22, 30, 12)])
         (folder / "count.py").write_text("def count(responses):\n    return [float(len(text) % 3) for text in responses]\n")
     table = {
-        "model": str(folder),
+        "algorithm": "GRPO",
         "steps": 32,
         "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
         "sampling": {"prompts": 4, "samples": 4, "max_tokens": 8, "old_log_probs": "trainer"},
-        "reward": {"terms": [f"{folder / 'count.py'}:count"], "missing_eos": "none"},
         "optimizer": {"micro_batch": 3, "learning_rate": 1e-3},
         "reference": {"measure": True},
-        "algorithm": "GRPO",
     }
-    return {**table, **changes}
+    return {**tiny.fields_of(folder, "", f"{folder / 'count.py'}:count", **table), **changes}
 
 
 def test_run_past_the_switch_trains_the_policy_that_samples(tmp_path: Path) -> None:
