@@ -5,8 +5,9 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -52,15 +53,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 def typed(monkeypatch: pytest.MonkeyPatch, *text: str | type[BaseException]) -> None:
     """What a person types, and how it ends."""
-    rest: Iterator[str | type[BaseException]] = iter(text)
-
-    def one(prompt: str) -> str:
-        line = next(rest)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    monkeypatch.setattr(builtins, "input", one)
+    monkeypatch.setattr(builtins, "input", Mock(side_effect=text))
 
 
 # ---- what a model is asked ----------------------------------------------------------------------------------------------
@@ -68,7 +61,6 @@ def typed(monkeypatch: pytest.MonkeyPatch, *text: str | type[BaseException]) -> 
 
 def test_with_a_template_every_answer_follows_the_whole_conversation(talker: LanguageModel) -> None:
     chat = Chat(talker, ChatOptions(max_tokens=6, greedy=True))
-    assert chat.remembers
     messages = []
     for line in ("hello", "and you?"):
         messages.append({"role": "user", "content": line})
@@ -82,10 +74,8 @@ def test_with_a_template_every_answer_follows_the_whole_conversation(talker: Lan
 
 def test_without_a_template_each_line_is_a_prompt_by_itself(plain: LanguageModel) -> None:
     chat = Chat(plain, ChatOptions(max_tokens=6, greedy=True))
-    assert not chat.remembers
-    first, other, again = chat.answer("one "), chat.answer("two "), chat.answer("one ")
-    assert first == again == plain.generate(["one "], max_tokens=6, greedy=True)[0]
-    assert other == plain.generate(["two "], max_tokens=6, greedy=True)[0]
+    lines = ["one ", "two ", "one "]
+    assert [chat.answer(line) for line in lines] == plain.generate(lines, max_tokens=6, greedy=True)
     assert chat.messages == []
 
 
@@ -176,13 +166,10 @@ def test_a_user_can_regenerate_an_answer_and_quit(
     assert out.endswith("\n")
 
 
-def test_an_interrupted_answer_is_not_part_of_the_chat(talker: LanguageModel, capsys: pytest.CaptureFixture[str]) -> None:
-    def stop(piece: str) -> None:
-        raise KeyboardInterrupt
-
+def test_an_interrupted_answer_is_not_part_of_the_chat(talker: LanguageModel) -> None:
     chat = Chat(talker, ChatOptions(max_tokens=4))
     with pytest.raises(KeyboardInterrupt):
-        chat.answer("hello", stop)
+        chat.answer("hello", Mock(side_effect=KeyboardInterrupt))
     assert chat.messages == []
 
 

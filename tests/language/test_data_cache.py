@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +26,7 @@ from surefoot.language.online.world import prompts_hash
 from surefoot.language.supervised.demonstrations import demonstration_rows
 from surefoot.language.supervised.labels import kto_rows, scored_rows
 from surefoot.language.supervised.preferences import dpo_rows, pair_rows
+from surefoot.processes import Child
 
 TOKENS = Tokens(pocket()[1])
 ASK = [{"role": "user", "content": "2+2"}]
@@ -138,15 +141,19 @@ def test_a_damaged_cache_is_made_again(damage: str, large: Path, monkeypatch: py
     (folder,) = folders(large)
     file = folder / ("manifest.json" if damage == "manifest" else "rows.arrow")
     content = file.read_bytes()
-    if damage == "missing":
-        file.unlink()
-    else:
+    file.unlink()
+    if damage != "missing":
         file.write_bytes(content[:-1] if damage != "flip" else bytes([content[0] ^ 1]) + content[1:])
     calls = counted(monkeypatch)
     assert plain(demonstrations(open_rows(large), TOKENS, 50)) == memory
     assert len(calls) == 4
     demonstrations(open_rows(large), TOKENS, 50)
     assert len(calls) == 4
+
+
+def prompts_and_their_hash(path: str, tokens: Tokens, longest: int) -> Any:
+    made = prompts(open_rows(path), tokens, longest)
+    return SimpleNamespace(hash=prompts_hash(made), lengths=made.dropped, trained=None)
 
 
 PAIR, LABELLED = ("prompt", "chosen", "rejected"), ("prompt", "completion", "label")
@@ -156,6 +163,7 @@ RUNS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "reward": (pair_rows, PAIR),
     "kto": (kto_rows, LABELLED),
     "labelled reward": (scored_rows, LABELLED),
+    "language": (prompts_and_their_hash, ("prompt",)),
 }
 
 
@@ -181,16 +189,8 @@ def test_a_damaged_fact_is_computed_again(large: Path) -> None:
     assert made.facts.folder is not None
     for value, damage in ((6, "{"), (7, '{"value": "[1]", "sha256": "0"}')):
         (made.facts.folder / "count.json").write_text(damage)
-        assert made.facts.once("count", lambda value=value: value) == value  # type: ignore[misc]
+        assert made.facts.once("count", lambda value=value: value) == value
         assert made.facts.once("count", lambda: 0) == value
-
-
-def test_the_hash_of_prompts_is_the_one_of_memory(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = prompts_hash(prompts(list(open_rows(large)), TOKENS, 50))
-    assert prompts_hash(prompts(open_rows(large), TOKENS, 50)) == memory
-    found = prompts(open_rows(large), TOKENS, 50)
-    monkeypatch.setattr(cache.Ragged, "__getitem__", None)
-    assert prompts_hash(found) == memory
 
 
 def test_a_failed_row_leaves_no_cache(large: Path) -> None:
@@ -266,6 +266,15 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "CHUNK", 3)
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The processes that were started."""
+    made: list[Any] = []
+    start = processes.Child
+    monkeypatch.setattr(processes, "Child", lambda *a, **k: made.append(start(*a, **k)) or made[-1])
+    return made
+
+
 def many(path: Path, count: int = 40) -> None:
     rows = [{**ROWS[i % 4], "prompt": f"p{i}", **({"late": 1} if i == 30 else {})} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -303,30 +312,20 @@ def test_the_first_row_with_an_error_is_reported_also_when_a_later_one_was_read_
 
 
 def test_a_process_that_dies_is_one_line_and_ends_the_others(
-    two: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two: None, started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ending.py").write_text("import os\n\ndef at_nine(rows):\n    return os._exit(9) if 9 in rows else rows\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     monkeypatch.syspath_prepend(str(tmp_path))
     at_nine = importlib.import_module("ending").at_nine
-    started: list[Any] = []
-    start = processes.Child
-    monkeypatch.setattr(processes, "Child", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
     with pytest.raises(SurefootError, match=r"ended early \(exit code 9\); it may have run out of memory"):
         list(processes.in_processes(at_nine, range(30), 2))
     assert len(started) == 2
     assert all(worker.process.poll() is not None for worker in started)
 
 
-def test_an_interrupt_while_processes_start_ends_them(two: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-
-    def interrupted(child: Any, seconds: float) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(processes.Child, "receive", interrupted)
-    start = processes.Child
-    monkeypatch.setattr(processes, "Child", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+def test_an_interrupt_while_processes_start_ends_them(two: None, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Child, "receive", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         list(processes.in_processes(len, range(30), 2))
     assert len(started) == 2

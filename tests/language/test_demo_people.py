@@ -61,7 +61,6 @@ def test_a_demo_that_is_stopped_in_every_stage_ends_with_the_same_result(tmp_pat
         except Stop:
             continue
     assert len(stopped) == 6, "SFT, the first reward model, and both runs of two rounds"
-    assert whole is not None
     assert {**report, "seconds": 0} == {**whole, "seconds": 0}
     done = tmp_path / "cut" / "demo-people-gold"
     assert report["preferred"]["of"] == len(Round(done / "compared").queue.pairs)

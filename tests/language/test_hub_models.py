@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from fake_hub import HEADER, TOKEN, Hub, Repository, data_files
 
 import surefoot
 from surefoot.compare.card import base_model
+from surefoot.language.data.rows import write_rows
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.recipes.presets import find_recipe
 
@@ -30,10 +30,6 @@ print("RESULT", json.dumps(model(input_ids=tokens["input_ids"]).logits[0, -1].to
 """
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for b in range(4)]
 REWARD = "def reward(prompts, responses):\n    return [float(len(response)) for response in responses]\n"
-
-
-def write_rows(path: str, table: list[dict[str, Any]]) -> None:
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
 
 
 def train(command: Command, kind: str, *words: str) -> None:
@@ -104,7 +100,6 @@ def test_model_cards_have_the_task_tags_data_set_results_and_samples(hub: Hub, c
     assert code == 0, err
     card = Path("runs/ppo/hub/README.md").read_text()
     match = HEADER.match(card)
-    assert match is not None
     table = yaml.safe_load(match[1])
     assert (table["library_name"], table["pipeline_tag"]) == ("transformers", "text-generation")
     assert table["tags"][:2] == ["surefoot", "ppo_clip"]
@@ -154,14 +149,6 @@ def test_a_pushed_reward_model_has_the_same_scores_as_the_run(hub: Hub, command:
     torch.testing.assert_close(ours(*inputs), theirs(*inputs), atol=1e-5, rtol=0)
 
 
-def test_a_saved_model_loads_from_its_folder_with_the_same_weights(sft: str, command: Command) -> None:
-    model = surefoot.load("runs/sft")
-    model.save("saved")
-    reloaded = surefoot.load("saved")
-    assert reloaded.recipe is None
-    assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), reloaded.model.parameters(), strict=True))
-
-
 @pytest.mark.release
 @pytest.mark.timeout(600)
 def test_hub_how_to_commands_for_data_sets_and_models_run(hub: Hub, tmp_path: Path) -> None:
@@ -188,6 +175,5 @@ def test_hub_how_to_commands_for_data_sets_and_models_run(hub: Hub, tmp_path: Pa
             )
             assert completed.returncode == 0, (words, completed.stderr)
     card = HEADER.match(hub.model("org/adder").files["README.md"].decode())
-    assert card is not None
     assert yaml.safe_load(card[1])["datasets"] == ["org/sums"]
     assert (tmp_path / "runs" / "pulled" / "model.safetensors").is_file()
