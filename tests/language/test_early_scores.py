@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +10,15 @@ import pytest
 pytest.importorskip("transformers")
 
 from surefoot.calls import DeadlineExceeded
-from surefoot.language import http_client
 from surefoot.language.online.engine import InProcess
 from surefoot.language.rewards.endpoint import Endpoint
-from surefoot.language.sampling.engines import Request
-from surefoot.language.sampling.sampler import sample
 
 from .test_endpoint import Server
+from .test_endpoint import server as server
+from .test_endpoint import short_waits as short_waits
 from .test_judge import QUESTION, question_in, written
 from .test_online import collected, world
 from .test_online import files as files
-from .tiny import model, tokenizer
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry almost at once."""
-    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.close()
 
 
 def term(server: Server, kind: str) -> dict[str, Any]:
@@ -75,48 +59,6 @@ def test_early_scores_equal_later_scores_and_requests_start_before_sampling_ends
     assert early_requests == [int((rollout.mask.sum(-1) < 24).sum())]
     assert sorted(map(str, server.bodies)) == later_bodies, "each response is sent once"
     assert rollout.rewards.equal(later.rewards)
-
-
-def test_requests_that_failed_early_are_sent_again(
-    server: Server, files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampled, failed = threading.Event(), []
-    draw = InProcess.sample
-
-    def answer(body: dict[str, Any]) -> Any:
-        if sampled.is_set():
-            return written(f"Score: {len(question_in(body))}")
-        failed.append(question_in(body))
-        return 400, {"error": "no"}
-
-    def sample_and_wait(engine: InProcess, request: Any) -> Any:
-        drawn, ends = draw(engine, request), time.monotonic() + 30
-        while not failed and time.monotonic() < ends:
-            time.sleep(0.01)
-        sampled.set()
-        return drawn
-
-    monkeypatch.setattr(InProcess, "sample", sample_and_wait)
-    settings = {
-        "reward": {"terms": [term(server, "judge")], "missing_eos": "none"},
-        "sampling": {"prompts": 16, "max_tokens": 24},
-    }
-    server.answer = answer  # term() sets its own
-    rollout = collected(world(files, folders["llama"], **settings))
-    assert failed
-    assert rollout.mask.any(-1).all(), "every response has a score"
-    asked = [question_in(body) for body in server.bodies]
-    assert all(asked.count(question) == 2 for question in {*failed})
-
-
-def test_on_finished_gets_the_index_and_tokens_of_responses_that_end_early() -> None:
-    finished: dict[int, list[int]] = {}
-    prompts = [tokenizer()(text).input_ids for text in ("ab", "c", "dd")]
-    report = {"on_finished": lambda number, ids: finished.update({number: list(ids)})}
-    drawn = sample(model("llama"), Request(prompts, range(12), 40, [1], 0, samples=4, temperature=1.5, **report), rows=5)
-    early = [number for number, length in enumerate(drawn.lengths.tolist()) if length < 40]
-    assert 0 < len(early) < 12
-    assert finished == {n: drawn.responses()[n] for n in early}
 
 
 def test_a_request_is_sent_once_until_it_is_taken_and_again_if_it_failed(server: Server) -> None:

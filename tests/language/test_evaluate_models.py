@@ -1,6 +1,5 @@
 """``surefoot.evaluate`` and ``generate`` on trained models, loaded models and run folders."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from surefoot.language.language_model import LanguageModel
 
 from .test_online import VOWELS
 from .test_supervised import demonstrations, pairs
+from .tiny import fields_of, write_texts
 
 SMALL: dict[str, Any] = {"steps": 16, "checkpoint": {"every": 16}, "optimizer": {"learning_rate": 1e-2}}
 
@@ -44,17 +44,11 @@ def test_merging_an_adapter_on_load_keeps_the_held_out_loss(folders: dict[str, P
 
 
 def test_an_online_model_is_evaluated_with_the_reward_of_its_run(folders: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text(VOWELS)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} says "}) + "\n" for i in range(8)))
-    model = surefoot.train(
-        "language",
-        model=str(folders["llama"]),
-        data={"train": str(tmp_path / "prompts.jsonl"), "held_out": str(tmp_path / "prompts.jsonl")},
-        reward={"terms": [{"function": f"{tmp_path / 'rewards.py'}:vowels"}]},
-        sampling={"prompts": 8, "max_tokens": 6},
-        run_dir=tmp_path / "run",
-        **SMALL,
-    )
+    write_texts(tmp_path, 8)
+    rows, sampling = str(tmp_path / "rows.jsonl"), {"prompts": 8, "max_tokens": 6}
+    data = {"train": rows, "held_out": rows}
+    fields = fields_of(folders["llama"], rows, f"{tmp_path}/rewards.py:score", data=data, sampling=sampling, **SMALL)
+    model = surefoot.train("language", run_dir=tmp_path / "run", **fields)
     of_run = surefoot.evaluate(tmp_path / "run")["trained"]
     assert surefoot.evaluate(model)["held_out_reward"] == of_run["reward"]
 
@@ -64,9 +58,8 @@ def test_saving_an_unfinished_reward_model_reports_unstandardised_scores(
     adapter: Any, folders: dict[str, Path], tmp_path: Path, command: Any
 ) -> None:
     """A run standardises scores when it finishes; the weight of a reward depends on their scale."""
-    settings = {"steps": 16, "checkpoint": {"every": 8}, "adapter": adapter}
-    rows = pairs(tmp_path / "rows.jsonl")
-    fields = {"model": str(folders["llama"]), "data": {"train": rows, "max_length": 64, "batch": 8}, **settings}
+    data = {"train": pairs(tmp_path / "rows.jsonl"), "max_length": 64, "batch": 8}
+    fields = {"model": str(folders["llama"]), "data": data, "steps": 16, "checkpoint": {"every": 8}, "adapter": adapter}
 
     def stop(metrics: dict[str, Any]) -> None:
         if metrics["steps"] == 16:
@@ -107,14 +100,6 @@ def test_generate_accepts_only_lists_of_texts_and_conversations(prompts: Any, er
     assert model.generate(["hi", conversation], max_tokens=12, stop=free[0][3:5])[0] == free[0].partition(free[0][3:5])[0]
 
 
-def test_evaluate_requires_at_least_one_row(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = supervised("sft", folders["llama"], tmp_path)
-    for target in (model, tmp_path / "run"):
-        for rows in (0, -1):
-            with pytest.raises(SurefootError, match="rows="):
-                surefoot.evaluate(target, rows=rows)
-
-
 def test_train_accepts_a_path_as_model_and_a_string_as_reward(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(VOWELS)
     rows = [{"prompt": f"{i} says "} for i in range(4)]
@@ -125,10 +110,13 @@ def test_train_accepts_a_path_as_model_and_a_string_as_reward(folders: dict[str,
     assert model.recipe.reward.terms[0].function == reward
 
 
-def test_evaluate_rejects_models_without_a_recipe_or_with_a_task(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_evaluate_rejects_models_without_a_recipe_or_with_a_task_and_no_rows(folders: dict[str, Path], tmp_path: Path) -> None:
     model = supervised("sft", folders["llama"], tmp_path)
     with pytest.raises(SurefootError, match=r"^model: has no recipe to evaluate it by; give the run's folder"):
         surefoot.evaluate(LanguageModel(model.model, model.tokens))
     for target in (model, tmp_path / "run"):
         with pytest.raises(SurefootError, match=r"^task='CartPole-v1': this is a model, evaluated on held-out rows; leave"):
             surefoot.evaluate(target, "CartPole-v1")
+        for rows in (0, -1):
+            with pytest.raises(SurefootError, match="rows="):
+                surefoot.evaluate(target, rows=rows)

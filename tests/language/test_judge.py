@@ -1,6 +1,5 @@
 """A language model as judge behind a local server: questions, scores, concurrency, and answers without a score."""
 
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +8,12 @@ import pytest
 
 import surefoot
 from surefoot.errors import SurefootError
-from surefoot.language import http_client
 from surefoot.language.rewards.terms import FunctionReward, load_reward
 from surefoot.recipes.rewards import RewardTerm
 
 from .test_endpoint import Server
+from .test_endpoint import short_waits as short_waits
+from .tiny import fields_of, write_texts
 
 PROMPTS, RESPONSES = ["one: ", "two: ", "three: "], ["a", "bb {prompt}", "ccc"]
 QUESTION = "Rate this.\nQuestion: {prompt}\nAnswer: {response}\nEnd with the score."
@@ -36,18 +36,10 @@ def server() -> Iterator[Server]:
     made.close()
 
 
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry almost at once."""
-    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
-
-
 def judge(server: Server, *, tolerated: float = 0.1, deadline: float = 20.0, **fields: Any) -> FunctionReward:
     settings = {"model": "m", "prompt": QUESTION, **fields.pop("judge", {})}
     term = RewardTerm(url=server.url, judge=settings, **fields)
-    made = load_reward([term], tolerated=tolerated, deadline=deadline)
-    assert isinstance(made, FunctionReward)
-    return made
+    return load_reward([term], tolerated=tolerated, deadline=deadline)
 
 
 def test_questions_contain_prompt_and_response_and_the_last_number_is_the_score(server: Server) -> None:
@@ -66,10 +58,8 @@ def test_scores_are_parsed_by_pattern_key_or_default(server: Server) -> None:
         ({}, "-1.5", -1.5),
         ({}, "Fluent, 1 fault. Score: 8/10", 8),
         ({}, "Score: **7.5** / 10.", 7.5),
-        ({}, "I give it 3 out of 10.", 3),
         ({}, "4 (out of 10)", 4),
         ({}, "Score: 8 (on a scale of 0 to 10)", 8),
-        ({}, "6, on a scale from 1-10.", 6),
         ({}, "between 7/10 and 8/10", 8),
         ({}, "Score: .5", 0.5),
         ({}, "Score: 5e-1", 0.5),
@@ -125,19 +115,12 @@ def test_equal_questions_are_sent_once(server: Server) -> None:
     assert again.total[0] == first.total[5]
 
 
-def test_a_busy_judge_is_retried(server: Server) -> None:
-    server.in_turn((503, "busy"), (429, "busy"), written("4"))
-    assert judge(server, judge={"in_flight": 1})(["p"], ["a"], {}).total.tolist() == [4]
-    assert len(server.bodies) == 3
-
-
 def test_answers_without_a_score_are_missing_and_too_many_are_rejected(server: Server) -> None:
     server.answer = lambda body: written("What a lovely answer!\n\nI enjoyed it." if "bb" in question_in(body) else "5")
     scores = judge(server, tolerated=0.5)(PROMPTS, RESPONSES, {})
     assert scores.valid.tolist() == [True, False, True]
     with pytest.raises(SurefootError) as raised:
         judge(server)(PROMPTS, RESPONSES, {})
-    assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(f"reward.terms[0].url={server.url!r}: the judge's answers have no score (a number) ")
     assert "for 1 of 3 responses, the first: 'What a lovely answer! I enjoyed it.'; make judge.prompt ask" in str(raised.value)
 
@@ -158,20 +141,12 @@ def test_columns_named_in_the_judge_prompt_must_exist(server: Server) -> None:
 
 
 def test_training_uses_the_scores_of_a_judge(server: Server, folders: dict[str, Any], tmp_path: Any) -> None:
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i % 7} says "}) + "\n" for i in range(8)))
-    term = {"url": server.url, "judge": {"model": "m", "prompt": QUESTION}}
+    write_texts(tmp_path, 8)
+    reward = {"terms": [{"url": server.url, "judge": {"model": "m", "prompt": QUESTION}}], "missing_eos": "none"}
+    sizes = {"steps": 8, "sampling": {"prompts": 4, "max_tokens": 4}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}}
     rows: list[Any] = []
-    surefoot.train(
-        "language",
-        model=str(folders["llama"]),
-        steps=8,
-        data={"train": str(tmp_path / "prompts.jsonl"), "max_length": 32},
-        sampling={"prompts": 4, "max_tokens": 4},
-        reward={"terms": [term], "missing_eos": "none"},
-        objective={"reuse": {"epochs": 1, "minibatches": 2}},
-        run_dir=tmp_path / "run",
-        callback=lambda metrics: bool(rows.append(metrics)),
-    )
+    fields = fields_of(folders["llama"], tmp_path / "rows.jsonl", "", reward=reward, **sizes)
+    surefoot.train("language", run_dir=tmp_path / "run", callback=lambda metrics: bool(rows.append(metrics)), **fields)
     lengths = [len(question_in(body)) for body in server.bodies]
     assert len(rows) == 2
     assert all(min(lengths) <= row["reward"] <= max(lengths) for row in rows)
