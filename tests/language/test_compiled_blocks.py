@@ -16,12 +16,9 @@ from surefoot.core.rollout import map_tensors  # noqa: E402
 from surefoot.diagnostics.metrics import TIMING  # noqa: E402
 from surefoot.errors import announced  # noqa: E402
 from surefoot.language import blocks  # noqa: E402
-from surefoot.language.data.batches import right_padded  # noqa: E402
 from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase  # noqa: E402
-from surefoot.language.models.pair_policy import PairPolicy  # noqa: E402
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy  # noqa: E402
 from surefoot.language.models.policy.critic import Critic, ValueHead  # noqa: E402
-from surefoot.language.models.reward_model import new_reward_model  # noqa: E402
 from surefoot.recipes.models import AdapterSettings  # noqa: E402
 from surefoot.store.metrics import read_metrics  # noqa: E402
 
@@ -48,9 +45,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
         return call
 
     monkeypatch.setattr(torch, "compile", uncompiled)
-    blocks._compiled.cache_clear()
+    forget()
     yield made
+    forget()
+
+
+def forget() -> None:
+    """Forget all programs, as a new process has none."""
+    torch._dynamo.reset()
     blocks._compiled.cache_clear()
+
+
+def programs_made() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -169,12 +178,10 @@ def test_compiled_runs_are_near_eager_ones_and_repeat_and_resume_to_the_last_bit
     fields = settings(name, files, folders["llama"], padding_free=free, checkpoint={"every": 16})
     results = {}
     for place, engine, steps in (("eager", "eager", 32), ("whole", "compiled", 32), ("parts", "compiled", 16)):
-        torch._dynamo.reset()
-        blocks._compiled.cache_clear()
+        forget()
         result = surefoot.train(kind, run_dir=tmp_path / place, **{**fields, "engine": engine, "steps": steps})
         if steps == 16:
-            torch._dynamo.reset()
-            blocks._compiled.cache_clear()
+            forget()
             result = surefoot.resume(tmp_path / place, steps=32)
         results[place] = module_of(result).state_dict()
     for key, weight in results["whole"].items():
@@ -189,13 +196,10 @@ def test_compiled_runs_are_near_eager_ones_and_repeat_and_resume_to_the_last_bit
 
 @pytest.mark.slow
 def test_rows_of_other_lengths_need_no_new_program() -> None:
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    blocks._compiled.cache_clear()
+    forget()
     blocks.compile_blocks(policy := LanguagePolicy(make("llama"), "head", PAD))
     policy(*text())
-    made = counters["stats"]["unique_graphs"]
+    made = programs_made()
     for rows, response in ((3, 5), (9, 17), (2, 30), (4, 3), (1, 9)):
         batch = text(rows=max(rows, 2), response=response)
         batch = map_tensors(lambda x, rows=rows: x[-rows:], batch)
@@ -203,25 +207,7 @@ def test_rows_of_other_lengths_need_no_new_program() -> None:
         (evaluation.log_probs.sum() + evaluation.values.sum()).backward()
         with torch.no_grad():
             policy(*batch)
-    assert counters["stats"]["unique_graphs"] == made
-
-
-@pytest.mark.release
-def test_pairs_of_other_lengths_need_no_new_program() -> None:
-    """Rows of a pass have padding, or none."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    blocks._compiled.cache_clear()
-    policy = PairPolicy(new_reward_model(make("llama"), 1))
-    blocks.compile_blocks(policy)
-    made = None
-    for lengths in ((3, 5), (9, 9), (4,), (7, 2, 9), (2, 30), (12, 12, 12)):
-        ids, mask = right_padded([list(range(2, 2 + length)) for length in lengths], PAD)
-        inputs = {"chosen": ids, "chosen_mask": mask, "rejected": ids[:, :2], "rejected_mask": mask[:, :2]}
-        policy(inputs, torch.zeros(len(lengths), 1, dtype=torch.long)).log_probs.sum().backward()
-        made = made or counters["stats"]["unique_graphs"]
-    assert counters["stats"]["unique_graphs"] == made
+    assert programs_made() == made
 
 
 def roles_of_a_base() -> tuple[LanguagePolicy, ReferencePolicy]:
@@ -242,10 +228,7 @@ def roles_of_a_base() -> tuple[LanguagePolicy, ReferencePolicy]:
 
 @pytest.mark.release
 def test_each_role_of_a_base_has_the_numbers_of_eager_passes_and_no_new_program_for_other_lengths() -> None:
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    blocks._compiled.cache_clear()
+    forget()
     made = None
     eager, compiled = roles_of_a_base(), roles_of_a_base()
     blocks.compile_blocks(compiled[0], compiled[1].policy)
@@ -262,5 +245,5 @@ def test_each_role_of_a_base_has_the_numbers_of_eager_passes_and_no_new_program_
             of_both.append([*outputs, *gradient])
         for one, other in zip(*of_both, strict=True):
             near(other, one, 1e-4)
-        made = made or counters["stats"]["unique_graphs"]
-    assert counters["stats"]["unique_graphs"] == made
+        made = made or programs_made()
+    assert programs_made() == made

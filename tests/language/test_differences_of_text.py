@@ -1,6 +1,5 @@
 """Planted differences between two runs of text: ``diff`` names the iteration, the stage and the cause of each."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import surefoot
 from surefoot.core import fingerprints
 from surefoot.diagnostics.differences import Difference, compare_runs
+from surefoot.language.data.rows import write_rows
 from surefoot.store import folder as run_folder
 
 ROWS = [
@@ -39,15 +39,12 @@ PPO: dict[str, Any] = {
     "evaluation": {"every": 8},
     "display": False,
 }
+RUNS = {"sft": SFT, "language": PPO, "adapters": {**SFT, "adapter": {"rank": 2}}}
 
 
 @pytest.fixture(autouse=True)
 def of_every_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints, "SHARE", 1e9)
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +57,16 @@ def first(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     for name in ("rewards.py", "gold.py"):
         (place / name).write_text(REWARD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
         patch.setattr(fingerprints, "SHARE", 1e9)
-        for kind, fields in (("sft", SFT), ("language", PPO), ("adapters", {**SFT, "adapter": {"rank": 2}})):
-            surefoot.train("sft" if kind == "adapters" else kind, run_dir=kind, **fields)
+        for kind in RUNS:
+            train(place, kind)
     return place
+
+
+def train(place: Path, kind: str, **changes: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        surefoot.train("language" if kind == "language" else "sft", run_dir=kind, **{**RUNS[kind], **changes})
 
 
 def edit(name: str, before: str, after: str) -> Callable[[Path], None]:
@@ -82,13 +84,14 @@ def other_weight(place: Path) -> None:
     save_file(weights, place / "model/model.safetensors", metadata={"format": "pt"})
 
 
-def in_other_order(place: Path) -> None:
-    write_rows(place / "rows.jsonl", ROWS[::-1])
-
-
 PLANTS: dict[str, tuple[str, Callable[[Path], None] | dict[str, Any], str | None, str]] = {
     "a word of a row": ("sft", edit("rows.jsonl", "3 says", "3 said"), "inputs", "data.train='rows.jsonl': "),
-    "the order of rows": ("sft", in_other_order, "inputs", "(the same rows in another order)"),
+    "the order of rows": (
+        "sft",
+        lambda place: write_rows(place / "rows.jsonl", ROWS[::-1]),
+        "inputs",
+        "(the same rows in another order)",
+    ),
     "a weight of the model": ("sft", other_weight, "weights", "weights of model='model'"),
     "a weight under adapters": ("adapters", other_weight, "gradient", "base model='model': "),
     "a token": ("sft", edit("model/tokenizer.json", '"a"', '"é"'), "inputs", "model: tokenizer.tokenizer.json: "),
@@ -99,23 +102,16 @@ PLANTS: dict[str, tuple[str, Callable[[Path], None] | dict[str, Any], str | None
     "code of the gold reward": ("language", edit("gold.py", "len(set(t))", "len(t)"), None, "code: code.gold.py: "),
     "temperature": ("language", {"sampling": {**PPO["sampling"], "temperature": 0.5}}, "actions", "temperature: 1.0 -> 0.5"),
     "engine": ("language", {"sampling": {**PPO["sampling"], "engine": "model"}}, None, "sampling.engine: packed -> model"),
-    "samples": ("language", {"sampling": {**PPO["sampling"], "samples": 4}}, "inputs", "sampling.samples: 2 -> 4"),
     "KL penalty": ("language", {"reference": {"beta": 0.5}}, "rewards", "reference.beta: "),
-    "a prompt": ("language", edit("prompts.jsonl", "1 says", "1 said"), "inputs", "data.train='prompts.jsonl': "),
 }
 
 
 def planted(first: Path, place: Path, kind: str, change: Callable[[Path], None] | dict[str, Any]) -> Difference:
     """The same run with a change, in a copy of the folder without the runs."""
-    shutil.copytree(first, place, ignore=shutil.ignore_patterns("sft", "language", "adapters"))
-    fields = {"sft": SFT, "language": PPO, "adapters": {**SFT, "adapter": {"rank": 2}}}[kind]
-    if isinstance(change, dict):
-        fields = {**fields, **change}
-    else:
+    shutil.copytree(first, place, ignore=shutil.ignore_patterns(*RUNS))
+    if not isinstance(change, dict):
         change(place)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        surefoot.train("language" if kind == "language" else "sft", run_dir=kind, **fields)
+    train(place, kind, **(change if isinstance(change, dict) else {}))
     return compare_runs(first / kind, place / kind)
 
 
@@ -135,15 +131,3 @@ def test_a_version_of_a_library_is_a_cause(first: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(run_folder, "_versions", lambda: versions)
     found = planted(first, tmp_path / "b", "sft", {"threads": 2})
     assert found.lines[1:] == ["cause: recipe: threads: 1 -> 2", f"cause: versions.torch: {torch.__version__} -> 3.0"]
-
-
-@pytest.mark.parametrize("name", ["traces/*.safetensors", "samples/*", "model/tokenizer.json", "environment.json"])
-def test_a_damaged_byte_of_any_file_is_named(name: str, first: Path, tmp_path: Path) -> None:
-    shutil.copytree(first / "language", tmp_path / "b")
-    file = next((tmp_path / "b").glob(name))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    found = compare_runs(first / "language", tmp_path / "b")
-    assert (found.first, found.same) == (None, False)
-    assert [name.split("/")[0].split("*")[0] in line for line in found.damaged] == [True]

@@ -82,17 +82,17 @@ def world(folder: Path, root: Path, **changes: Any) -> LanguageWorld:
     table = {"algorithm": "GRPO", "sampling": {"prompts": 4, "samples": 4, "max_tokens": 8, "stop": [USER]}, **changes}
     made = tiny.world_of(tiny.fields_of(folder, rows, f"{root / 'others.py'}:seen", **table))
     ids = [made.tokens.special_id(SYSTEM), ids_of(made.tokens, "a")[0], made.tokens.special_id(USER)]
-    tiny.set_probabilities(made.policy.model, ids, (0.3, 0.2, 0.5))  # type: ignore[arg-type]
+    tiny.set_probabilities(made.policy.model, ids, (0.3, 0.2, 0.5))
     return made
 
 
 def texts_seen(made: LanguageWorld) -> list[str]:
     """What the file's environment, or else its reward, gets in one rollout."""
-    function: Any = made.reward.function if made.environments is None else made.environments.make.step  # type: ignore[attr-defined]
+    function: Any = made.reward.function if made.environments is None else made.environments.make.step
     seen = function.__globals__["SEEN"]
     seen.clear()
     rollout = made.collector.collect(LearnerState.seeded(1, 16))
-    assert rollout.metrics["eos_rate"] > 0.9  # type: ignore[operator]
+    assert rollout.metrics["eos_rate"] > 0.9
     return list(seen)
 
 

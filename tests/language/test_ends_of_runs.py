@@ -1,6 +1,5 @@
 """How language runs end and resume: the files they leave and the changes they reject."""
 
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -9,24 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from killing import assert_same
 from safetensors.torch import load_file
 
 import surefoot
-from surefoot.cli.main import main
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.analysis.evaluate import evaluate_run
-from surefoot.language.analysis.preview import preview
+from surefoot.language.data.rows import write_rows
 from surefoot.language.language_model import load_language_model
-from surefoot.language.models.reward_model import RewardModel
+from surefoot.language.models.reward_model import new_reward_model
 from surefoot.recipes.reading import make_recipe, to_toml
 from surefoot.runs import api
 from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
 from surefoot.store.folder import scored_alike
 from surefoot.store.metrics import read_metrics
 
-from .tiny import write_folder
+from .tiny import model as tiny_model
+from .tiny import tokenizer, write_folder
 
 SCORE = "def score(responses):\n    return [float(len(set(text))) for text in responses]\n"
 
@@ -42,7 +41,7 @@ def files(tmp_path: Path, folders: dict[str, Path]) -> Path:
     swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in pairs]
     files = {"rows": rows, "others": others, "pairs": pairs, "swapped": swapped, "prompts": prompts}
     for name, records in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
+        write_rows(tmp_path / f"{name}.jsonl", records)
     (tmp_path / "rewards.py").write_text(SCORE)
     return tmp_path
 
@@ -64,29 +63,35 @@ def fields(kind: str, files: Path, **changes: Any) -> dict[str, Any]:
 KINDS = pytest.mark.parametrize("kind", ["sft", pytest.param("reward", marks=pytest.mark.slow), "language"])
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
+def last(run: Path) -> dict[str, Any]:
+    """The newest checkpoint."""
     newest = latest_checkpoint(run / "checkpoints")
     assert newest is not None
-    return dict(load_checkpoint(newest)["agent"])
+    return load_checkpoint(newest)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return dict(last(run)["agent"])
+
+
+def resume_changed(run: Path, section: str, field: str, value: Any) -> None:
+    table = read_toml(run / "config.toml")
+    table[section][field] = value
+    (run / "config.toml").write_text(to_toml(make_recipe(table)))
+    api.resume(run, allow_changes=True)
 
 
 def saved_differences(run: Path) -> list[str]:
     """Weights in which model/ differs from the latest checkpoint."""
-    last = weights(run)
+    newest = weights(run)
     (path,) = (run / "model").glob("*.safetensors")
     pairs = []
     for name, tensor in load_file(path).items():
         of_language, of_reward = f"model.{name}", name.replace("model.", "model.backbone.", 1)
-        if key := next((key for key in (of_language, of_reward) if key in last), None):
-            pairs.append((name, tensor, last[key]))
+        if key := next((key for key in (of_language, of_reward) if key in newest), None):
+            pairs.append((name, tensor, newest[key]))
     assert len(pairs) > 10
     return [name for name, tensor, other in pairs if not torch.equal(tensor, other)]
-
-
-def expect_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
 
 
 @KINDS
@@ -99,7 +104,7 @@ def test_extended_run_continues_from_its_last_weights(kind: str, files: Path) ->
     surefoot.train(kind, run_dir=files / "short", **table | {"steps": 24})
     assert saved_differences(files / "short"), "model/ is the best policy and not the last one"
     surefoot.resume(files / "short", steps=48)
-    expect_equal(weights(files / "short"), weights(files / "whole"))
+    assert_same(weights(files / "short"), weights(files / "whole"))
 
 
 @KINDS
@@ -142,26 +147,15 @@ def test_last_policy_is_saved_with_a_note_if_all_miss_the_target(
     assert not saved_differences(files / "far")
 
 
-@pytest.mark.parametrize(
-    ("change", "forgotten"),
-    [
-        ("reference.target=1e-6", True),
-        ("optimizer.epsilon=1e-6", False),
-        ("reward.tolerated=0.2", False),
-    ],
-)
-def test_best_policy_is_forgotten_only_if_scores_are_no_longer_comparable(change: str, forgotten: bool, files: Path) -> None:
+@pytest.mark.parametrize(("section", "field", "forgotten"), [("reference", "target", True), ("optimizer", "epsilon", False)])
+def test_best_policy_is_forgotten_only_if_scores_are_no_longer_comparable(
+    section: str, field: str, forgotten: bool, files: Path
+) -> None:
     """Plain rewards can't be compared with rewards minus the cost of the KL."""
     run = interrupted("language", files)
     assert list((run / "best").glob("[0-9]*"))
-    table, (name, _, value) = read_toml(run / "config.toml"), change.partition("=")
-    section, field = name.split(".")
-    table[section][field] = json.loads(value)
-    (run / "config.toml").write_text(to_toml(make_recipe(table)))
-    api.resume(run, allow_changes=True)
-    newest = latest_checkpoint(run / "checkpoints")
-    assert newest is not None
-    assert (load_checkpoint(newest)["progress"]["best"] is None) == forgotten
+    resume_changed(run, section, field, 1e-6)
+    assert (last(run)["progress"]["best"] is None) == forgotten
     assert bool(list((run / "best").glob("[0-9]*"))) != forgotten
 
 
@@ -169,10 +163,7 @@ def test_best_policy_is_forgotten_only_if_scores_are_no_longer_comparable(change
 def test_resume_without_held_out_rows_leaves_no_best_policy(kind: str, files: Path) -> None:
     run = interrupted(kind, files)
     assert list((run / "best").glob("[0-9]*"))
-    table = read_toml(run / "config.toml")
-    table["data"]["held_out"] = "none"
-    (run / "config.toml").write_text(to_toml(make_recipe(table)))
-    api.resume(run, allow_changes=True)
+    resume_changed(run, "data", "held_out", "none")
     assert not list((run / "best").glob("[0-9]*"))
     assert not saved_differences(run), "model/ is the last policy"
 
@@ -211,37 +202,22 @@ def test_resume_rejects_changed_training_rows(kind: str, files: Path) -> None:
         surefoot.resume(run)
 
 
-def test_resume_and_evaluate_reject_a_changed_reference(files: Path) -> None:
-    """The folder that training started from was overwritten, for example by an extended SFT run."""
-    run = interrupted("language", files)
+def test_models_that_a_run_uses_may_not_change(files: Path) -> None:
+    """The folder that training started from was overwritten, for example by an extended SFT run; and one of a reward model."""
+    scores = new_reward_model(tiny_model("llama"), 1, tokenizer())
+    scores.save(files / "scores")
+    run = interrupted("language", files, reward={"terms": [{"model": str(files / "scores")}], "missing_eos": "none"})
+    with torch.no_grad():
+        scores.head.bias.add_(1)
+    shutil.rmtree(files / "scores")
+    scores.save(files / "scores")
+    with pytest.raises(SurefootError, match=r"reward\.terms model='.*': its content has changed"):
+        surefoot.resume(run)
     shutil.rmtree(files / "model")
     write_folder(files / "model", "llama", seed=2)
     for again in (surefoot.resume, evaluate_run):
         with pytest.raises(SurefootError, match=r"reference of model='.*': its content has changed"):
             again(run)
-
-
-def test_resume_rejects_a_changed_reward_model(files: Path) -> None:
-    for name, seed in (("scores", 1), ("others", 2)):
-        surefoot.train("reward", run_dir=files / name, **fields("reward", files, seed=seed))
-    terms = {"terms": [{"model": str(files / "scores")}], "missing_eos": "none"}
-    run = interrupted("language", files, reward=terms)
-    shutil.rmtree(files / "scores" / "model")
-    shutil.copytree(files / "others" / "model", files / "scores" / "model")
-    with pytest.raises(SurefootError, match=r"reward\.terms model='.*': its content has changed"):
-        surefoot.resume(run)
-
-
-@pytest.mark.parametrize("command", ["evaluate", "watch", "export"])
-def test_agent_commands_reject_language_models(
-    command: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = latest_checkpoint(interrupted("sft", files) / "checkpoints")
-    monkeypatch.setattr("sys.argv", ["surefoot", command, str(checkpoint)])
-    with pytest.raises(SystemExit) as exited:
-        main()
-    assert exited.value.code == 2
-    assert "has a language model and no agent" in capsys.readouterr().err
 
 
 def test_runs_with_relative_paths_resume_only_from_their_original_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,28 +230,7 @@ def test_runs_with_relative_paths_resume_only_from_their_original_folder(files: 
         surefoot.resume(run)
     monkeypatch.chdir(files)
     surefoot.resume(run)
-    expect_equal(weights(run), weights(files / "whole"))
-
-
-def test_preview_is_the_same_for_a_run_and_its_model(files: Path) -> None:
-    run = interrupted("sft", files)
-    shown = []
-    for model in (run, run / "model"):
-        console = Console(file=io.StringIO(), width=100)
-        console.print(preview(files / "rows.jsonl", model))
-        shown.append(console.file.getvalue())  # type: ignore[attr-defined]
-    assert shown[0] == shown[1]
-
-
-def test_loaded_reward_model_gives_the_scores_of_the_trained_one(files: Path) -> None:
-    trained = surefoot.train("reward", run_dir=files / "run", **fields("reward", files))
-    ids = torch.arange(20, 32).view(1, -1)
-    kept = torch.ones_like(ids, dtype=torch.bool)
-    with torch.no_grad():
-        wanted = trained(ids, kept)
-        assert trained.std != 1
-        assert torch.equal(RewardModel.load(files / "run" / "model")(ids, kept), wanted)
-        assert torch.equal(surefoot.load(files / "run")(ids, kept), wanted)
+    assert_same(weights(run), weights(files / "whole"))
 
 
 def test_unusable_demonstrations_for_standardisation_are_rejected_before_training(files: Path) -> None:

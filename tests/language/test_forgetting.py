@@ -11,6 +11,7 @@ import torch
 import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import evaluate_run, report_table
+from surefoot.language.data.rows import write_rows
 from surefoot.language.online.world import LanguageWorld
 from surefoot.store.metrics import read_metrics
 
@@ -24,8 +25,8 @@ COMPLETIONS = ("hello there.", "why not?", "a b c", "it is what it is, and that 
 def files(tmp_path: Path) -> Path:
     """Demonstrations of several lengths, their prompts, and a reward for the letter z, which no demonstration has."""
     rows = [{"prompt": f"{i % 5}: ", "completion": COMPLETIONS[i % 5]} for i in range(23)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in rows])
     (tmp_path / "rewards.py").write_text(
         "def zs(responses):\n    return [text.count('z') / max(1, len(text)) for text in responses]\n"
     )
@@ -44,11 +45,7 @@ def world(files: Path, model: Path, **changes: Any) -> LanguageWorld:
 
 
 def log_likelihood(made: LanguageWorld) -> float:
-    evaluation = made.evaluate()
-    assert evaluation is not None
-    actual = evaluation.metrics[LIKELIHOOD]
-    assert actual is not None
-    return actual
+    return made.evaluate().metrics[LIKELIHOOD]
 
 
 def test_initial_ppo_log_likelihood_is_minus_the_final_sft_loss(files: Path, folders: dict[str, Path]) -> None:
@@ -113,7 +110,8 @@ def test_log_likelihood_alone_triggers_neither_patience_nor_a_best_checkpoint(fi
 def test_unusable_demonstrations_are_rejected_before_the_run_starts(files: Path, folders: dict[str, Path]) -> None:
     """A single row that is too long is dropped and reported."""
     (files / "half.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
-    (files / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
+    too_long = {"prompt": "a", "completion": "b" * 200}
+    write_rows(files / "long.jsonl", [too_long])
     for evaluation, message in (
         ({"demonstrations": str(files / "row.jsonl")}, r"row\.jsonl: no such file; did you mean .*rows\.jsonl"),
         ({"demonstrations": str(files / "half.jsonl")}, r"half\.jsonl, line 2: missing column 'completion'"),
@@ -124,6 +122,6 @@ def test_unusable_demonstrations_are_rejected_before_the_run_starts(files: Path,
             surefoot.train("language", run_dir=files / "run", **fields(files, folders["llama"], evaluation=evaluation))
         assert not (files / "run").exists()
     with (files / "rows.jsonl").open("a") as file:
-        file.write(json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
+        file.write(json.dumps(too_long) + "\n")
     lines = world(files, folders["llama"]).arithmetic()
     assert any("rows.jsonl: dropped, because longer than 128 tokens: 1 rows" in line for line in lines)
