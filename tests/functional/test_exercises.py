@@ -96,7 +96,7 @@ MISTAKES = [
     ("ratio", lambda new, old: new - old, "not changed"),
     ("ratio", lambda new, old: new / old, "exp"),
     ("ratio", lambda new, old: (old - new).exp(), "exp"),
-    ("ratio", lambda new, old: new.float().exp() / old.float().exp(), "rare"),
+    ("ratio", lambda new, old: new.exp() / old.exp(), "rare"),
     ("ratio", lambda new, old: ratio(new, old).mean(), "shape"),
     ("ratio", lambda new, old: ratio(new, old).detach(), "gradient"),
     ("clipped", lambda ρ, a, clip: ρ * a, "grows no more above"),
@@ -142,10 +142,10 @@ def test_what_is_not_written_yet_is_said(capsys) -> None:
     def td(*_: object) -> None:
         raise NotImplementedError
 
-    assert not exercises.grade({**RIGHT, "td": td, "gae": ...})
+    assert not exercises.grade({**RIGHT, "td": td, "gae": ..., "kl": 5})
     with pytest.raises(TypeError, match=r"grade\(globals\(\)\)"):
         exercises.grade(gae)
-    assert "✗ td: to be written\n✗ gae: to be written\n✓ ratio" in capsys.readouterr().out
+    assert "✗ td: to be written\n✗ gae: to be written\n✓ ratio\n✓ clipped\n✗ kl: is a int; write" in capsys.readouterr().out
 
 
 def test_with_all_functions_the_notebooks_last_cell_trains_a_policy(capsys) -> None:

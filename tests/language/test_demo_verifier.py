@@ -55,6 +55,14 @@ def test_all_algorithms_see_as_many_answers_per_iteration() -> None:
     assert (ppo.objective.baseline, grpo.objective.baseline) == ("critic", "group")
 
 
+def test_a_demo_goes_on_where_it_was_stopped_and_never_writes_into_the_folder_of_a_finished_one(tmp_path: Path) -> None:
+    for name, file in (("demo", "demo.json"), ("demo-2", "finished.json")):
+        (tmp_path / name).mkdir()
+        assert free_folder(tmp_path, "demo") == tmp_path / name
+        (tmp_path / name / file).touch()
+    assert free_folder(tmp_path, "demo") == tmp_path / "demo-3"
+
+
 def test_every_stage_is_a_shipped_preset_with_the_files_of_the_demo(tmp_path: Path) -> None:
     for demo in [control, reviews, verifier]:
         for stage in demo.demo().stages:

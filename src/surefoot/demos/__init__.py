@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surefoot.errors import SurefootError
+from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_toml, write_text
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.presets import find_recipe
@@ -54,8 +54,6 @@ class Demo:
     report: Callable[[Path, int, float], dict[str, Any] | None]
     """prints the results, from the demo's folder, the seed and the monotonic time of the start; what it returns is written to
     ``demo.json``"""
-    continues: bool = False
-    """go on in the folder of the last demo of this name that has no ``demo.json``"""
 
 
 def run_demo(demo: Demo, run_dir: Path, seed: int, display_for: DisplayFor) -> dict[str, Any] | None:
@@ -63,7 +61,7 @@ def run_demo(demo: Demo, run_dir: Path, seed: int, display_for: DisplayFor) -> d
     from surefoot.ranks.collectives import on_first
     from surefoot.runs import api
 
-    folder, started = on_first(lambda: free_folder(run_dir, demo.folder, demo.continues)), time.monotonic()
+    folder, started = on_first(lambda: free_folder(run_dir, demo.folder)), time.monotonic()
     for number, stage in enumerate(demo.stages):
         begun = on_first(partial(_begin, stage, folder, seed, first=number == 0))
         if begun is None:
@@ -74,7 +72,11 @@ def run_demo(demo: Demo, run_dir: Path, seed: int, display_for: DisplayFor) -> d
             continue
         recipe = find_recipe(stage.preset, {"seed": seed, **in_folder(stage.changes, folder)})
         act = api.resume if begun else partial(api.start, recipe)
-        act(folder / stage.name, display=display_for(recipe, folder / stage.name))
+        try:
+            act(folder / stage.name, display=display_for(recipe, folder / stage.name))
+        except Interrupted as stop:
+            stop.args = (f"{stop}; or repeat this command, which goes on with all stages",)
+            raise
 
     def reported() -> dict[str, Any] | None:
         report = demo.report(folder, seed, started)
@@ -116,13 +118,10 @@ def in_folder(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {name: placed(value) for name, value in table.items()}
 
 
-def free_folder(run_dir: Path, name: str, continues: bool = False) -> Path:
-    """``run_dir/name``, or ``name-2`` and so on if that exists: no demo writes into another's folder.
-
-    continues   return a folder that has no ``demo.json``
-    """
+def free_folder(run_dir: Path, name: str) -> Path:
+    """``run_dir/name``, or ``name-2`` and so on if a demo has finished there: one that was stopped goes on."""
     folder, number = run_dir / name, 2
-    while folder.exists() and not (continues and not (folder / REPORT).exists()):
+    while (folder / REPORT).exists() or (folder / FINISHED).exists():
         folder, number = run_dir / f"{name}-{number}", number + 1
     return folder
 

@@ -66,7 +66,7 @@ def demo(anchored: bool = True) -> Demo:
     require_package("transformers", "language", "demo language")  # before anything is written
     *before, ppo = STAGES
     ppo = ppo if anchored else replace(ppo, changes={**PPO, **UNANCHORED})
-    return Demo("demo-language", (*before, ppo), partial(report, anchored=anchored))
+    return Demo(f"demo-language{'' if anchored else '-no-anchor'}", (*before, ppo), partial(report, anchored=anchored))
 
 
 def write_data(folder: Path, seed: int) -> None:

@@ -52,7 +52,7 @@ def demo(judge: str = PEOPLE) -> Demo:
         Stage(line=f"3/4 {ROUNDS} rounds: you compare reviews, and reward model and PPO follow.", work=rounds),
         Stage(line="4/4 You compare reviews from before and after the rounds.", work=partial(_compare, judge)),
     )
-    return Demo(f"demo-people{'' if judge == PEOPLE else '-gold'}", stages, partial(report, judge), continues=True)
+    return Demo(f"demo-people{'' if judge == PEOPLE else '-gold'}", stages, partial(report, judge))
 
 
 def settings_of(judge: str, folder: Path, seed: int) -> RoundsSettings:

@@ -49,7 +49,7 @@ def demo(demonstrations: int = 16_000, problems: int = 4_096) -> Demo:
 
 def write_data(folder: Path, seed: int, demonstrations: int, problems: int) -> None:
     """Write demonstrations, and problems for training, validation and a test."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "demonstrations.jsonl", tasks.demonstrations(TASK, demonstrations, seed, sloppy=0.5))
     write_rows(folder / "problems.jsonl", tasks.rows(TASK, problems, seed + 1))
     held_out = tasks.rows(TASK, 384, seed, test=True)

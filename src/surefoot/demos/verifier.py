@@ -84,7 +84,7 @@ def write_data(folder: Path, task: str, seed: int, sizes: Sizes) -> None:
 
     The last three share no problem, not even in another order of its digits, and no held-out problem is in a demonstration.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "demonstrations.jsonl", tasks.demonstrations(task, sizes.demonstrations, seed))
     write_rows(folder / "problems.jsonl", tasks.rows(task, sizes.problems, seed + 1))
     key = tasks.get_task(task).key

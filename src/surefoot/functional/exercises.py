@@ -33,7 +33,7 @@ NO = torch.zeros(2, 5, dtype=torch.bool)
 ENDS = torch.tensor([[False, False, True, False, False], [False, True, False, False, True]])
 LATER = _t(0, 0, 1)  # one reward, two steps later
 RATIOS = _t(0.5, 0.9, 1, 1.1, 1.5)
-OLD = _t(-1, -2, -300)
+OLD = _t(-1, -2, -800)
 NEW = OLD + _t(log(2), -log(4), log(1.5))
 P, Q = _t([0.5, 0.5], [0.9, 0.1]), _t([0.25, 0.75], [0.9, 0.1])
 CHOSEN, REJECTED = _t(2, 0), _t(1, 3)
@@ -121,11 +121,13 @@ LAWS: dict[str, list[tuple[str, Callable[[Answer], Any], Tensor]]] = {
 }
 
 
-def fault(name: str, answer: Answer) -> str | None:
+def fault(name: str, answer: Any) -> str | None:
     """The first law of an exercise that an answer breaks, with both values; None where all hold.
 
     Raises KeyError for a name that is not in LAWS.
     """
+    if not callable(answer):
+        return "to be written" if answer in (None, ...) else f"is a {type(answer).__name__}; write a function"
     before = [x.clone() for x in INPUTS]
     try:
         for law, given, right in LAWS[name]:
@@ -155,7 +157,7 @@ def grade(answers: Mapping[str, Any]) -> bool:
     """
     if not isinstance(answers, Mapping):
         raise TypeError("grade takes the functions by name; call grade(globals())")
-    faults = {name: fault(name, answers[name]) if callable(answers.get(name)) else "to be written" for name in LAWS}
+    faults = {name: fault(name, answers.get(name)) for name in LAWS}
     for name, what in faults.items():
         print(f"✓ {name}" if what is None else f"✗ {name}: {what}")
     return not any(faults.values())
