@@ -672,11 +672,16 @@ def test_the_loop_stops_if_the_callback_returns_true() -> None:
     assert (at.steps, at.iteration) == (20, 2)
 
 
-@pytest.mark.parametrize("fault", [bad, unseen])
+def wild(rollout: Rollout) -> Rollout:
+    return breaks("inputs", torch.nan, rollout)
+
+
+@pytest.mark.parametrize("fault", [bad, unseen, wild])
 def test_three_consecutive_faults_end_the_run(fault: Callable[[Rollout], Rollout]) -> None:
     with pytest.raises(SurefootError, match=r"(not finite|nan).*3 consecutive updates were skipped") as raised:
         loop([good, fault, fault, fault, good])
     assert not isinstance(raised.value, NotFiniteError)
+    assert ("learning rate" in str(raised.value)) is (fault is wild), "no step size mends a reward"
 
 
 def test_a_good_update_resets_the_count_of_faults() -> None:

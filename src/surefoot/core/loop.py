@@ -31,6 +31,7 @@ def run_loop(
     """
     while state.steps < state.total_steps:
         timer, start = state.timer, time.perf_counter()
+        rollout: Rollout | None = None
         try:
             with timer.section("collecting") as collecting, learner.resting():
                 rollout = collector.collect(state)
@@ -44,9 +45,12 @@ def run_loop(
             state.faults += 1
             on_fault(str(fault))
             if state.faults == FAULTS_IN_A_ROW:
+                suspects = "the environment or the sampler"
+                if rollout is not None and rollout.rewards[rollout.mask].isfinite().all():
+                    suspects = "network.custom, or lower the learning rate or the entropy bonus"
                 raise SurefootError(
-                    f"{fault}; {FAULTS_IN_A_ROW} consecutive updates were skipped; fix the environment or "
-                    "network.custom, or lower the learning rate or the entropy bonus, then resume from the last checkpoint"
+                    f"{fault}; {FAULTS_IN_A_ROW} consecutive updates were skipped; fix {suspects}, then resume from the last "
+                    "checkpoint"
                 ) from fault
             continue
         state.steps += steps
