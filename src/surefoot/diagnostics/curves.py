@@ -68,6 +68,11 @@ class Curve:
     def __len__(self) -> int:
         return len(self.values)
 
+    @property
+    def mean(self) -> float:
+        """Of all values."""
+        return float(self.values.mean())
+
     def part(self, start: int, stop: int) -> "Curve":
         """The values with these indices."""
         return Curve(self.metric, self.steps[start:stop], self.values[start:stop])
@@ -80,10 +85,17 @@ class Curve:
         """The values up to a step, inclusive."""
         return self.part(0, int(np.searchsorted(self.steps, step, "right")))
 
+    def last(self, count: int) -> "Curve":
+        """The newest values."""
+        return self.part(max(0, len(self) - count), len(self))
+
+    def during(self, other: "Curve") -> "Curve":
+        """The values between the first and the last step of a part of another curve."""
+        return self.after(other.steps[0] - 1).until(other.steps[-1])
+
     def evidence(self, about: str = "mean", value: float | None = None) -> Evidence:
         """The mean of the curve, or another value, as evidence."""
-        value = float(self.values.mean()) if value is None else value
-        return Evidence(self.metric, value, about, int(self.steps[0]), int(self.steps[-1]))
+        return Evidence(self.metric, self.mean if value is None else value, about, int(self.steps[0]), int(self.steps[-1]))
 
     def window(self, width: int, largest: bool) -> "Curve":
         """The ``width`` values in a row whose mean is largest, or smallest. Needs at least ``width`` values."""
@@ -98,13 +110,17 @@ class Curve:
         edges = [round(i * len(self) / count) for i in range(count + 1)] if count else []
         return [self.part(start, stop) for start, stop in itertools.pairwise(edges)]
 
+    def means(self) -> list[float]:
+        """Of the blocks."""
+        return [block.mean for block in self.blocks()]
+
     def noise(self, slopes: bool = True) -> float:
         """The standard deviation of a block's mean, from the median difference of neighbouring blocks (so a jump does not count
         as noise); 0 for fewer than three blocks.
 
         slopes   whether a steady rise or fall counts; without it, from the differences of the differences
         """
-        means = [float(block.values.mean()) for block in self.blocks()]
+        means = self.means()
         if len(means) < 3:
             return 0.0
         differences: list[float] = np.abs(np.diff(means, 1 if slopes else 2)).tolist()
@@ -164,3 +180,13 @@ class RunCurves:
         if not self.steps:
             return least
         return max(least, round(share * len(self) * self.planned / self.steps))
+
+    def worst(self, curve: Curve, share: float, least: int, largest: bool = True) -> Curve | None:
+        """The neighbouring values of a curve, ``width`` of them, whose mean is largest or smallest; None if there are fewer."""
+        width = self.width(share, least)
+        return curve.window(width, largest) if len(curve) >= width else None
+
+
+def seen(*curves: Curve) -> tuple[Evidence, ...]:
+    """The means of those curves that have values."""
+    return tuple(curve.evidence() for curve in curves if len(curve))

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.diagnostics.curves import BLOCKS, Curve, RunCurves
+from surefoot.diagnostics.curves import BLOCKS, Curve, RunCurves, seen
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
@@ -24,40 +24,35 @@ def no_reward_signal(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     groups, spread = curves["groups_without_signal"], curves["score_std"]
     ended, constant = scores_of_ended(curves, recipe)
     alike = "earns one and the same score"
-    for who, curve, dead in (
+    cases = (
         ("every group of responses earn one and the same score", groups, groups.values >= 1 - 1e-9),
         (f"every response {alike}", spread, spread.values <= 1e-8),
         (f"every response that ends {alike}", ended, constant),  # the others differ by their penalty
-    ):
-        same, stretch = who, lasting_stretch(curves, curve, dead)
-        if stretch is not None:
-            break
-    else:
-        return few_groups_with_signal(curves, groups)
-    earned = ended if curve is ended else curves["reward"]
-    left = (
-        "only the penalty of truncated ones is learned"
-        if curve is ended
-        else "there is nothing to compare, so nothing is learned"
     )
-    level = earned.after(stretch.steps[0] - 1).until(stretch.steps[-1])
-    before = earned.until(stretch.steps[0] - 1)
-    if len(level) and len(before) and level.values.mean() >= before.values.max() and level.values.mean() > before.values.min():
+    found = ((who, curve, lasting_stretch(curves, curve, dead)) for who, curve, dead in cases)
+    who, curve, stretch = next((each for each in found if each[2] is not None), ("", groups, None))
+    if stretch is None:
+        return few_groups_with_signal(curves)
+    earned = ended if curve is ended else curves["reward"]
+    level, before = earned.during(stretch), earned.until(stretch.steps[0] - 1)
+    same = f"{who}, in {len(stretch)} iterations in a row"
+    if len(level) and len(before) and level.mean >= before.values.max() and level.mean > before.values.min():
         return Finding(
             "no_reward_signal",
             "note",
-            f"{same}, in {len(stretch)} iterations in a row, and none was higher before: nothing is left to learn here",
+            f"{same}, and none was higher before: nothing is left to learn here",
             "the policy has reached the highest reward, or it no longer varies its answers",
-            (stretch.evidence(), level.evidence(), before.evidence("mean before that")),
+            (*seen(stretch, level), before.evidence("mean before that")),
             ("nothing, if that is the highest possible reward", "harder prompts, or fewer steps"),
         )
+    nothing = "there is nothing to compare, so nothing is learned"
     return Finding(
         "no_reward_signal",
         "serious",
-        f"{same}, in {len(stretch)} iterations in a row: {left}",
+        f"{same}: {'only the penalty of truncated ones is learned' if curve is ended else nothing}",
         "the task is too hard or too easy for the model as it is, so that all answers are wrong, or all right; or the reward "
         "function gives a constant: it may read the wrong column, or a format that the model never writes",
-        (stretch.evidence(), *((level.evidence(),) if len(level) else ())),
+        seen(stretch, level),
         (
             "read the responses and their rewards: the files in samples/, or: surefoot check RECIPE",
             "start with easier prompts, or with SFT on correct answers, so that some answers are right",
@@ -90,20 +85,17 @@ def scores_of_ended(curves: RunCurves, recipe: Recipe | None) -> tuple[Curve, Ar
     return Curve(mean.metric, mean.steps, of_ended), constant
 
 
-def few_groups_with_signal(curves: RunCurves, groups: Curve) -> Finding | None:
+def few_groups_with_signal(curves: RunCurves) -> Finding | None:
     """Most groups have no signal for long."""
-    width = curves.width(0.1, 5)
-    if len(groups) < width:
-        return None
-    worst = groups.window(width, largest=True)
-    if worst.values.mean() < 0.8:
+    worst = curves.worst(curves["groups_without_signal"], 0.1, 5)
+    if worst is None or worst.mean < 0.8:
         return None
     return Finding(
         "few_groups_with_signal",
         "warning",
-        f"in {worst.values.mean():.0%} of the groups all responses have the same reward: only the others give a gradient",
+        f"in {worst.mean:.0%} of the groups all responses have the same reward: only the others give a gradient",
         "most prompts are too easy or too hard for the model as it is now",
-        (worst.evidence(),),
+        seen(worst),
         (
             "set sampling.rounds, which replaces such prompts",
             "use prompts of another difficulty, or more samples per prompt (sampling.samples)",
@@ -113,65 +105,51 @@ def few_groups_with_signal(curves: RunCurves, groups: Curve) -> Finding | None:
 
 def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The return has not risen above its noise, or by less than a twentieth, since the start."""
-    earned = earnings(curves, recipe)
+    earned, still = earnings(curves), stays(curves, recipe)
     if len(earned) < 2 * curves.width(0.1, 10) or curves.steps < 0.2 * curves.planned:  # as in return_collapsed
         return None
     first, best, noise = rise(earned)
-    kl, entropy = curves["kl"], curves["entropy"]
-    kl_measured = bool((kl.values != 0).any()) if recipe is None else measures_kl(recipe)
-    still = stays(curves, recipe)
     # The return is a mean over many episodes and drifts, so it must also rise by a share. A policy that has not moved has
     # not learned.
     if best - first > max(CLEAR_CHANGE * noise, LEAST_RISE * abs(first)) and not still:
         return None
-    constant = float(np.ptp(earned.values)) == 0
-    name = "return" if earned.metric == "episode_return" else "reward"
-    how = f"has hardly risen: {in_words(first)} at first, {in_words(best)} at best"
-    if constant:
+    bonus = recipe is not None and recipe.objective.entropy_coefficient
+    explore = f"explore more: {'a larger objective.entropy_coefficient' if bonus else 'objective.entropy_coefficient = 0.01'}"
+    name, larger = "reward", "larger batches (sampling.prompts, or sampling.samples of each), so that advantages are less noise"
+    if earned.metric == "episode_return":
+        name, larger = "return", "larger batches, and normalise observations and rewards, so that advantages are less noise"
+    how, more = f"has hardly risen: {in_words(first)} at first, {in_words(best)} at best", list[str]()
+    if np.ptp(earned.values) == 0:
         how = f"has been {in_words(first)} throughout"
         cause = "no reward so far differs from the others: the agent has never seen what it should do more often"
-    elif still:
-        cause = "the policy hardly moves: each batch changes it by almost nothing"
+        tries = ["reward intermediate steps, or start episodes nearer to the reward", explore]
     else:
         cause = "the policy moves, but not towards higher rewards: the advantages are mostly noise, or it does not explore"
-    bounds = bounds_missed(curves, recipe)
-    explore = (
-        "objective.entropy_coefficient = 0.01"
-        if recipe is None or not recipe.objective.entropy_coefficient
-        else ("a larger objective.entropy_coefficient")
-    )
-    tries = {
-        True: ("reward intermediate steps, or start episodes nearer to the reward", f"explore more: {explore}"),
-        False: (
-            "larger batches, and normalise observations and rewards, so that advantages are less noise"
-            if earned.metric == "episode_return"
-            else "larger batches (sampling.prompts, or sampling.samples of each), so that advantages are less noise",
-            f"explore more: {explore}",
-            "check the reward: surefoot check RECIPE",
-        ),
-    }[constant]
-    more = ("a higher optimizer.learning_rate, or more epochs (objective.reuse.epochs)",) if still and not constant else ()
-    evidence = ((kl,) if kl_measured else ()) + (entropy,)
-    if bounds is not None:
-        cause, more, evidence = bounds[0], (bounds[1],), (curves["actions_clipped"], *evidence)
-        tries = tuple(each for each in tries if not each.startswith("explore"))
+        tries = [larger, explore, "check the reward: surefoot check RECIPE"]
+        if still:
+            cause = "the policy hardly moves: each batch changes it by almost nothing"
+            more = ["a higher optimizer.learning_rate, or more epochs (objective.reuse.epochs)"]
+    evidence = [curves["kl"], curves["entropy"]] if measures_kl(curves, recipe) else [curves["entropy"]]
+    if (bounds := bounds_missed(curves, recipe)) is not None:
+        cause, more = bounds[0], [bounds[1]]
+        evidence.insert(0, curves["actions_clipped"])
+        tries.remove(explore)
     return Finding(
         "return_flat",
         "warning",
         f"the {name} {how}, over {curves.steps:,} steps; if that is the highest possible, nothing is wrong",
         cause,
-        (earned.evidence(), *(curve.evidence() for curve in evidence if len(curve))),
+        seen(earned, *evidence),
         (*more, *tries),
     )
 
 
 def bounds_missed(curves: RunCurves, recipe: Recipe | None) -> tuple[str, str] | None:
     """Cause and remedy if nearly all Box actions are outside their bounds, or all far inside them."""
-    clipped = curves["actions_clipped"]
-    stretched = not isinstance(recipe, ControlRecipe) or recipe.normalise.actions
-    if not len(clipped):
+    if not len(curves["actions_clipped"]):
         return None
-    share = float(clipped.values.mean())
+    share = curves["actions_clipped"].mean
+    stretched = not isinstance(recipe, ControlRecipe) or recipe.normalise.actions
     stretch = "set normalise.actions = true: −1 … 1 of the policy is then stretched over bounds that are finite"
     if share > 0.9:
         widened = ends(curves["entropy"])
@@ -188,12 +166,11 @@ def bounds_missed(curves: RunCurves, recipe: Recipe | None) -> tuple[str, str] |
 
 def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """More than half of the improvement is lost again."""
-    earned = earnings(curves, recipe)
+    earned = earnings(curves)
     # Two values in each tenth: the first values of a run are means over a few episodes, and one alone can be a peak.
     if len(earned) < 2 * curves.width(0.1, 10) or stays(curves, recipe):
         return None
-    blocks = earned.blocks()
-    means = [float(block.values.mean()) for block in blocks]
+    blocks, means = earned.blocks(), earned.means()
     top = max(range(len(means)), key=means.__getitem__)
     gained, kept = means[top] - means[0], means[-1] - means[0]
     # Less than return_flat takes for a rise is none: a few lucky episodes in a return that has no noise otherwise.
@@ -207,7 +184,7 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
         f"the improvement is lost again: from {in_words(means[top])} around step {int(blocks[top].steps[-1]):,} down to "
         f"{in_words(means[-1])}",
         "an update moved the policy to where rewards are low, and the data collected there does not lead it back",
-        (blocks[top].evidence(), blocks[-1].evidence(), *spikes),
+        (*seen(blocks[top], blocks[-1]), *spikes),
         (
             "use the best checkpoint: it is in best/",
             "a lower optimizer.learning_rate, or optimizer.schedule = 'linear'",
@@ -225,30 +202,28 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     if len(proxy) < 2 * curves.width(0.05, 5):
         return None
     blocks = proxy.blocks()
-    first, now, noise = float(blocks[0].values.mean()), float(blocks[-1].values.mean()), rise(proxy)[2]
+    first, now, noise = blocks[0].mean, blocks[-1].mean, rise(proxy)[2]
     if now - first <= CLEAR_CHANGE * noise:
         return None
     lost = gold_lost(curves, recipe, now - first)
     alike = [] if lost or is_measured(curves, recipe) else diversity_lost(curves, recipe)
     likelihood = curves["held_out_log_likelihood"]
     if len(likelihood) > 1 and likelihood.values[0] - likelihood.values[-1] > 0.7:
-        at = likelihood.part(0, 1), likelihood.part(len(likelihood) - 1, len(likelihood))
+        at = likelihood.part(0, 1), likelihood.last(1)
         if gain(proxy, *at) > CLEAR_CHANGE * noise:
             lost.append(("the language is being forgotten", tuple(curve.evidence("log π per token") for curve in at)))
     severity: Severity = "serious" if lost or is_learned(recipe) else "warning"
     if not (lost := lost + alike):
         return None
-    far = curves["kl_reference_response"]
     return Finding(
         "reward_hacked",
         severity,
         f"the reward rises, from {in_words(first)} to {in_words(now)}, while {' and '.join(what for what, _ in lost)}",
         "the policy has found answers that the reward overrates: a learned reward is accurate only near its training data",
         (
-            blocks[0].evidence(),
-            blocks[-1].evidence(),
+            *seen(blocks[0], blocks[-1]),
             *(each for _, evidence in lost for each in evidence),
-            *((far.blocks()[-1].evidence(),) if len(far) else ()),
+            *seen(*curves["kl_reference_response"].blocks()[-1:]),
         ),
         (
             f"{raise_kl_penalty(recipe)}, so that moving away from the reference costs more",
@@ -274,29 +249,27 @@ def gold_lost(curves: RunCurves, recipe: Recipe | None, risen: float) -> Lost:
         proxy = curves[same_answers] if len(curves[same_answers]) else curves["reward"]
         if len(gold) < (2 * BLOCKS if name == "gold" else IN_A_ROW):  # the gold of one batch is noise
             continue
-        blocks, (top, now, blur) = gold.blocks(), fall(gold)
-        best = max(blocks, key=lambda block: float(block.values.mean()))
-        kept = gain(proxy, best, blocks[-1]) >= -rise(proxy)[2]
-        if top - now > max(2 * CLEAR_CHANGE * blur, 0.25 * risen) and kept:
-            lost: Lost = [("the gold score falls", (best.evidence(), blocks[-1].evidence()))]
-            return lost + diversity_lost(curves, recipe)
+        now = gold.blocks()[-1]
+        best = max(gold.blocks(), key=lambda block: block.mean)
+        kept = gain(proxy, best, now) >= -rise(proxy)[2]
+        if best.mean - now.mean > max(2 * CLEAR_CHANGE * gold.noise(), 0.25 * risen) and kept:
+            return [("the gold score falls", seen(best, now)), *diversity_lost(curves, recipe)]
     return []
 
 
 def diversity_lost(curves: RunCurves, recipe: Recipe | None) -> Lost:
     """More responses are equal, or their bigrams are fewer. Responses to one prompt may be equal; those to others differ."""
     repeated, distinct = curves["repeated"], curves["distinct_2"]
-    samples = recipe.sampling.samples if isinstance(recipe, LanguageRecipe) else 1
     if answers_alike(curves, recipe, more=0.4):
-        return [("responses repeat each other", (repeated.blocks()[0].evidence(), repeated.blocks()[-1].evidence()))]
-    if (change := ends(distinct)) and change[1] <= 0.5 / samples * change[0]:
-        return [("diversity falls", (distinct.blocks()[0].evidence(), distinct.blocks()[-1].evidence()))]
+        return [("responses repeat each other", seen(repeated.blocks()[0], repeated.blocks()[-1]))]
+    if (change := ends(distinct)) and change[1] <= 0.5 / samples_of(recipe) * change[0]:
+        return [("diversity falls", seen(distinct.blocks()[0], distinct.blocks()[-1]))]
     return []
 
 
 def answers_alike(curves: RunCurves, recipe: Recipe | None, more: float) -> bool:
     """Whether the share of responses that are equal to one to another prompt has risen by ``more``."""
-    samples = recipe.sampling.samples if isinstance(recipe, LanguageRecipe) else 1
+    samples = samples_of(recipe)
     change = ends(curves["repeated"])
     return change is not None and change[1] - max(change[0], 1 - 1 / samples) >= more / samples
 
@@ -339,75 +312,69 @@ def special_tokens_dropped(curves: RunCurves, recipe: Recipe | None) -> Finding 
     """Rewards get responses without the special tokens in them."""
     lost = curves["special_tokens"]
     stretch = lasting_stretch(curves, lost, lost.values >= 0.5)
-    if stretch is None or (isinstance(recipe, LanguageRecipe) and recipe.model == "pocket"):  # which begins untrained
+    if stretch is None or starts_untrained(recipe):
         return None
     return Finding(
         "special_tokens_dropped",
         "warning",
         "most responses have special tokens in them, besides their end, which rewards do not get",
         "special tokens are left out of the text of responses",
-        (stretch.evidence(),),
+        seen(stretch),
         ("set reward.special_tokens = true, if they are markers of the answer", "if not, train the model with SFT first"),
     )
 
 
 def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Responses are truncated at the length limit."""
-    if isinstance(recipe, LanguageRecipe) and recipe.model == "pocket" and recipe.reward.missing_eos is None:
-        return None  # an untrained model, whose truncated responses are scored like any other
-    ended = curves["eos_rate"]
+    if isinstance(recipe, LanguageRecipe) and starts_untrained(recipe) and recipe.reward.missing_eos is None:
+        return None  # its truncated responses are scored like any other
+    ended, limit, treated = curves["eos_rate"], "", ""
     stretch = lasting_stretch(curves, ended, ended.values <= 0.02)
-    limit = (
-        f"sampling.max_tokens (it is {recipe.sampling.max_tokens})"
-        if isinstance(recipe, LanguageRecipe)
-        else ("sampling.max_tokens")
-    )
+    if isinstance(recipe, LanguageRecipe):
+        limit = f" (it is {recipe.sampling.max_tokens})"
+        if recipe.reward.missing_eos == "penalty":
+            treated = f"; all of them get the penalty, {recipe.reward.missing_eos_value:g}, whatever their text"
     advice = (
-        f"raise {limit}, if good answers are longer",
+        f"raise sampling.max_tokens{limit}, if good answers are longer",
         "check that the model has learned to end: SFT rows end in EOS; the chat template may need another end (sampling.stop)",
         "check the effect of reward.missing_eos: surefoot check RECIPE",
     )
     if stretch is not None:
-        treated = ""
-        if isinstance(recipe, LanguageRecipe) and recipe.reward.missing_eos == "penalty":
-            treated = f"; all of them get the penalty, {recipe.reward.missing_eos_value:g}, whatever their text"
         return Finding(
             "responses_cut",
             "serious",
             f"all responses are truncated at the length limit, in {len(stretch)} iterations in a row{treated}",
             "the limit is shorter than the answers, or the model has not learned to end",
-            (stretch.evidence(),),
+            seen(stretch),
             advice,
         )
-    width = curves.width(0.1, 5)
-    if len(ended) < width or (worst := ended.window(width, largest=False)).values.mean() >= 0.5:
+    worst = curves.worst(ended, 0.1, 5, largest=False)
+    if worst is None or worst.mean >= 0.5:
         return None
     return Finding(
         "responses_cut",
         "warning",
-        f"{1 - worst.values.mean():.0%} of the responses are truncated at the length limit",
+        f"{1 - worst.mean:.0%} of the responses are truncated at the length limit",
         "the limit is short for these answers, or the policy has learned to write too much",
-        (worst.evidence(),),
+        seen(worst),
         advice,
     )
 
 
 def normaliser_saturated(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Many normalised observations or rewards are at the clip of the normaliser."""
-    width = curves.width(0.05, 5)
-    for name, what in (("observations_clipped", "observations"), ("rewards_clipped", "rewards")):
-        curve = curves[name]
-        curve = curve.part(1, len(curve))  # the normaliser has no statistics yet in the first iteration
-        if len(curve) < width or (worst := curve.window(width, largest=True)).values.mean() <= 0.05:
+    for what in ("observations", "rewards"):
+        curve = curves[f"{what}_clipped"]
+        worst = curves.worst(curve.part(1, len(curve)), 0.05, 5)  # without the first iteration: it has no statistics yet
+        if worst is None or worst.mean <= 0.05:
             continue
         clip = f" = {recipe.normalise.clip:g}" if isinstance(recipe, ControlRecipe) else ""
         return Finding(
             "normaliser_saturated",
             "warning",
-            f"{worst.values.mean():.0%} of the normalised {what} are clipped at ±normalise.clip{clip}: larger values look "
-            "the same",
+            f"{worst.mean:.0%} of the normalised {what} are clipped at ±normalise.clip{clip}: larger values look the same",
             "a few values are very large, or the values have moved far from their running mean and variance",
-            (worst.evidence(),),
+            seen(worst),
             (
                 "raise normalise.clip",
                 f"scale {what} in the environment, by a logarithm if they span orders of magnitude",
@@ -440,14 +407,14 @@ def observation_constant(curves: RunCurves, recipe: Recipe | None) -> Finding | 
 def observation_outside(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Observations have numbers outside the bounds of their space."""
     curve = curves["observations_outside"]
-    if not len(curve) or (share := float(curve.values.mean())) == 0:
+    if not len(curve) or (share := curve.mean) == 0:
         return None
     return Finding(
         "observation_outside",
         "warning" if share >= 0.01 else "note",
         f"{100 * share:.3g}% of the observations have a number outside the bounds of their space",
         "the bounds are those of another version, of an ideal robot, or of numbers before they were scaled",
-        (curve.evidence(),),
+        seen(curve),
         (
             "surefoot check of the recipe, which names the part and the numbers",
             "correct the bounds of the observation space, or the observations",
@@ -471,14 +438,26 @@ REWARD_CHECKS = (
 # ---- shared --------------------------------------------------------------------------------------------------
 
 
-def earnings(curves: RunCurves, recipe: Recipe | None) -> Curve:
+def earnings(curves: RunCurves) -> Curve:
     """The return of episodes, or the reward of responses; empty for supervised runs."""
     episodes = curves["episode_return"]
     return episodes if len(episodes) else curves["reward"]
 
 
-def measures_kl(recipe: Recipe) -> bool:
+def samples_of(recipe: Recipe | None) -> int:
+    """Responses to each prompt."""
+    return recipe.sampling.samples if isinstance(recipe, LanguageRecipe) else 1
+
+
+def starts_untrained(recipe: Recipe | None) -> bool:
+    """Whether the model has random weights on purpose: no language to keep."""
+    return isinstance(recipe, LanguageRecipe) and recipe.model == "pocket"
+
+
+def measures_kl(curves: RunCurves, recipe: Recipe | None) -> bool:
     """Whether the metric kl can differ from 0: the KL of a batch's first step is measured before that step."""
+    if recipe is None:
+        return bool((curves["kl"].values != 0).any())
     reuse = recipe.objective.reuse
     steps = 0 if reuse is None else reuse.epochs * reuse.minibatches
     return steps > 1 or recipe.objective.constraint is not None
@@ -486,9 +465,13 @@ def measures_kl(recipe: Recipe) -> bool:
 
 def stays(curves: RunCurves, recipe: Recipe | None) -> bool:
     """Whether the policy has not moved, as far as kl is measured: its reward changes by chance alone."""
-    kl = curves["kl"].values
-    measured = bool((kl != 0).any()) if recipe is None else measures_kl(recipe)
-    return len(kl) > 0 and measured and float(kl.mean()) < 1e-6
+    kl = curves["kl"]
+    return len(kl) > 0 and measures_kl(curves, recipe) and kl.mean < 1e-6
+
+
+def rate_of(recipe: Recipe | None) -> str:
+    """The learning rate as part of an advice."""
+    return "" if recipe is None else f" (it is {recipe.optimizer.learning_rate:g})"
 
 
 def raise_kl_penalty(recipe: Recipe | None) -> str:
@@ -505,7 +488,7 @@ def raise_kl_penalty(recipe: Recipe | None) -> str:
 
 def rise(curve: Curve) -> tuple[float, float, float]:
     """The first block, the best mean of three neighbouring blocks after it, and the noise, which slopes are no part of."""
-    means = [float(block.values.mean()) for block in curve.blocks()]
+    means = curve.means()
     later = means[1:] or means
     near = [sum(later[i : i + 3]) / len(later[i : i + 3]) for i in range(max(1, len(later) - 2))]
     return means[0], max(near), min(curve.noise(), curve.noise(slopes=False))
@@ -518,25 +501,17 @@ def gain(curve: Curve, start: Curve, end: Curve) -> float:
 
 def level_at(curve: Curve, part: Curve) -> float:
     """The mean of a curve over the steps of a part of another one; of its nearest block if it has no value there."""
-    here = curve.after(part.steps[0] - 1).until(part.steps[-1])
+    here = curve.during(part)
     if not len(here) or (len(part) == 1 and part.metric.startswith("held_out") and not curve.metric.startswith("held_out")):
         middle = part.steps.mean()
         here = min(curve.blocks(), key=lambda block: abs(float(block.steps.mean()) - middle))
-    return float(here.values.mean())
-
-
-def fall(curve: Curve) -> tuple[float, float, float]:
-    """The highest block, the last one, and the noise."""
-    means = [float(block.values.mean()) for block in curve.blocks()] or [0.0]
-    return max(means), means[-1], curve.noise()
+    return here.mean
 
 
 def ends(curve: Curve) -> tuple[float, float] | None:
     """The means of the first and the last block; None for fewer than five values."""
-    if len(curve) < 5:
-        return None
-    blocks = curve.blocks()
-    return float(blocks[0].values.mean()), float(blocks[-1].values.mean())
+    means = curve.means()
+    return (means[0], means[-1]) if len(curve) >= 5 else None
 
 
 def lasting_stretch(curves: RunCurves, curve: Curve, holds: object) -> Curve | None:

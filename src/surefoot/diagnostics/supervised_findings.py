@@ -2,11 +2,10 @@
 
 import math
 
-from surefoot.diagnostics.curves import Curve, RunCurves
-from surefoot.diagnostics.reward_findings import CLEAR_CHANGE
+from surefoot.diagnostics.curves import Curve, RunCurves, seen
+from surefoot.diagnostics.reward_findings import CLEAR_CHANGE, rate_of, starts_untrained
 from surefoot.language.metrics import loses_chosen
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe
 from surefoot.store.finding import Finding, in_words
 
@@ -27,25 +26,22 @@ def preferences_at_chance(curves: RunCurves, recipe: Recipe | None) -> Finding |
     if not len(measured) or measured.steps[-1] < 0.5 * curves.planned:  # the first half may pass at chance
         return None
     if len(accuracy):
-        accuracy = accuracy.part(max(0, len(accuracy) - 3), len(accuracy))
-        if not guesses(float(accuracy.values.mean()), loss, curves["held_out_margin"]):
+        last = accuracy.last(3)
+        if not guesses(last.mean, loss, curves["held_out_margin"]):
             return None
-        how, evidence = f"{accuracy.values.mean():.0%} of the held-out pairs are ranked as labelled", accuracy.evidence()
+        how = f"{last.mean:.0%} of the held-out pairs are ranked as labelled"
     else:
-        if not isinstance(recipe, RewardRecipe) or len(trained) < 10:
-            return None
         last = trained.blocks()[-1]
-        if last.values.mean() < 0.98 * GUESS:
+        if not isinstance(recipe, RewardRecipe) or len(trained) < 10 or last.mean < 0.98 * GUESS:
             return None
-        how = f"the loss of the trained pairs is {in_words(float(last.values.mean()))}, and that of guessing 0.693"
-        evidence = last.evidence()
+        how = f"the loss of the trained pairs is {in_words(last.mean)}, and that of guessing 0.693"
     return Finding(
         "preferences_at_chance",
         "serious",
         f"the preferences are not learned: {how}",
         "the labels are random or reversed, the held-out rows have other labels than the trained ones, or the steps are too "
         "small, too large or too few",
-        (evidence, *((loss.evidence("lowest", float(loss.values.min())),) if len(loss) else ())),
+        (last.evidence(), *((loss.evidence("lowest", float(loss.values.min())),) if len(loss) else ())),
         (
             "read some pairs with their labels: surefoot data preview FILE",
             f"another optimizer.learning_rate{rate_of(recipe)}, or more steps",
@@ -95,8 +91,8 @@ def loss_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     loss = curves["policy_loss"]
     if not is_sft(curves, recipe) or len(loss) < 20 or curves.steps < 0.5 * curves.planned:
         return None
-    blocks = loss.blocks()
-    first, last = float(blocks[0].values.mean()), float(min(block.values.mean() for block in blocks[1:]))
+    blocks, (first, *later) = loss.blocks(), loss.means()
+    last = min(later)
     if first - last > max(CLEAR_CHANGE * min(loss.noise(), loss.noise(slopes=False)), 0.02 * first):
         return None
     return Finding(
@@ -104,7 +100,7 @@ def loss_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         "warning",
         f"the loss has hardly fallen: {in_words(first)} at first, {in_words(last)} at best, nats per token",
         "the learning rate is far too low or too high; or the model wrote such answers before",
-        (blocks[0].evidence(), blocks[-1].evidence()),
+        seen(blocks[0], blocks[-1]),
         (
             f"another optimizer.learning_rate{rate_of(recipe)}",
             "check what is trained: surefoot data preview FILE --model MODEL",
@@ -121,14 +117,13 @@ def loss_rose(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     if len(loss) < (3 if loss is held_out else 20):
         return None
     blocks = loss.blocks()
-    lowest = min(blocks, key=lambda block: float(block.values.mean()))
-    low, now = float(lowest.values.mean()), float(blocks[-1].values.mean())
-    highest = max(trained.blocks(), key=lambda block: float(block.values.mean()), default=trained)
-    if isinstance(recipe, SftRecipe) and len(trained) >= 20 and highest.values.mean() > 1.25 * trained.values[0] > 0:
-        lowest, low, now, loss = trained.part(0, 1), float(trained.values[0]), float(highest.values.mean()), trained
+    of_trained = trained.means()
+    lowest = min(blocks, key=lambda block: block.mean)
+    low, now = lowest.mean, blocks[-1].mean
+    if isinstance(recipe, SftRecipe) and len(trained) >= 20 and max(of_trained) > 1.25 * trained.values[0] > 0:
+        lowest, low, now, loss = trained.part(0, 1), float(trained.values[0]), max(of_trained), trained
     elif now - low <= max(0.25 * abs(low), 2 * CLEAR_CHANGE * loss.noise() if loss is trained else 0):
         return None
-    of_trained = [float(block.values.mean()) for block in trained.blocks()]
     diverged = len(of_trained) > 1 and of_trained[-1] > 1.1 * of_trained[0] > 0
     return Finding(
         "loss_rose",
@@ -147,17 +142,14 @@ def loss_rose(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 def unusable_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The model that PPO starts from, or that SFT leaves, chooses tokens almost at random."""
-    if len(curves["reward"]):
-        if isinstance(recipe, LanguageRecipe) and recipe.model == "pocket":
-            return None  # untrained on purpose
+    if len(curves["reward"]) and not starts_untrained(recipe):
         spread, where = curves["entropy"].part(0, 3), "the model that training starts from"
     elif is_sft(curves, recipe) and curves.steps >= curves.planned:
-        spread, where = curves["held_out_loss"], "the trained model"
-        spread = spread if len(spread) else curves["policy_loss"]
-        spread = spread.part(max(0, len(spread) - 3), len(spread))
+        held_out, where = curves["held_out_loss"], "the trained model"
+        spread = (held_out if len(held_out) else curves["policy_loss"]).last(3)
     else:
         return None
-    if not len(spread) or (nats := float(spread.values.mean())) <= RANDOM:
+    if not len(spread) or (nats := spread.mean) <= RANDOM:
         return None
     return Finding(
         "unusable_start",
@@ -165,7 +157,7 @@ def unusable_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         f"{where} chooses tokens almost at random: {in_words(nats)} nats per token, as among "
         f"{in_words(math.exp(nats))} equally likely ones; PPO can't learn from its answers",
         "it was not trained, it was trained with a wrong learning rate, or its tokenizer belongs to another model",
-        (spread.evidence(),),
+        seen(spread),
         ("SFT on demonstrations, until its answers make sense", "read what it writes: surefoot generate MODEL --prompt TEXT"),
     )
 
@@ -176,11 +168,6 @@ def is_sft(curves: RunCurves, recipe: Recipe | None) -> bool:
         return isinstance(recipe, SftRecipe)
     others = ("episode_return", "reward", "held_out_accuracy")
     return not any(len(curves[name]) for name in others)
-
-
-def rate_of(recipe: Recipe | None) -> str:
-    """The learning rate as part of an advice."""
-    return "" if recipe is None else f" (it is {recipe.optimizer.learning_rate:g})"
 
 
 SUPERVISED_CHECKS = (preferences_at_chance, chosen_less_likely, loss_flat, loss_rose, unusable_start)

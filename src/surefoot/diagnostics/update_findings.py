@@ -1,7 +1,7 @@
 """Checks of updates: steps that are too large or too small, a wrong start, collapsed entropy, and a poor critic."""
 
 from surefoot.core.learner import START_TOLERANCE
-from surefoot.diagnostics.curves import Curve, RunCurves
+from surefoot.diagnostics.curves import RunCurves, seen
 from surefoot.diagnostics.reward_findings import (
     CLEAR_CHANGE,
     answers_alike,
@@ -10,7 +10,9 @@ from surefoot.diagnostics.reward_findings import (
     is_measured,
     lasting_stretch,
     raise_kl_penalty,
+    rate_of,
     rise,
+    starts_untrained,
 )
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
@@ -23,30 +25,24 @@ NORMAL = 1.4189
 
 def critic_misleads(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Explained variance is negative for long, although returns differ enough to be predicted."""
-    explained, loss = curves["explained_variance"], curves["value_loss"]
-    width = curves.width(0.1, 10)
-    late = explained.after(0.1 * curves.planned)
-    if len(late) < width or len(loss) < width:
-        return None
-    worst = late.window(width, largest=False)
-    mean = float(worst.values.mean())
-    if mean >= -0.1 or (worst.values < 0).mean() < 0.8:
+    loss = curves["value_loss"]
+    worst = curves.worst(curves["explained_variance"].after(0.1 * curves.planned), 0.1, 10, largest=False)
+    if worst is None or len(loss) < len(worst) or worst.mean >= -0.1 or (worst.values < 0).mean() < 0.8:
         return None
     # Var(R̂ − V) is about the value loss, so this is about Var(R̂): if it is almost 0, there is nothing to explain.
-    there = loss.after(worst.steps[0] - 1).until(worst.steps[-1])
-    if not len(there) or there.values.mean() / (1 - mean) < 0.01 * loss.values.max():
+    there = loss.during(worst)
+    if not len(there) or there.mean / (1 - worst.mean) < 0.01 * loss.values.max():
         return None
+    scale = "normalise rewards (normalise.rewards) or scale them to order 1"
     return Finding(
         "critic_misleads",
         "warning",
-        f"the critic is worse than a constant for a long time: explained variance {in_words(mean)}, so its baseline adds "
+        f"the critic is worse than a constant for a long time: explained variance {in_words(worst.mean)}, so its baseline adds "
         "noise to the advantages instead of removing it",
         "the critic does not keep up with the policy, or its learning rate is too low for the scale of the returns",
-        (worst.evidence(), there.evidence()),
+        seen(worst, there),
         (
-            "normalise rewards (normalise.rewards) or scale them to order 1"
-            if not isinstance(recipe, LanguageRecipe)
-            else ("scale the reward to order 1 (the weight of reward.terms)"),
+            "scale the reward to order 1 (the weight of reward.terms)" if isinstance(recipe, LanguageRecipe) else scale,
             "a higher optimizer.critic_learning_rate, or objective.value_coefficient, or more epochs",
             "larger batches; objective.gae_lambda nearer to 1 uses the critic less",
         ),
@@ -55,32 +51,28 @@ def critic_misleads(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 def entropy_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The policy has settled on few answers or actions without a higher reward."""
-    entropy = curves["entropy"]
+    entropy, earned = curves["entropy"], earnings(curves)
     change = ends(entropy)
-    if change is None or len(entropy) < curves.width(0.1, 5):
+    if change is None or len(entropy) < curves.width(0.1, 5) or not len(earned):  # a supervised run aims at low entropy
         return None
     first, last = change
-    collapsed = settled_density(first, last, recipe) if min(first, last) < 0 else last < 0.1 * first
-    if not collapsed:
-        return None
-    earned = earnings(curves, recipe)
-    if not len(earned):  # a supervised run: low entropy is the aim
+    if not (settled_density(first, last, recipe) if min(change) < 0 else last < 0.1 * first):
         return None
     began, best, noise = rise(earned)
-    same_answers = answers_alike(curves, recipe, more=0.25) and curves["repeated"].blocks()[-1].values.mean() >= 0.5
+    repeated = curves["repeated"]
+    same_answers = answers_alike(curves, recipe, more=0.25) and repeated.means()[-1] >= 0.5
     if best - began > CLEAR_CHANGE * noise and (not same_answers or is_measured(curves, recipe)):
         return None  # low entropy with a higher reward is success
     blocks = entropy.blocks()
     bonus = 0.0 if recipe is None else recipe.objective.entropy_coefficient
-    also = (curves["repeated"].blocks()[-1].evidence(),) if same_answers else ()
-    answers = "answers" if same_answers else "actions"
+    who = "answers" if same_answers else "actions"
     return Finding(
         "entropy_collapsed",
         "serious",
-        f"the policy has settled on few {answers}: entropy fell from {in_words(first)} to {in_words(last)} nats"
+        f"the policy has settled on few {who}: entropy fell from {in_words(first)} to {in_words(last)} nats"
         + ("" if same_answers else " and the reward is no higher than before"),
         "updates reinforced the first samples; now little else is sampled, so nothing better can be found",
-        (blocks[0].evidence(), blocks[-1].evidence(), *also, earned.evidence()),
+        seen(blocks[0], blocks[-1], *(repeated.blocks()[-1:] if same_answers else ()), earned),
         (
             f"objective.entropy_coefficient = {0.01 if bonus < 0.01 else 2 * bonus:g} (it is {bonus:g})",
             "a lower optimizer.learning_rate, or fewer objective.reuse.epochs",
@@ -99,25 +91,19 @@ def settled_density(first: float, last: float, recipe: Recipe | None) -> bool:
 
 def kl_runaway(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """Each batch moves the policy far from π_old."""
-    kl, width = curves["kl"], curves.width(0.05, 5)
-    if len(kl) < width:
+    worst = curves.worst(curves["kl"], 0.05, 5)
+    if worst is None or worst.mean <= 0.1:
         return None
-    worst = kl.window(width, largest=True)
-    mean = float(worst.values.mean())
-    if mean <= 0.1:
-        return None
-    rate = "" if recipe is None else f" (it is {recipe.optimizer.learning_rate:g})"
-    outside = curves["ratio_outside"].after(worst.steps[0] - 1).until(worst.steps[-1])
     return Finding(
         "kl_runaway",
-        "serious" if mean > 0.5 else "warning",
-        f"each batch moves the policy far from the policy that sampled it: KL(π_old‖π_θ) {in_words(mean)}, "
+        "serious" if worst.mean > 0.5 else "warning",
+        f"each batch moves the policy far from the policy that sampled it: KL(π_old‖π_θ) {in_words(worst.mean)}, "
         "where 0.01 to 0.05 is usual",
         "the steps are too large or too many for one batch; the clip removes the gradient of samples with a far ratio, but "
         "nothing pulls them back",
-        (worst.evidence(), *((outside.evidence(),) if len(outside) else ())),
+        seen(worst, curves["ratio_outside"].during(worst)),
         (
-            f"a lower optimizer.learning_rate{rate}",
+            f"a lower optimizer.learning_rate{rate_of(recipe)}",
             "objective.target_kl = 0.02, which ends the epochs over a batch earlier",
             "fewer objective.reuse.epochs",
         ),
@@ -126,22 +112,15 @@ def kl_runaway(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 def left_reference(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The policy is far from its reference."""
-    per_token, per_response = curves["kl_reference"], curves["kl_reference_response"]
-    width = curves.width(0.05, 3)
-    if len(per_token) < width or len(per_response) < width:
-        return None
-    if isinstance(recipe, LanguageRecipe) and recipe.model == "pocket":
-        return None  # its random weights have no language to keep
-    token, response = per_token.window(width, largest=True), per_response.window(width, largest=True)
-    if token.values.mean() <= 0.5 and response.values.mean() <= 50:
+    token, response = (curves.worst(curves[name], 0.05, 3) for name in ("kl_reference", "kl_reference_response"))
+    if token is None or response is None or starts_untrained(recipe) or (token.mean <= 0.5 and response.mean <= 50):
         return None
     return Finding(
         "left_reference",
         "warning",
-        f"the policy is far from the reference: {in_words(float(token.values.mean()))} nats per token, "
-        f"{in_words(float(response.values.mean()))} per response",
+        f"the policy is far from the reference: {in_words(token.mean)} nats per token, {in_words(response.mean)} per response",
         "the reward outweighs the KL penalty; far from the reference the reward is unreliable, and the language may degrade",
-        (token.evidence(), response.evidence()),
+        seen(token, response),
         (raise_kl_penalty(recipe), "a lower optimizer.learning_rate"),
     )
 
@@ -153,17 +132,16 @@ def negative_kl(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     if not below.any():
         return None
     least = int(kl.values.argmin())
-    here = kl.part(least, least + 1)
-    width = curves.width(0.1, 10)
-    if len(kl) >= width and (worst := kl.window(width, largest=False)).values.mean() < -0.005:
+    here = kl.part(least, least + 1).evidence("least")
+    if (worst := curves.worst(kl, 0.1, 10, largest=False)) is not None and worst.mean < -0.005:
         return Finding(
             "negative_kl",
             "warning",
-            f"the KL to the reference is estimated below zero for a long time ({in_words(float(worst.values.mean()))} nats per "
+            f"the KL to the reference is estimated below zero for a long time ({in_words(worst.mean)} nats per "
             "token), which is impossible for a KL: the samples are not drawn from the policy that is scored",
             "mean log π − log π_ref is the KL only for samples of π itself, not for a sampler that cuts the tail, has another "
             "temperature or old weights, nor if responses are left out of the mean",
-            (worst.evidence(), here.evidence("least")),
+            (worst.evidence(), here),
             (
                 "check sampler_gap, the difference between the probabilities of sampler and trainer",
                 "set sampling.old_log_probs = 'trainer' and precision = 'float32', and check whether it disappears",
@@ -176,7 +154,7 @@ def negative_kl(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         "not an error",
         "a KL is never negative, but its estimate from samples, mean log π − log π_ref, has noise: while the policy is "
         "close to the reference, a batch can have either sign",
-        (here.evidence("least"), kl.evidence()),
+        (here, kl.evidence()),
         ("nothing; more responses per iteration reduce the noise",),
     )
 
@@ -184,16 +162,15 @@ def negative_kl(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 def sampler_differs(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The sampler's policy is not the trained one; in float32 that is an error at the start."""
     apart = curves["sampler_kl"]
-    stretch = lasting_stretch(curves, apart, apart.values >= 0.05)
-    if stretch is None:
+    if (stretch := lasting_stretch(curves, apart, apart.values >= 0.05)) is None:
         return None
     return Finding(
         "sampler_differs",
         "warning",
         "the policy that samples is not the one that is trained: the KL between them is "
-        f"{in_words(float(stretch.values.mean()))} nats per token",
+        f"{in_words(stretch.mean)} nats per token",
         "the sampler rounds more than the trainer, has older weights, or reads rows differently beside others",
-        (stretch.evidence(),),
+        seen(stretch),
         (
             "set precision = 'float32' for a few iterations: a model that reads rows differently is then an error",
             "set objective.importance_cap = 2, which corrects for the difference",
@@ -206,19 +183,16 @@ def clip_idle(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     if recipe is not None and (recipe.objective.clip is None or recipe.objective.reuse is None):
         return None
     active, outside = curves["clip_active"], curves["ratio_outside"]
-    if len(active) < curves.width(0.2, 20):
-        return None
     middle = active.part(len(active) // 10, len(active) - len(active) // 5)
-    if middle.values.mean() > 1e-4 or not len(outside) or outside.values.mean() > 1e-3:
+    if len(active) < curves.width(0.2, 20) or middle.mean > 1e-4 or not len(outside) or outside.mean > 1e-3:
         return None
-    kl = curves["kl"]
     return Finding(
         "clip_idle",
         "note",
-        f"the clip is almost never active ({in_words(float(middle.values.mean()))} of samples): the updates are so small that "
+        f"the clip is almost never active ({in_words(middle.mean)} of samples): the updates are so small that "
         "no ratio leaves the clip band",
         "a small learning rate, or one epoch per batch; the algorithm is then an actor-critic without a trust region",
-        (middle.evidence(), *((kl.evidence(),) if len(kl) else ())),
+        seen(middle, curves["kl"]),
         (
             "if learning is slow: a higher optimizer.learning_rate, or more objective.reuse.epochs",
             "if it is fast enough: nothing",
@@ -228,32 +202,25 @@ def clip_idle(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 def clip_saturated(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The clip zeroes the gradient of much of the batch."""
-    active, width = before_band_closes(curves["clip_active"], curves, recipe), curves.width(0.1, 5)
-    if len(active) < width:
-        return None
-    worst = active.window(width, largest=True)
-    if worst.values.mean() <= 0.3:  # more than half is rare: samples that moved the wrong way are never clipped
+    active, clip = curves["clip_active"], None if recipe is None else recipe.objective.clip
+    if clip is not None and clip.schedule != "constant":  # in the last fifth the schedule shrinks the clip band
+        active = active.until(0.8 * curves.planned)
+    worst = curves.worst(active, 0.1, 5)
+    if worst is None or worst.mean <= 0.3:  # more than half is rare: samples that moved the wrong way are never clipped
         return None
     epochs = "" if recipe is None or recipe.objective.reuse is None else f" (it is {recipe.objective.reuse.epochs})"
-    kl = curves["kl"].after(worst.steps[0] - 1).until(worst.steps[-1])
     return Finding(
         "clip_saturated",
         "warning",
-        f"the clip zeroes the gradient of {worst.values.mean():.0%} of the samples: the later epochs over a batch do little",
+        f"the clip zeroes the gradient of {worst.mean:.0%} of the samples: the later epochs over a batch do little",
         "the policy reaches the edge of the clip band long before the last epoch over the batch",
-        (worst.evidence(), *((kl.evidence(),) if len(kl) else ())),
+        seen(worst, curves["kl"].during(worst)),
         (
             f"fewer objective.reuse.epochs{epochs}",
             "a lower optimizer.learning_rate",
             "objective.target_kl = 0.02, which ends the epochs once they change little",
         ),
     )
-
-
-def before_band_closes(curve: Curve, curves: RunCurves, recipe: Recipe | None) -> Curve:
-    """The curve without its last fifth, in which a schedule shrinks the clip band."""
-    clip = None if recipe is None else recipe.objective.clip
-    return curve if clip is None or clip.schedule == "constant" else curve.until(0.8 * curves.planned)
 
 
 ELSEWHERE = (
@@ -280,9 +247,7 @@ def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     if not len(ratio) or off.max() <= START_TOLERANCE:
         return None
     furthest = int(off.argmax())
-    here = ratio.part(furthest, furthest + 1)
-    in_float32 = getattr(recipe, "precision", "float32") == "float32"
-    if in_float32:
+    if getattr(recipe, "precision", "float32") == "float32":
         cause, *advice = FLOAT32 if off.max() <= 1e-2 else ELSEWHERE  # the learner rejects what rounding does not explain
     else:
         cause, *advice = BFLOAT16 if off.max() < 0.1 else ELSEWHERE
@@ -293,7 +258,7 @@ def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         "serious" if serious else "note",
         f"before any step was taken a ratio was already {ratio.values[furthest]:.6g}: {reason}",
         cause,
-        (here.evidence("furthest from 1"),),
+        (ratio.part(furthest, furthest + 1).evidence("furthest from 1"),),
         tuple(advice),
     )
 
@@ -301,35 +266,34 @@ def wrong_start(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 def passes_end_at_once(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """target_kl ends the first epoch of almost every batch."""
     stopped, epochs = curves["stopped_early"], curves["epochs"]
-    width = curves.width(0.1, 10)
-    if len(stopped) < width or len(epochs) != len(stopped):
+    worst = curves.worst(epochs, 0.1, 10, largest=False)
+    if worst is None or len(epochs) != len(stopped) or worst.mean > 0.1:
         return None
-    worst = epochs.window(width, largest=False)
-    meanwhile = stopped.after(worst.steps[0] - 1).until(worst.steps[-1])
-    if worst.values.mean() > 0.1 or not len(meanwhile) or meanwhile.values.mean() < 0.9:
+    meanwhile = stopped.during(worst)
+    if not len(meanwhile) or meanwhile.mean < 0.9:
         return None
-    target = "" if recipe is None else f" = {recipe.objective.target_kl:g}" if recipe.objective.target_kl else ""
+    target = f" = {recipe.objective.target_kl:g}" if recipe is not None and recipe.objective.target_kl else ""
     return Finding(
         "passes_end_at_once",
         "warning",
         f"objective.target_kl{target} ends the first epoch of almost every batch: most of the data is never used",
         "a single epoch moves the policy further than that",
-        (worst.evidence(),),
+        seen(worst),
         ("a lower optimizer.learning_rate", "a higher objective.target_kl, or larger minibatches"),
     )
 
 
 def no_step_taken(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """TRPO's line search rejects most steps."""
-    taken, width = curves["step_taken"], curves.width(0.1, 10)
-    if len(taken) < width or (worst := taken.window(width, largest=False)).values.mean() >= 0.5:
+    worst = curves.worst(curves["step_taken"], 0.1, 10, largest=False)
+    if worst is None or worst.mean >= 0.5:
         return None
     return Finding(
         "no_step_taken",
         "warning",
-        f"only {worst.values.mean():.0%} of the natural steps are taken; for the others, no step length improves the surrogate",
+        f"only {worst.mean:.0%} of the natural steps are taken; for the others, no step length improves the surrogate",
         "the gradient is mostly noise, or the quadratic approximation of the KL fails for such long steps",
-        (worst.evidence(),),
+        seen(worst),
         ("larger batches", "more objective.trust_region.damping, or more tries", "normalise observations"),
     )
 
