@@ -22,7 +22,7 @@ from surefoot.control.environments.observations import (
     not_finite_message,
     score_and_life,
 )
-from surefoot.control.spaces import MASK, Array, SpaceError, check_agreement, mask_of
+from surefoot.control.spaces import MASK, Array, SpaceError, check_agreement, mapped, mask_of
 from surefoot.core.seeding import any_algorithm, stream
 from surefoot.errors import NotFiniteError, SurefootError, announce
 from surefoot.files import check_flags, check_whole
@@ -224,7 +224,7 @@ def greedy_episode(
         actions, state = agent.predict(
             _batch_of_one(agent.observation_space, at.observation), state, deterministic=True, action_mask=mask
         )
-        action = _first(actions)
+        action = mapped(lambda x: x[0], actions)  # of a batch of one
         action = int(action) if isinstance(agent.action_space, spaces.Discrete) else action
         step = at.step + 1
         try:
@@ -245,13 +245,6 @@ def _batch_of_one(space: gymnasium.Space[Any], observation: Any) -> Any:
     if isinstance(space, spaces.Tuple):
         return tuple(_batch_of_one(part, value) for part, value in zip(space.spaces, observation, strict=True))
     return np.asarray(observation)[None]
-
-
-def _first(actions: Any) -> Any:
-    """The action of a batch of one."""
-    if isinstance(actions, dict):
-        return {key: _first(part) for key, part in actions.items()}
-    return tuple(map(_first, actions)) if isinstance(actions, tuple) else actions[0]
 
 
 def _failure(name: str, error: Exception, call: str, episode: int, step: int) -> SurefootError:

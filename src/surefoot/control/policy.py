@@ -79,51 +79,44 @@ class Logits(ReparameterisedSampling):
         """The likeliest choices.   [...] integer"""
         return self.logits.argmax(-1)
 
-    def _terms(self) -> Tensor:
-        """The largest absolute logit of each choice, excluded options apart, and the term of its softmax.   [...]"""
-        return self.logits.masked_fill(self.logits.isinf(), 0.0).abs().amax(-1) + EXPONENTIALS
+    @abstractmethod
+    def whole(self, x: Tensor) -> Tensor:
+        """A sum over the choices of one action."""
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """log π(a), summed over the choices.   as ``mode`` returns them -> [...]"""
+        return self.whole(token_log_probs(self.logits, actions))
+
+    def magnitude(self, actions: Tensor) -> Tensor:
+        """|log π(a)|, and of each choice the largest logit, excluded options apart, and the softmax.   [...]"""
+        terms = self.logits.masked_fill(self.logits.isinf(), 0.0).abs().amax(-1) + EXPONENTIALS
+        return self.log_prob(actions).abs() + self.whole(terms)
+
+    def entropy(self) -> Tensor:
+        """In nats, summed over the choices.   [...]"""
+        return self.whole(token_entropy(self.logits))
+
+    def kl(self, other: "Logits") -> Tensor:
+        """Exact KL(self‖other).   [...]"""
+        return self.whole(categorical_kl(self.logits, other.logits))
 
 
 @dataclass(frozen=True)
 class Categorical(Logits):
     """One of n actions.   logits [..., n]"""
 
-    def log_prob(self, actions: Tensor) -> Tensor:
-        """log π(a).   [...] integer -> [...]"""
-        return token_log_probs(self.logits, actions)
-
-    def magnitude(self, actions: Tensor) -> Tensor:
-        """|log π(a)|, the largest logit and the softmax.   [...]"""
-        return self.log_prob(actions).abs() + self._terms()
-
-    def entropy(self) -> Tensor:
-        """In nats.   [...]"""
-        return token_entropy(self.logits)
-
-    def kl(self, other: "Categorical") -> Tensor:
-        """Exact KL(self‖other).   [...]"""
-        return categorical_kl(self.logits, other.logits)
+    def whole(self, x: Tensor) -> Tensor:
+        """[...]"""
+        return x
 
 
 @dataclass(frozen=True)
 class MultiCategorical(Logits):
     """Several independent choices at once.   logits [..., d, n]; −inf pads choices with fewer options."""
 
-    def log_prob(self, actions: Tensor) -> Tensor:
-        """log π(a), summed over the choices.   [..., d] integer -> [...]"""
-        return token_log_probs(self.logits, actions).sum(-1)
-
-    def magnitude(self, actions: Tensor) -> Tensor:
-        """Sum of the sizes of the terms of log π over the choices, for its rounding.   [...]"""
-        return self.log_prob(actions).abs() + self._terms().sum(-1)
-
-    def entropy(self) -> Tensor:
-        """In nats, summed over the choices.   [...]"""
-        return token_entropy(self.logits).sum(-1)
-
-    def kl(self, other: "MultiCategorical") -> Tensor:
-        """Exact KL(self‖other).   [...]"""
-        return categorical_kl(self.logits, other.logits).sum(-1)
+    def whole(self, x: Tensor) -> Tensor:
+        """[..., d] -> [...]"""
+        return x.sum(-1)
 
 
 def pad_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -32,6 +32,13 @@ def as_float32(numbers: Any) -> Array:
         return np.asarray(numbers, np.float32)
 
 
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree of dicts and tuples with each leaf changed."""
+    if isinstance(tree, Mapping):
+        return {key: mapped(change, part) for key, part in tree.items()}
+    return tuple(mapped(change, part) for part in tree) if isinstance(tree, tuple) else change(tree)
+
+
 class SpaceError(ValueError):
     """A value does not fit its space. The text is a noun: "an observation of shape (3,) where …"."""
 

@@ -5,6 +5,7 @@ Every row has a return of 1, which makes REINFORCE maximum likelihood.
 
 import importlib
 import json
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from surefoot.control.agent import Agent
 from surefoot.control.environments.looped import Lost
 from surefoot.control.normalise import stored_actions
-from surefoot.control.spaces import Observations, choices, flat_action, is_nested
+from surefoot.control.spaces import Observations, choices, flat_action, is_nested, mapped
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.core.seeding import fingerprint, stream
 from surefoot.errors import SurefootError, cause_of, require_package
@@ -162,11 +163,5 @@ def _minari_rows(name: str) -> Iterator[tuple[str, Any, Any]]:
         raise SurefootError(f"cloning.data={name!r}: can't be opened ({cause_of(error)}); download it with minari") from None
     for number, episode in enumerate(episodes):
         for step in range(len(episode)):
-            yield f"episode {number}, step {step}", _at(episode.observations, step), _at(episode.actions, step)
-
-
-def _at(tree: Any, step: int) -> Any:
-    """One step of arrays that may be nested."""
-    if isinstance(tree, dict):
-        return {key: _at(part, step) for key, part in tree.items()}
-    return tuple(_at(part, step) for part in tree) if isinstance(tree, tuple) else tree[step]
+            row = mapped(operator.itemgetter(step), (episode.observations, episode.actions))
+            yield f"episode {number}, step {step}", *row

@@ -10,6 +10,7 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from surefoot.control.spaces import mapped
 from surefoot.errors import SurefootError
 
 
@@ -169,10 +170,4 @@ def _box(shape: tuple[int, ...]) -> spaces.Box:
 
 def as_tensors(tree: Any) -> Any:
     """The arrays of a tree of dicts and tuples as tensors that share their memory; everything else as it is."""
-    if isinstance(tree, Tensor):
-        return tree
-    if isinstance(tree, Mapping):
-        return {key: as_tensors(value) for key, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(as_tensors(value) for value in tree)
-    return from_dlpack(tree) if hasattr(tree, "__dlpack__") else tree
+    return mapped(lambda x: from_dlpack(x) if hasattr(x, "__dlpack__") and not isinstance(x, Tensor) else x, tree)
