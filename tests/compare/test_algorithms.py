@@ -54,14 +54,7 @@ def test_an_ablation_adds_the_terms_of_ppos_objective_one_by_one_and_changes_not
     made = ablation_of("CartPole-v1", {"steps": 500, "objective": {"entropy_coefficient": 0.02}})
     objectives = [recipe.objective for recipe in made.values()]
     assert list(made) == ["no-clip", "fixed-penalty", "adaptive-penalty", "clip", "clip+value", "clip+value+entropy"]
-    assert [region and type(region) for region in (o.trust_region for o in objectives)] == [
-        None,
-        Penalty,
-        Penalty,
-        Clip,
-        Clip,
-        Clip,
-    ]
+    assert [o.trust_region and type(o.trust_region) for o in objectives] == [None, Penalty, Penalty, Clip, Clip, Clip]
     assert [o.trust_region.target is None for o in objectives[1:3]] == [True, False]
     assert [o.value_coefficient > 0 for o in objectives] == [False] * 4 + [True] * 2
     assert [o.entropy_coefficient for o in objectives] == [0.0] * 5 + [0.02]
@@ -140,15 +133,8 @@ def test_the_plot_of_a_comparison_is_a_valid_image(tmp_path):
 
 
 def test_numbers_have_about_four_digits_and_json_has_no_infinity():
-    assert [number(x) for x in (1234.5, 12.34, 1.234, 0.01234, 0, None, float("inf"))] == [
-        "1,234",
-        "12.3",
-        "1.23",
-        "0.0123",
-        "0.00",
-        "–",
-        "–",
-    ]
+    shown = {1234.5: "1,234", 12.34: "12.3", 1.234: "1.23", 0.01234: "0.0123", 0: "0.00", None: "–", float("inf"): "–"}
+    assert {x: number(x) for x in shown} == shown
     assert json.dumps(finite({"a": [float("inf"), 1.0, float("nan")]}), allow_nan=False) == '{"a": [null, 1.0, null]}'
 
 

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from surefoot import Interrupted, SurefootError
 from surefoot.compare.algorithms import compare_algorithms, recipes_for
-from surefoot.compare.cells import REQUEST, Cell, locked_folder, run_cells, summary
+from surefoot.compare.cells import REQUEST, locked_folder, summary
 from surefoot.compare.ladder import run_ladder
 from surefoot.compare.processes import OverallProgress, end
 from surefoot.processes import Child, let_in
@@ -221,51 +221,21 @@ def test_seeds_above_the_largest_are_rejected_before_training(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-BREAKING = '''
-import gymnasium
+def test_a_cell_that_fails_is_named_and_the_others_are_kept(whole, tmp_path, monkeypatch, capsys):
+    real = api.start
 
+    def start(recipe, *arguments, **named):
+        if recipe.algorithm == "A2C":
+            raise SurefootError("a wheel came off")
+        return real(recipe, *arguments, **named)
 
-class Breaking(gymnasium.Wrapper):
-    """Breaks in the episode that a seed of 2 begins with."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        self.steps = 0
-
-    def step(self, action):
-        self.steps += 1
-        if self.steps == 70 and not ALLOWED:
-            raise RuntimeError("a wheel came off")
-        return super().step(action)
-
-
-ALLOWED = False
-
-
-def make():
-    return Breaking(gymnasium.make("CartPole-v1"))
-'''
-
-
-def test_a_cell_that_fails_is_named_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
-    (tmp_path / "breaking.py").write_text(BREAKING)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    recipes = recipes_for("breaking:make", ["A2C", "PPO_CLIP"], {**CHANGES, "steps": 128, "normalise": {"observations": False}})
-    short = recipes["PPO_CLIP"].model_copy(
-        update={"rollout": recipes["PPO_CLIP"].rollout.model_copy(update={"environments": 8})}
-    )
-    cells = [Cell("A2C", recipes["A2C"].model_copy(update={"steps": 300})), Cell("PPO_CLIP", short)]
-    progress = OverallProgress(500)
-    with pytest.raises(SurefootError, match=r"A2C-seed1: breaking:make: environment 0 raised RuntimeError: a wheel came off"):
-        run_cells(tmp_path / "run", cells, 0, 1, progress)
-    assert "A2C-seed1 failed" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "start", start)
+        with pytest.raises(SurefootError, match=r"A2C-seed1: a wheel came off; the other runs are kept, repeat the command"):
+            compared(tmp_path / "run")
+    assert "A2C-seed1 failed: a wheel came off" in capsys.readouterr().out
     assert (tmp_path / "run" / "PPO_CLIP-seed1" / "result.json").exists()
-    import breaking
-
-    monkeypatch.setattr(breaking, "ALLOWED", True)
-    first, second = run_cells(tmp_path / "run", cells, 0, 1, progress)
-    assert first["steps"] >= 300
-    assert second["label"] == "PPO_CLIP"
+    assert numbers(compared(tmp_path / "run")) == whole
 
 
 ROW = {"episode_return": None, "ratio_outside": 0.1, "ratio_max": 1.0, "seconds_collecting": 1.0, "seconds_learning": 2.0}
@@ -284,25 +254,16 @@ def test_a_summary_is_made_of_the_metrics():
     assert result["explained_variance"] == 0.875
     curves = result["curves"]
     assert len(curves["steps"]) == len(curves["return"]) == len(curves["ratio_max"]) == 400
-    assert (curves["steps"][0] > 10, curves["steps"][-1], curves["return"][0], curves["return"][-1]) == (
-        True,
-        10_000,
-        None,
-        999.0,
-    )
+    assert curves["steps"][0] > 10
+    assert (curves["steps"][-1], curves["return"][0], curves["return"][-1]) == (10_000, None, 999.0)
     assert max(curves["ratio_max"]) == 7.0, "a spike between two points is not lost"
 
 
-def test_a_summary_has_none_for_metrics_that_an_algorithm_lacks():
-    result = summary(
-        [{**{k: v for k, v in ROW.items() if "ratio" not in k}, "iteration": 1, "steps": 5, "updates": 1, "episodes": 0}]
-    )
-    assert (result["ratio_max"], result["ratio_outside"], result["average_return"]) == (None, None, None)
-
-
 def test_a_summary_of_rows_that_were_edited_is_rejected_in_one_line_or_does_without():
-    row = {"iteration": 1, "steps": 5, "updates": 1, "episodes": 0}
-    assert (summary([row])["seconds"], summary([row])["last_100_mean"], summary([row])["average_return"]) == (0, None, None)
+    result = summary([{"iteration": 1, "steps": 5, "updates": 1, "episodes": 0}])
+    assert result["seconds"] == 0
+    unknown = ("last_100_mean", "average_return", "explained_variance", "ratio_max", "ratio_outside")
+    assert [result[name] for name in unknown] == [None] * 5
     for rows, part in (([], "has no row"), ([{"iteration": 1, "steps": 5}], "has no updates and no episodes")):
         with pytest.raises(SurefootError, match=part):
             summary(rows)

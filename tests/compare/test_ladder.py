@@ -1,7 +1,6 @@
 """``surefoot ladder``: shared settings, differences between rungs, and output files."""
 
 import json
-import struct
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -147,13 +146,9 @@ def test_gradients_are_measured_for_the_first_four_requested_rungs(climbed):
 
 def test_the_plot_is_a_valid_image(climbed):
     folder, report = climbed
-    content = report.plot.read_bytes()
     assert report.plot == folder / "plot.png"
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", content[16:24])
-    assert width > 1000
-    assert height > 700
-    assert len(set(content[1000:5000])) > 50, "an empty picture compresses to almost nothing"
+    assert report.plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert report.plot.stat().st_size > 50_000, "an empty picture compresses to almost nothing"
     assert "<svg" in (folder / "plot.svg").read_text()[:1000]
 
 

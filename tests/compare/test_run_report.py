@@ -92,10 +92,6 @@ def test_the_command_on_a_page_can_be_repeated(runs: list[Path], command: Any, t
     assert before.last("policy_loss") == after.last("policy_loss")
 
 
-def test_the_same_run_makes_the_same_page(runs: list[Path]) -> None:
-    assert page([read_run(runs[0])]) == page([read_run(runs[0])])
-
-
 def test_runs_that_differ_in_their_seed_alone_are_one_group(runs: list[Path]) -> None:
     groups = group_runs([read_run(run) for run in runs])
     assert [[run.recipe.seed for run in group] for group in groups] == [[1, 2], [3]]

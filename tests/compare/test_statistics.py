@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from surefoot.compare.across_tasks import improvement_interval, share_interval, task_mean
-from surefoot.compare.report import score_table
 from surefoot.compare.statistics import (
     band,
     interquartile_mean,
@@ -31,11 +30,6 @@ from surefoot.compare.statistics import (
 )
 def test_the_interquartile_mean_weights_border_values_by_their_share(scores, expected):
     assert float(interquartile_mean(scores)) == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_seed_without_a_score_is_a_dash():
-    cells = [{"last_100_mean": 500.0}, {"last_100_mean": None}, {}]
-    assert "500.0, –, –" in score_table({"A": cells}, "last_100_mean")
 
 
 def test_both_means_use_the_last_axis():

@@ -361,14 +361,6 @@ def test_a_stopped_trial_is_not_a_crash(planted, tmp_path, monkeypatch):
 # ---- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_extra_is_one_line(command, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
-    code, out, err = command("tune", "CartPole-v1", "--steps", "64")
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert "surefoot tune needs optuna, which is not installed; run: pip install" in err
-
-
 def test_a_bad_space_is_one_line(command, tmp_path):
     (tmp_path / "space.toml").write_text("[optimizer]\nlearning_rate = { low = 1e-2, high = 1e-4 }\n")
     code, _, err = command("tune", "CartPole-v1", "--steps", "64", "--space", "space.toml")

@@ -8,8 +8,7 @@ import torch
 
 from surefoot import SurefootError
 from surefoot.control.collect import preferences
-from surefoot.control.collect.preferences import Clips, Preferences
-from surefoot.control.collect.reward_models import RewardModels
+from surefoot.control.collect.preferences import Clips, Preferences, RewardModels
 from surefoot.control.horizon import fixed_horizon
 from surefoot.control.world import ControlWorld
 from surefoot.functional import bradley_terry_loss

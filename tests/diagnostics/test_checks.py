@@ -62,12 +62,6 @@ def test_a_missing_compiler_is_serious_only_if_the_recipe_needs_it(monkeypatch: 
     assert "this run would be compiled with one" in check_compiler("auto").what
 
 
-def test_a_valid_environment_passes() -> None:
-    actual = states("CartPole-v1")
-    assert actual["environment"][0] == "ok"
-    assert actual["speed"][0] == "ok"
-
-
 def test_a_reward_that_random_actions_never_get_is_a_warning() -> None:
     assert states(lambda: Task(pays=0.0))["reward"][0] == "warning"
     assert "never differs" in states("MountainCar-v0")["reward"][1]
@@ -118,8 +112,7 @@ class Boxed(Task):
         (100, 1000, False, "warning", "bounds 100 to 1,000: an untrained policy draws 0 ± 1, of which 0% is within"),
         (-1e-3, 1e-3, False, "warning", "bounds -0.001 to 0.001"),
         (-50, 50, False, "warning", "a small part of that"),
-        (-1, 1, True, "ok", "bounds -1 to 1, actions are clipped to them"),
-        (-0.4, 0.4, False, "ok", "clipped"),
+        (-0.4, 0.4, False, "ok", "bounds -0.4 to 0.4, actions are clipped to them"),
         (100, np.inf, True, "warning", "bounds 100 to inf"),
         (-np.inf, np.inf, True, "ok", "bounds -inf to inf"),
     ],
@@ -364,13 +357,3 @@ def test_numbers_of_other_types_pass_if_training_accepts_them(space: Any, observ
     assert not {"observation"} & actual.keys()
     fields: dict[str, Any] = {"rollout": {"environments": 1, "steps": 8}, "evaluation": {"episodes": 0}}
     surefoot.train(lambda: Listed(space, observation), surefoot.A2C, steps=1, **fields)
-
-
-@pytest.mark.parametrize(
-    "observation",
-    [[0.0, [1.0]], np.zeros(3), np.array([0.0, np.inf])],
-    ids=["ragged", "shape", "not finite"],
-)
-def test_observations_that_do_not_fit_their_space_fail(observation: Any) -> None:
-    found = states(lambda: Listed(PAIR, observation))
-    assert "failed" in (found["environment"][0], found["observation"][0])

@@ -1,12 +1,9 @@
 """A reward that is constant is reported during the run, once."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
-import pytest
 from gymnasium import spaces
 
 import surefoot
@@ -40,23 +37,3 @@ def test_an_environment_without_rewards_is_reported_once() -> None:
     (line,) = [line for line in heard if line.startswith("! step ")]
     assert "return has been 0 throughout" in line
     assert int(line.split()[2].rstrip(",").replace(",", "")) <= 1_280, "at a quarter of the budget, not at its end"
-
-
-@pytest.mark.parametrize("algorithm", ["PPO_CLIP", "GRPO"])
-def test_a_reward_that_is_always_zero_is_reported_once(algorithm: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "dead.py").write_text("def dead(responses):\n    return [0.0] * len(responses)\n")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} "}) + "\n" for i in range(8)))
-    heard = messages(
-        "language",
-        algorithm=algorithm,
-        model="pocket",
-        steps=160,
-        data={"train": str(tmp_path / "prompts.jsonl")},
-        reward={"terms": f"{tmp_path / 'dead.py'}:dead", "missing_eos": None},
-        sampling={"prompts": 4, "samples": 2, "max_tokens": 4},
-        objective={"reuse": {"epochs": 1, "minibatches": 1}},
-    )
-    (line,) = [line for line in heard if "one and the same score" in line]
-    assert "serious" in line
-    assert int(line.split()[2].rstrip(",")) <= 40

@@ -53,12 +53,6 @@ def test_a_zero_learning_rate_leaves_the_clip_idle_and_the_return_flat() -> None
     assert "learning_rate" in findings["return_flat"].advice[0]
 
 
-def test_a_flat_return_with_a_constant_reward_names_the_reward() -> None:
-    findings = trained("MountainCar-v0", steps=5_120, objective=FEW, **SMALL)
-    assert "has been −200 throughout" in findings["return_flat"].what
-    assert "differs" in findings["return_flat"].cause
-
-
 class Far(Bandit):
     """Pays for how near an action is to the middle of its bounds."""
 
@@ -95,28 +89,6 @@ def test_an_unstable_critic_is_reported() -> None:
     objective = {"gae_lambda": 1.0, **FEW}
     findings = trained("CartPole-v1", steps=3_840, optimizer=optimizer, objective=objective, **SMALL)
     assert findings["critic_misleads"].evidence[0].value < -0.1
-
-
-@pytest.mark.slow
-def test_a_policy_that_becomes_deterministic_without_reason_has_collapsed() -> None:
-    coin = lambda arm, episode, draw: draw.random() < 0.5  # noqa: E731
-    findings = trained(BANDIT, lambda: Bandit(coin), steps=5_120, optimizer={"learning_rate": 0.05}, **SMALL)
-    assert findings["entropy_collapsed"].severity == "serious"
-    assert "the reward is no higher than before" in findings["entropy_collapsed"].what
-
-
-def test_a_policy_that_is_deterministic_for_good_reason_has_not_collapsed() -> None:
-    findings = trained(
-        BANDIT, lambda: Bandit(lambda arm, *_: arm), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.02}, **SMALL
-    )
-    assert "entropy_collapsed" not in findings
-    assert "return_flat" not in findings
-
-
-def test_a_lost_improvement_is_a_finding() -> None:
-    turning = lambda arm, episode, draw: arm == (episode > 700)  # noqa: E731
-    findings = trained(BANDIT, lambda: Bandit(turning), steps=5_120, objective=FEW, optimizer={"learning_rate": 0.02}, **SMALL)
-    assert findings["return_collapsed"].severity == "serious"
 
 
 @pytest.mark.parametrize("what", ["observations", "rewards"])

@@ -14,7 +14,7 @@ from killing import assert_same, rows_of
 import surefoot
 from surefoot import SurefootError
 from surefoot.cli import main as cli
-from surefoot.control.collect import reward_models
+from surefoot.control.collect import preferences
 from surefoot.errors import LabelsNeededError
 from surefoot.people.log import LABELS, Queue, write_log
 from surefoot.recipes.presets import find_recipe
@@ -34,8 +34,8 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
     """How well the reward models fit is not tested here."""
-    monkeypatch.setattr(reward_models, "FIRST", 8)
-    monkeypatch.setattr(reward_models, "AGAIN", 4)
+    monkeypatch.setattr(preferences, "FIRST", 8)
+    monkeypatch.setattr(preferences, "AGAIN", 4)
 
 
 def final(run):

@@ -66,15 +66,7 @@ def test_an_invalid_line_loses_only_its_own_row(tmp_path):
 
 
 def test_every_number_that_a_run_may_write_is_read_back():
-    for value in (
-        "NaN",
-        "Infinity",
-        "-Infinity",
-        "null",
-        "1e300",
-        "0",
-        "12345678901234567890",
-    ):
+    for value in ("NaN", "Infinity", "-Infinity", "null", "1e300", "0", "12345678901234567890"):
         assert len(History(text_of(line(1), b'{"iteration": 2, "steps": 128, "kl": %s}' % value.encode())).rows) == 2
 
 
@@ -179,12 +171,7 @@ def test_a_changed_number_is_detected_and_kept(tmp_path):
 
 
 def test_a_missing_end_is_detected(tmp_path):
-    for left in (
-        0,
-        1,
-        40,
-        100,
-    ):
+    for left in (0, 1, 40, 100):
         before = text_of(line(1), line(2), line(3))
         _, notes = cut(tmp_path, before[:left], 3, before)
         assert len(notes) == 1

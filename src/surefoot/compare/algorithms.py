@@ -17,8 +17,7 @@ from surefoot.compare.cells import (
 )
 from surefoot.compare.plots import draw_comparison
 from surefoot.compare.processes import OverallProgress
-from surefoot.compare.rendering import rendered
-from surefoot.compare.report import Report, interval_note, score_table, seeds_text, shared_settings, write_report
+from surefoot.compare.report import Report, interval_note, rendered, score_table, seeds_text, shared_settings, write_report
 from surefoot.compare.statistics import COUNT, Results, average, markdown_table
 from surefoot.core.algorithms import ALGORITHMS, Objective, algorithm_named, switches_that_are_on
 from surefoot.errors import SurefootError

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot import __version__
 from surefoot.compare.plots import PANELS
-from surefoot.compare.rendering import rendered
-from surefoot.compare.report import duration, matplotlib_installed, write_figures
+from surefoot.compare.report import duration, matplotlib_installed, rendered, write_figures
 from surefoot.compare.runs import SavedRun, read_run
 from surefoot.compare.statistics import markdown_table, number
 from surefoot.control.agent import Agent

@@ -33,8 +33,7 @@ from surefoot.compare.cells import (
 )
 from surefoot.compare.plots import draw_ladder
 from surefoot.compare.processes import OverallProgress
-from surefoot.compare.rendering import rendered
-from surefoot.compare.report import Report, interval_note, seeds_text, shared_settings, write_report
+from surefoot.compare.report import Report, interval_note, rendered, seeds_text, shared_settings, write_report
 from surefoot.compare.statistics import (
     COUNT,
     Results,

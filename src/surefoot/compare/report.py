@@ -9,16 +9,17 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import tomli_w
 
 from surefoot import __version__
 from surefoot.compare.across_tasks import AGGREGATES, TaskComparison
 from surefoot.compare.plots import Panel, draw_panel, draw_profiles, panels_of, run_colour
-from surefoot.compare.rendering import rendered
 from surefoot.compare.runs import (
     ABSENT,
     SCORES,
@@ -47,7 +48,7 @@ from surefoot.recipes.base import SCHEDULES
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.reading import flatten
 from surefoot.store.public import ENVIRONMENT, REMOVED, public_table
-from surefoot.terminal import visible
+from surefoot.terminal import visible, visible_lines
 
 Draw = Callable[[dict[str, Any], Path], None]
 SAMPLES = 12
@@ -370,3 +371,30 @@ def _started_with(run: SavedRun) -> str:
         return ""
     program = Path(str(command[0])).name
     return shlex.join(["surefoot" if program == "__main__.py" else program, *map(str, command[1:])])
+
+
+# ---- templates -------------------------------------------------------------------------------------------------------
+
+
+@jinja2.pass_eval_context
+def _shown(context: jinja2.nodes.EvalContext, value: Any) -> Any:
+    """A value as text of a page, with escapes for unprintable characters; in Markdown the value itself."""
+    return value if not context.autoescape or hasattr(value, "__html__") else visible_lines(str(value))
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("surefoot.compare"),
+        autoescape=jinja2.select_autoescape(["html"]),
+        undefined=jinja2.StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A template with its values; markup in the values of an HTML page is escaped."""
+    return _environment().get_template(template).render(values)
