@@ -250,11 +250,8 @@ class ControlCollector:
     def _own_state(self) -> dict[str, Any]:
         return {
             "environments": self.environments.state_dict(),
-            "discounted": self.discounted,
             "memory": None if self.lstm_state is None else self.lstm_state.cpu(),
-            "starts": self.starts,
-            "running_return": self.running_return,
-            "running_length": self.running_length,
+            **{name: getattr(self, name) for name in BY_ROW},
             "preferences": None if self.preferences is None else self.preferences.state_dict(),
             **self.log.state_dict(),
         }
@@ -266,9 +263,9 @@ class ControlCollector:
         self.observations, self.lost = self.environments.load_state_dict(state["environments"])
         self.discounted = torch.as_tensor(state["discounted"]).clone()
         self.lstm_state = None if state["memory"] is None else state["memory"].to(self.agent.device)
-        self.starts = torch.as_tensor(state["starts"]).numpy().copy()
-        self.running_return = torch.as_tensor(state["running_return"]).numpy().copy()
-        self.running_length = torch.as_tensor(state["running_length"]).numpy().copy()
+        self.starts, self.running_return, self.running_length = (
+            torch.as_tensor(state[name]).numpy().copy() for name in ("starts", "running_return", "running_length")
+        )
         self.log.load_state_dict(state)
         if self.preferences is not None:
             self.preferences.load_state_dict(state["preferences"])

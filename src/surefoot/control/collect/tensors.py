@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surefoot.control.agent import Agent, CompiledActor
-from surefoot.control.collect import check_actions
+from surefoot.control.collect import BY_ROW, check_actions
 from surefoot.control.collect.episodes import RECENT_EPISODES, EpisodeLog
 from surefoot.control.collect.scoring import Acted, Finals, Scorer, rollout_of
 from surefoot.control.collect.symmetry import Symmetry
@@ -159,16 +159,13 @@ class TensorCollector:
                 )
 
     def _check_masks(self, masks: Tensor) -> None:
-        start = 0
-        for size in self.environments.choices or ():
-            allowed = masks[..., start : start + size].any(-1)
-            if not allowed.all():
-                row, step = (~allowed).nonzero()[0].tolist()
+        for of_choice in torch.split(masks, list(self.environments.choices or ()), -1):
+            if len(nothing := (~of_choice.any(-1)).nonzero()):
+                row, step = nothing[0].tolist()
                 raise SurefootError(
                     f"{self.environments.name}: returned an action mask that allows no action (all false) for row {row}, step "
                     f"{step} of the rollout; fix the environment"
                 )
-            start += size
 
     def _restart(self) -> None:
         self.observations = self.environments.reset()
@@ -208,12 +205,9 @@ class TensorCollector:
         return {
             "environments": self.environments.state_dict(),
             "observations": self.observations,
-            "discounted": self.discounted,
             "memory": self.lstm_state,
-            "starts": self.starts,
-            "running_return": self.running_return,
-            "running_length": self.running_length,
             "steps_taken": self.steps_taken,
+            **{name: getattr(self, name) for name in BY_ROW},
             **self.log.state_dict(),
         }
 
@@ -223,7 +217,7 @@ class TensorCollector:
         self.steps_taken = int(state.get("steps_taken", 0))
         saved = {} if world_size() > 1 else {path: torch.as_tensor(x) for path, x in state.get("observations", {}).items()}
         self.observations, self.lost = self.environments.load_state_dict(state["environments"], saved)
-        for name in ("discounted", "running_return", "running_length", "starts"):
+        for name in BY_ROW:
             own = getattr(self, name)
             fresh = torch.ones_like(own) if name == "starts" else torch.zeros_like(own)
             setattr(self, name, fresh if self.lost else torch.as_tensor(state[name]).to(own, copy=True))

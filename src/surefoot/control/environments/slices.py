@@ -7,7 +7,6 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,11 @@ from surefoot.control.environments.looped import Step
 from surefoot.control.environments.records import as_arrays
 from surefoot.control.spaces import Array
 
-ALIGNMENT = 64
 OBSERVATIONS = "observations/"
 BY_ENVIRONMENT = ("final_observations", "final_infos")
 """fields of ``Step`` that map an environment's index to a value"""
-Layout = Mapping[str, tuple[tuple[int, ...], str]]
-"""name -> shape and dtype of an array"""
+Layout = np.dtype[np.void]
+"""of a record with a field for each array"""
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
@@ -76,7 +74,7 @@ def new_memory(layout: Layout) -> int | None:
     except OSError:
         return None
     try:
-        os.ftruncate(file, _size(layout))
+        os.ftruncate(file, layout.itemsize)
     except OSError:  # larger than a file may be
         os.close(file)
         return None
@@ -86,19 +84,15 @@ def new_memory(layout: Layout) -> int | None:
 def mapped(layout: Layout, file: int) -> dict[str, Array]:
     """The arrays in the file, which is closed; the memory lasts as long as they do."""
     try:
-        memory = mmap.mmap(file, _size(layout))
+        record = np.ndarray((), layout, mmap.mmap(file, layout.itemsize))
     finally:
         os.close(file)
-    arrays, begin = {}, 0
-    for name, (shape, dtype) in layout.items():
-        arrays[name] = np.ndarray(shape, dtype, memory, begin)
-        begin += _room(shape, dtype)
-    return arrays
+    return {name: record[name] for name in layout.names or ()}
 
 
 def layout_of(arrays: Mapping[str, Array]) -> Layout:
     """The layout of copies of these arrays."""
-    return {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
+    return np.dtype([(name, array.dtype, array.shape) for name, array in arrays.items()], align=True)
 
 
 def arrays_of(step: Step) -> dict[str, Array]:
@@ -115,11 +109,3 @@ def step_of(arrays: Mapping[str, Array], **by_environment: Any) -> Step:
         part = name.startswith(OBSERVATIONS)
         (whole["observations"] if part else whole)[name.removeprefix(OBSERVATIONS)] = array.copy()
     return Step(**whole)
-
-
-def _room(shape: tuple[int, ...], dtype: str) -> int:
-    return -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
-
-
-def _size(layout: Layout) -> int:
-    return max(ALIGNMENT, sum(_room(*each) for each in layout.values()))
