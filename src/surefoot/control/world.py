@@ -169,27 +169,20 @@ class ControlWorld:
         with together():
             self.collector.load_state_dict(parts["collector"])
         first = self.environments.first
-        lost = {
-            index: why
-            for rows in exchange({first + i: why for i, why in self.collector.lost.items()})
-            for index, why in rows.items()
-        }
+        lost: dict[int, str] = {}
+        for rows in exchange({first + i: why for i, why in self.collector.lost.items()}):
+            lost |= rows
         if not lost:
             return notes
         if different := next(filter(None, lost.values()), None):
             return [*notes, self._difference(sorted(lost), different, allow_changes)]
-        if isinstance(self.environments, TensorEnvironments):
-            return [
-                *notes,
-                f"{name}: its environments have no state_dict that fits: all {len(lost):,} start new episodes, "
-                "so this resume is not exact",
-            ]
-        return [
-            *notes,
-            f"{name}: its vector environment has no state_dict that fits, and its steps since the last reset can't be "
-            f"replayed (too many, or of another number of environments): all {len(lost):,} start new episodes, so this "
-            "resume is not exact",
-        ]
+        why = "its environments have no state_dict that fits"
+        if not isinstance(self.environments, TensorEnvironments):
+            why = (
+                "its vector environment has no state_dict that fits, and its steps since the last reset can't be replayed (too "
+                "many, or of another number of environments)"
+            )
+        return [*notes, f"{name}: {why}: all {len(lost):,} start new episodes, so this resume is not exact"]
 
     def _difference(self, lost: list[int], first: str, allow_changes: bool) -> str:
         """The warning about environments that replayed differently; an error unless that is allowed."""

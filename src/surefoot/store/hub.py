@@ -190,7 +190,7 @@ def _find_listing(name: HubName, where: str) -> tuple[Path, bool]:
     try:
         listing = hf_hub_download(name.name, LISTING, revision=name.revision, local_files_only=failure is not None)
     except LocalEntryNotFoundError as error:
-        raise _unreachable(where, failure or error) from None
+        raise SurefootError(f"{where}: {why_unreachable(failure or error)}") from None
     return Path(listing), failure is not None
 
 
@@ -338,45 +338,41 @@ def hub_errors(where: str) -> Iterator[None]:
     Raises SurefootError, naming the extra, if it is not installed.
     """
     require_package("huggingface_hub", "hub", f"{where}: the hub")
-    from huggingface_hub import errors
-
     try:
         with _quiet():
             yield
     except SurefootError:
         raise
-    except errors.RepositoryNotFoundError:
-        raise SurefootError(
-            f"{where}: no such repository on the hub, or your token can't read it; check the name, or run: hf auth login"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise SurefootError(f"{where}: has no such revision; give a branch, a tag or a commit of it") from None
-    except errors.LocalEntryNotFoundError as error:
-        raise _unreachable(where, error) from None
-    except errors.EntryNotFoundError:
-        raise SurefootError(
-            f"{where}: has no {LISTING}, so surefoot push did not write it; name a model of transformers without hf://"
-        ) from None
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        remedies = {401: "the token is not valid; run: hf auth login", 403: "give the token the right to write there"}
-        raise SurefootError(
-            f"{where}: the hub answers with status {status} ({cause_of(error)}); {remedies.get(status, 'try again later')}"
-        ) from None
     except Exception as error:
-        if isinstance(error, (ConnectionError, *_network_errors())):
-            raise _unreachable(where, error) from None
-        raise SurefootError(f"{where}: can't be read from or written to the hub ({cause_of(error)}); check the name") from None
+        raise SurefootError(f"{where}: {_meaning(error)}") from None
+
+
+def _meaning(error: Exception) -> str:
+    """What an error of ``huggingface_hub`` means, with the remedy."""
+    from huggingface_hub import errors
+
+    match error:
+        case errors.RepositoryNotFoundError():
+            return "no such repository on the hub, or your token can't read it; check the name, or run: hf auth login"
+        case errors.RevisionNotFoundError():
+            return "has no such revision; give a branch, a tag or a commit of it"
+        case errors.LocalEntryNotFoundError():
+            return why_unreachable(error)
+        case errors.EntryNotFoundError():
+            return f"has no {LISTING}, so surefoot push did not write it; name a model of transformers without hf://"
+        case errors.HfHubHTTPError():
+            status = error.response.status_code
+            remedies = {401: "the token is not valid; run: hf auth login", 403: "give the token the right to write there"}
+            return f"the hub answers with status {status} ({cause_of(error)}); {remedies.get(status, 'try again later')}"
+    if isinstance(error, (ConnectionError, *_network_errors())):
+        return why_unreachable(error)
+    return f"can't be read from or written to the hub ({cause_of(error)}); check the name"
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
     """The exceptions of the HTTP client of ``huggingface_hub``, which has had two."""
     clients = [importlib.import_module(name) for name in ("httpx", "httpx2") if find_spec(name) is not None]
     return tuple(client.HTTPError for client in clients)
-
-
-def _unreachable(where: str, error: Exception) -> SurefootError:
-    return SurefootError(f"{where}: {why_unreachable(error)}")
 
 
 def why_unreachable(error: Exception) -> str:
