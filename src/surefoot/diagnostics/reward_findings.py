@@ -252,7 +252,8 @@ def gold_lost(curves: RunCurves, recipe: Recipe | None, risen: float) -> Lost:
         now = gold.blocks()[-1]
         best = max(gold.blocks(), key=lambda block: block.mean)
         kept = gain(proxy, best, now) >= -rise(proxy)[2]
-        if best.mean - now.mean > max(2 * CLEAR_CHANGE * gold.noise(), 0.25 * risen) and kept:
+        noise = min(gold.noise(), gold.noise(slopes=False))
+        if best.mean - now.mean > max(2 * CLEAR_CHANGE * noise, 0.25 * risen) and kept:
             return [("the gold score falls", seen(best, now)), *diversity_lost(curves, recipe)]
     return []
 
