@@ -1,9 +1,9 @@
 """Check this machine, a recipe or a run, and plan the memory of a training."""
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,7 @@ from surefoot.terminal import is_terminal
 
 if TYPE_CHECKING:
     from surefoot.language.memory.layout import Layout
-    from surefoot.language.memory.workload import Kind, Workload
+    from surefoot.language.memory.workload import Workload
 
 
 @click.command()
@@ -123,16 +123,7 @@ def check_run(folder: Path, as_json: bool) -> int:
 @option("--prompt-tokens", type=COUNT, default=512, help="Longest prompt in tokens.")
 @option("--max-tokens", type=COUNT, default=64, help="Longest response in tokens.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def memory(
-    model: str,
-    as_json: bool,
-    ranks: int,
-    ranks_per_machine: int,
-    sharding: Literal["none", "full", "hybrid"],
-    reshard: bool,
-    offload: bool,
-    **options: Any,
-) -> None:
+def memory(model: str, as_json: bool, **options: Any) -> None:
     """Plan the memory of training MODEL.
 
     MODEL is a config.json, a folder, a run, a hub id, "pocket", or a size such as 7B. No weights are read.
@@ -141,103 +132,76 @@ def memory(
     settings and with others, and last the cheapest settings for 2, 4 and 8 GPUs. With --ranks, they are for
     each rank. --json prints bytes, for the ranks that are given.
     """
-    from surefoot.language.memory.planner import MemoryPlan, model_config, tables, to_json
-
-    layout = checked_layout(ranks, sharding, ranks_per_machine, reshard, offload)
-    config, nominal = model_config(model)
-    workload = memory_workload(config, layout, **options)
-    plan = MemoryPlan(model, workload, nominal)
-    if as_json:
-        echo_json(to_json(plan))
-    else:
-        print_tables(tables(plan))
-
-
-def print_tables(tables: Iterable[Any]) -> None:
-    """Print tables, each as soon as it is made."""
     from rich.console import Console
 
+    from surefoot.language.memory.planner import MemoryPlan, model_config, tables, to_json
+
+    given = SimpleNamespace(**options)
+    layout = checked_layout(given)
+    config, nominal = model_config(model)
+    plan = MemoryPlan(model, memory_workload(config, layout, given), nominal)
+    if as_json:
+        echo_json(to_json(plan))
+        return
     console = Console(width=None if is_terminal(sys.stdout) else 120)
-    for table in tables:
+    for table in tables(plan):  # each as soon as it is made
         console.print(table, "")
 
 
-def checked_layout(
-    ranks: int, sharding: Literal["none", "full", "hybrid"], ranks_per_machine: int, reshard: bool, offload: bool
-) -> "Layout":
+def checked_layout(given: Any) -> "Layout":
     """The layout that the options describe. Raises SurefootError for those that need several ranks, or sharded models."""
     from surefoot.language.memory.layout import Layout
 
+    sharding, ranks, per_machine = given.sharding, given.ranks, given.ranks_per_machine
     if sharding != "none" and ranks == 1:
         raise SurefootError(f"--sharding {sharding}: shares models among ranks, and there is one; add --ranks 8, for example")
-    for flag, value in (("--offload", offload), ("--no-reshard-after-forward", not reshard)):
+    for flag, value in (("--offload", given.offload), ("--no-reshard-after-forward", not given.reshard)):
         if value and sharding == "none":
             raise SurefootError(f"{flag}: is for sharded models; add --sharding full, or leave it out")
-    if sharding == "hybrid" and ranks > ranks_per_machine and ranks % ranks_per_machine:
-        raise SurefootError(f"--ranks {ranks}: is not a multiple of --ranks-per-machine {ranks_per_machine}; change one")
-    return Layout(ranks, None if sharding == "none" else sharding, ranks_per_machine, reshard, offload)
+    if sharding == "hybrid" and ranks > per_machine and ranks % per_machine:
+        raise SurefootError(f"--ranks {ranks}: is not a multiple of --ranks-per-machine {per_machine}; change one")
+    if given.quantize is not None and given.adapter is None:
+        raise SurefootError(f"--quantize {given.quantize}: is for the frozen base of adapters; add --adapter 16, for example")
+    low_bits = {"quantize": given.quantize, "optimizer": given.optimizer if given.optimizer == "adam-8bit" else None}
+    for flag, whole in low_bits.items():
+        if whole is not None and sharding != "none":
+            raise SurefootError(f"--{flag} {whole}: is whole on every rank; leave out --sharding {sharding}")
+    return Layout(ranks, None if sharding == "none" else sharding, per_machine, given.reshard, given.offload)
 
 
-def memory_workload(
-    config: Any,
-    layout: "Layout",
-    *,
-    kind: "Kind",
-    critic: Literal["shared", "own", "none"],
-    reference: bool,
-    rewards: int,
-    precision: str,
-    gradient_checkpointing: bool,
-    micro_batch: int | None,
-    micro_batch_tokens: int | None,
-    prompts: int,
-    samples: int,
-    minibatches: int,
-    batch: int,
-    prompt_tokens: int,
-    max_tokens: int,
-    adapter: int | None = None,
-    quantize: Literal["int8", "nf4"] | None = None,
-    optimizer: str = "adam",
-) -> "Workload":
+def memory_workload(config: Any, layout: "Layout", given: Any) -> "Workload":
     """The models and batch sizes that the options describe, for a transformers config."""
     from surefoot.language.memory.workload import Workload, with_adapters
     from surefoot.recipes.models import AdapterSettings
 
-    online = kind == "language"
-    rows, responses = (prompts, prompts * samples) if online else (batch, batch)
+    online, samples = given.kind == "language", given.samples if given.kind == "language" else 1
+    rows = given.prompts if online else given.batch
+    responses = rows * samples
     if rows < layout.ranks:
         raise SurefootError(f"--ranks {layout.ranks}: more than {rows} {'prompts' if online else 'rows'}; use fewer ranks")
-    if online and minibatches > responses:
-        raise SurefootError(f"--minibatches {minibatches}: more than the {responses} responses of an iteration; use fewer")
-    check_low_bits(adapter, quantize, optimizer, layout)
+    if online and given.minibatches > responses:
+        raise SurefootError(
+            f"--minibatches {given.minibatches}: more than the {responses} responses of an iteration; use fewer"
+        )
     workload = Workload(
-        kind=kind,
+        kind=given.kind,
         policy=config,
-        bf16=precision == "bfloat16",
-        low_weights=precision == "bfloat16-weights",
-        low_moments=optimizer == "adam-8bit",
-        checkpointing=gradient_checkpointing,
-        rows=responses // minibatches if online else batch,
+        bf16=given.precision == "bfloat16",
+        low_weights=given.precision == "bfloat16-weights",
+        low_moments=given.optimizer == "adam-8bit",
+        checkpointing=given.gradient_checkpointing,
+        rows=responses // given.minibatches if online else rows,
         responses=responses,
-        samples=samples if online else 1,
-        prompt=prompt_tokens,
-        response=0 if kind == "reward" else max_tokens,
-        max_tokens=max_tokens,
-        micro_batch=micro_batch,
-        micro_batch_tokens=micro_batch_tokens,
-        value="none" if not online else "head" if critic == "shared" else critic,
-        reference=config if online and reference else None,
-        rewards=(config,) * rewards if online else (),
+        samples=samples,
+        prompt=given.prompt_tokens,
+        response=0 if given.kind == "reward" else given.max_tokens,
+        max_tokens=given.max_tokens,
+        micro_batch=given.micro_batch,
+        micro_batch_tokens=given.micro_batch_tokens,
+        value="none" if not online else "head" if given.critic == "shared" else given.critic,
+        reference=config if online and given.reference else None,
+        rewards=(config,) * given.rewards if online else (),
         layout=layout,
     )
-    return workload if adapter is None else with_adapters(workload, AdapterSettings(rank=adapter, quantize=quantize))
-
-
-def check_low_bits(adapter: int | None, quantize: str | None, optimizer: str, layout: "Layout") -> None:
-    """Raise SurefootError for weights or moments in few bits that nothing has, or that would be sharded."""
-    if quantize is not None and adapter is None:
-        raise SurefootError(f"--quantize {quantize}: is for the frozen base of adapters; add --adapter 16, for example")
-    for flag, whole in (("quantize", quantize), ("optimizer", optimizer if optimizer == "adam-8bit" else None)):
-        if whole is not None and layout.sharding is not None:
-            raise SurefootError(f"--{flag} {whole}: is whole on every rank; leave out --sharding {layout.sharding}")
+    adapter = given.adapter and AdapterSettings(rank=given.adapter, quantize=given.quantize)
+    return workload if adapter is None else with_adapters(workload, adapter)

@@ -25,6 +25,8 @@ NETWORK = "network.custom"
 SYMMETRY = "rollout.symmetry"
 TURNS = "turns.environment"
 SCHEDULE, CLIP_SCHEDULE = "optimizer.schedule", "objective.trust_region.schedule"
+OBJECTS = (NETWORK, SYMMETRY, SCHEDULE, CLIP_SCHEDULE, TURNS)
+"""fields with one function or class, besides those of the reward"""
 
 
 def term_field(place: int) -> str:
@@ -100,7 +102,7 @@ def take_objects(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, C
     taken, functions = dict(fields), dict[str, Callable[..., Any]]()
     if "reward" in fields:
         taken["reward"], functions = take_functions(fields["reward"])
-    for field in (NETWORK, SYMMETRY, SCHEDULE, CLIP_SCHEDULE, TURNS):
+    for field in OBJECTS:
         taken = _taken(taken, field.split("."), field, functions)
     if isinstance(turns := taken.get("turns"), Mapping) and isinstance(tools := turns.get("tools"), (list, tuple)):
         functions |= {tool_field(place): tool for place, tool in enumerate(tools) if callable(tool)}

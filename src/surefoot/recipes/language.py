@@ -7,8 +7,7 @@ import pydantic
 from pydantic import Field
 
 from surefoot.core.algorithms import MAX_LENGTH, Objective
-from surefoot.recipes.base import Count, Recipe, Seconds, Section, Size, check_shares
-from surefoot.recipes.callables import GOLD, TURNS, term_field, tool_field
+from surefoot.recipes.base import Count, Seconds, Section, Size, check_shares
 from surefoot.recipes.models import LanguageEvaluation, ModelRecipe
 from surefoot.recipes.rewards import RewardSettings
 from surefoot.recipes.rows import PromptSettings
@@ -108,15 +107,6 @@ class TurnSettings(Section):
     def conversations(self) -> bool:
         """Whether responses may have several turns."""
         return bool(self.environment or self.tools)
-
-
-def reward_functions(recipe: Recipe) -> dict[str, str | None]:
-    """The names of a recipe's reward functions, tools and environment, by field; none if it is of another kind."""
-    if not isinstance(recipe, LanguageRecipe):
-        return {}
-    terms = {term_field(place): term.function for place, term in enumerate(recipe.reward.terms)}
-    tools = {tool_field(place): path for place, path in enumerate(recipe.turns.tools)}
-    return {**terms, **tools, GOLD: recipe.reward.gold, TURNS: recipe.turns.environment}
 
 
 class ReferenceSettings(Section):

@@ -21,11 +21,10 @@ from surefoot.errors import SurefootError, did_you_mean
 from surefoot.files import parsed
 from surefoot.recipes.base import Recipe, none_to_text
 from surefoot.recipes.base import to_table as to_table
-from surefoot.recipes.callables import CLIP_SCHEDULE, NETWORK, SCHEDULE, SYMMETRY
+from surefoot.recipes.callables import GOLD, OBJECTS, term_field, tool_field
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.faults import shown
+from surefoot.recipes.faults import shown, value_of
 from surefoot.recipes.fields import KINDS, recipe_fields
-from surefoot.recipes.language import reward_functions
 from surefoot.recipes.rules import check_rules
 
 MISSING = {
@@ -239,15 +238,12 @@ def to_toml(recipe: Recipe) -> str:
 
 def named_functions(recipe: Recipe) -> dict[str, str | None]:
     """The names of the functions and classes that a recipe may have as objects, by field."""
-    clip, network = recipe.objective.clip, recipe.network.custom if isinstance(recipe, ControlRecipe) else None
-    symmetry = recipe.rollout.symmetry if isinstance(recipe, ControlRecipe) else None
-    others = {
-        NETWORK: network,
-        SYMMETRY: symmetry,
-        SCHEDULE: recipe.optimizer.schedule,
-        CLIP_SCHEDULE: None if clip is None else clip.schedule,
+    terms, tools = value_of(recipe, "reward.terms") or (), value_of(recipe, "turns.tools") or ()
+    return {
+        **{term_field(place): term.function for place, term in enumerate(terms)},
+        **{tool_field(place): path for place, path in enumerate(tools)},
+        **{field: value_of(recipe, field) for field in (GOLD, *OBJECTS)},
     }
-    return {**reward_functions(recipe), **others}
 
 
 def parse_flag(text: str) -> Any:
