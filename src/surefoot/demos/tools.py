@@ -4,11 +4,12 @@ Every stage is an ordinary run from files that stay in the folder, so you can re
 """
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from surefoot.demos import Demo, Stage, command_here
-from surefoot.demos.verifier import attempts_at
+from surefoot.demos import Demo, command_here
+from surefoot.demos.verifier import attempts_at, sft_then_online
 from surefoot.errors import require_package
 from surefoot.language import tasks
 from surefoot.language.data.rows import write_rows
@@ -16,35 +17,19 @@ from surefoot.terminal import visible
 
 TASK = "calculator"
 GROUPS = {"algorithm": "GRPO", "sampling": {"prompts": 16, "samples": 8}}
-FILES = {"train": "./data/problems.jsonl", "held_out": "./data/validation.jsonl"}
 
 
 def demo(demonstrations: int = 16_000, problems: int = 4_096) -> Demo:
     """SFT, then PPO and GRPO from there. Raises SurefootError without ``transformers``."""
     require_package("transformers", "language", "demo tools")  # before anything is written
-    online = {"model": "./sft", "steps": problems, "data": FILES}
-    return Demo(
-        "demo-tools",
-        (
-            Stage(
-                "calculator_sft",
-                "sft",
-                "1/3 SFT: a small model sees a teacher who calls multiply, or guesses the result.",
-                lambda folder, seed: write_data(folder / "data", seed, demonstrations, problems),
-                {"steps": demonstrations, "data": {"train": "./data/demonstrations.jsonl"}},
-            ),
-            Stage(
-                "calculator", "ppo", "2/3 PPO: right answers earn 1; a critic estimates the expected reward.", changes=online
-            ),
-            Stage(
-                "calculator",
-                "grpo",
-                "3/3 GRPO: the same without a critic; 8 conversations about the same problem are compared.",
-                changes={**online, **GROUPS},
-            ),
-        ),
-        report,
+    lines = (
+        "1/3 SFT: a small model sees a teacher who calls multiply, or guesses the result.",
+        "2/3 PPO: right answers earn 1; a critic estimates the expected reward.",
+        "3/3 GRPO: the same without a critic; 8 conversations about the same problem are compared.",
     )
+    write = partial(write_data, demonstrations=demonstrations, problems=problems)
+    stages = sft_then_online(("calculator_sft", "calculator"), lines, (demonstrations, problems), write, GROUPS)
+    return Demo("demo-tools", stages, report)
 
 
 def write_data(folder: Path, seed: int, demonstrations: int, problems: int) -> None:

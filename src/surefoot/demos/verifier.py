@@ -4,7 +4,9 @@ Every stage is an ordinary run from files that stay in the folder, so you can re
 """
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +46,34 @@ SIZES = Sizes()
 def demo(sizes: Sizes = SIZES) -> Demo:
     """SFT, then PPO and GRPO from there. Raises SurefootError without ``transformers``."""
     require_package("transformers", "language", "demo verifier")  # before anything is written
+    lines = (
+        "1/3 SFT: a small model learns to sort five digits from demonstrations that often leave the last one in place.",
+        "2/3 PPO: a program checks each answer; a critic estimates the expected reward.",
+        f"3/3 GRPO: the same program, without a critic; {SAMPLES} answers to the same problem are compared.",
+    )
+    presets, rows = ("task_sft", "sorting"), (sizes.demonstrations, sizes.problems)
+    write = partial(write_data, task=TASK, sizes=sizes)
+    return Demo("demo-verifier", sft_then_online(presets, lines, rows, write, in_groups("GRPO")), report)
 
+
+def sft_then_online(
+    presets: tuple[str, str], lines: Sequence[str], rows: tuple[int, int], write: Callable[..., None], groups: dict[str, Any]
+) -> tuple[Stage, ...]:
+    """SFT, then PPO from there, and GRPO from there with the changes ``groups``.
+
+    presets   of SFT, and of the other two
+    lines     printed before each stage
+    rows      demonstrations, and problems of each online stage
+    write     writes the files of all stages into a folder for a ``seed``
+    """
+    sft, problem = presets
     files = {"train": "./data/problems.jsonl", "held_out": "./data/validation.jsonl"}
-    online = {"model": "./sft", "steps": sizes.problems, "data": files}
-    return Demo(
-        "demo-verifier",
-        (
-            Stage(
-                "task_sft",
-                "sft",
-                "1/3 SFT: a small model learns to sort five digits from demonstrations that often leave the last one in place.",
-                lambda folder, seed: write_data(folder / "data", TASK, seed, sizes),
-                {"steps": sizes.demonstrations, "data": {"train": "./data/demonstrations.jsonl"}},
-            ),
-            Stage(
-                "sorting",
-                "ppo",
-                "2/3 PPO: a program checks each answer; a critic estimates the expected reward.",
-                changes=online,
-            ),
-            Stage(
-                "sorting",
-                "grpo",
-                f"3/3 GRPO: the same program, without a critic; {SAMPLES} answers to the same problem are compared.",
-                changes={**online, **in_groups("GRPO")},
-            ),
-        ),
-        report,
+    online = {"model": "./sft", "steps": rows[1], "data": files}
+    shown = {"steps": rows[0], "data": {"train": "./data/demonstrations.jsonl"}}
+    return (
+        Stage(sft, "sft", lines[0], lambda folder, seed: write(folder / "data", seed=seed), shown),
+        Stage(problem, "ppo", lines[1], changes=online),
+        Stage(problem, "grpo", lines[2], changes={**online, **groups}),
     )
 
 

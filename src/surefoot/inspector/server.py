@@ -69,7 +69,8 @@ def application(
         return {"address": f"http://{request.headers['host']}/enter?token={tokens.issue()}", "minutes": INVITATION // 60}
 
     routes = [Route("/api/invite", write_route(invite), methods=["POST"])]
-    routes += [*_run_routes(folders, catalog), *_trace_routes(traces or lazy_traces(folders)), *_catalog_routes(catalog)]
+    routes += [*_run_routes(folders, catalog), *_trace_routes(traces or lazy_traces(folders))]
+    routes += _catalog_routes(catalog) if catalog is not None else []
     writes = {route.path for route in routes if route.methods and "POST" in route.methods}
     routes += [Route(f"/{'' if name == 'index.html' else name}", static_route(file)) for name, file in front_end().items()]
     return Guard(Starlette(routes=routes), port, tokens, entered, writes)
@@ -130,36 +131,28 @@ def _trace_routes(traces: LazyTraces) -> list[Route]:
     ]
 
 
-def _catalog_routes(catalog: Catalog | None) -> list[Route]:
-    """The table of runs; none without one."""
-    if catalog is None:
-        return []
-    known = catalog
-
-    def table(request: Request) -> Any:
-        return known.table()
+def _catalog_routes(catalog: Catalog) -> list[Route]:
+    """The table of runs, their tags and their trash."""
 
     def diff(request: Request) -> Any:
         from surefoot.diagnostics.differences import compare_runs  # imports PyTorch
 
-        a, b = (known.place(request.query_params.get(name, "")).path for name in "ab")
+        a, b = (catalog.place(request.query_params.get(name, "")).path for name in "ab")
         return compare_runs(a, b).to_json()
 
-    def tags(request: Request, content: dict[str, Any]) -> Any:
-        return {"tags": known.set_tags(str(content.get("run")), content.get("tags"))}
+    writes: dict[str, Callable[[str, dict[str, Any]], Any]] = {
+        "tags": lambda run, sent: {"tags": catalog.set_tags(run, sent.get("tags"))},
+        "delete": lambda run, sent: {"id": catalog.delete(run)},
+        "restore": lambda run, sent: {"path": catalog.restore(run)},
+    }
 
-    def delete(request: Request, content: dict[str, Any]) -> Any:
-        return {"id": known.delete(str(content.get("run")))}
-
-    def restore(request: Request, content: dict[str, Any]) -> Any:
-        return {"path": known.restore(str(content.get("run")))}
+    def write(act: Callable[[str, dict[str, Any]], Any]) -> Callable[[Request], Any]:
+        return write_route(lambda request, sent: act(str(sent.get("run")), sent))
 
     return [
-        Route("/api/table", json_route(table)),
+        Route("/api/table", json_route(lambda request: catalog.table())),
         Route("/api/diff", json_route(diff)),
-        Route("/api/tags", write_route(tags), methods=["POST"]),
-        Route("/api/delete", write_route(delete), methods=["POST"]),
-        Route("/api/restore", write_route(restore), methods=["POST"]),
+        *(Route(f"/api/{name}", write(act), methods=["POST"]) for name, act in writes.items()),
     ]
 
 

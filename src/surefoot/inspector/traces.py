@@ -4,11 +4,12 @@ This module imports torch, which takes longer than drawing the first curves, so 
 """
 
 import base64
+import contextlib
 import shlex
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,13 @@ class Traces:
             best = max(best, (sum(row[0] for row in rows), int(file.stem), sum(row[1] for row in rows)))
         clipped, steps, samples = best
         counts = {"clipped": clipped, "samples": samples, "counted": counted, "traces": len(files), "steps": None}
-        return {**counts, **self._first_clipped(run, steps)} if clipped else counts
-
-    def _first_clipped(self, run: int, steps: int) -> dict[str, Any]:
-        """The place of the most clipped step of a trace."""
+        if not clipped:
+            return counts
         trace = self.trace(run, steps)
         stopped = [self._line(row)["stopped"] for row in trace.rows]
         index = stopped.index(max(stopped))
         ((_, visit, t), *_) = _highest(trace.rows[index], "clipped", 1)
-        return {"steps": steps, "iteration": trace.iteration, "index": index, "t": t, "visit": visit}
+        return {**counts, "steps": steps, "iteration": trace.iteration, "index": index, "t": t, "visit": visit}
 
     def _clip_active(self, run: int) -> dict[int, float]:
         """Steps -> share of the samples of that iteration that were clipped, where metrics.jsonl has it."""
@@ -126,23 +125,8 @@ class Traces:
         """The settings of an iteration, and a summary of each of its rows."""
         trace = self.trace(run, steps)
         longest = max((len(row.visits.updates) for row in trace.rows), default=0)
-        numbers_of = (
-            "iteration",
-            "steps",
-            "gamma",
-            "gae_lambda",
-            "baseline",
-            "clip",
-            "clip_high",
-            "dual_clip",
-            "beta",
-            "ratio",
-            "max_weight",
-            "importance_cap",
-            "importance_mode",
-        )
         return {
-            **{name: getattr(trace, name) for name in numbers_of},
+            **{field.name: getattr(trace, field.name) for field in fields(trace) if field.name != "rows"},
             "rule": rule_of(trace),
             "passes": longest if has_ratios(trace) else 0,
             "visits": longest,
@@ -194,41 +178,30 @@ class Traces:
             "prompt": shortened(row.about.get("prompt"), LONGEST_TEXT),
             "reference_beta": row.about.get("reference_beta"),
             "episode": row.about.get("episode"),
-            "has_video": self._video(run, steps, trace, index) is not None,
-            "video_command": self._video_command(run, steps, trace, index),
-            "video_failure": self._video_failure(run, steps, trace, index),
+            **self._about_video(run, steps, index),
         }
         return table
+
+    def _about_video(self, run: int, steps: int, index: int) -> dict[str, Any]:
+        """Whether the row of a trace has a video, the command that records it, and why the last attempt to do so failed."""
+        path = self.folders.path(run)
+        video, failure = trace_video(path, steps, index, self.trace(run, steps).rows[index]), None
+        if video is None:
+            return {"has_video": False, "video_command": None, "video_failure": None}
+        with contextlib.suppress(OSError, SurefootError):  # usually the file does not exist
+            if not (note := replay_failure(video)).is_symlink():
+                with open_file(note) as file:
+                    failure = file.read(400).decode("utf-8", errors="replace").strip()
+        command = f"surefoot watch {shlex.quote(str(path))} --traced {steps}"
+        return {"has_video": _is_video(video), "video_command": command, "video_failure": failure}
 
     def video(self, run: int, steps: int, index: int) -> Path:
         """The video of a row. Raises SurefootError if there is none."""
         trace = self.trace(run, steps)
-        path = self._video(run, steps, trace, index) if index < len(trace.rows) else None
-        if path is None:
+        path = trace_video(self.folders.path(run), steps, index, trace.rows[index]) if index < len(trace.rows) else None
+        if path is None or not _is_video(path):
             raise SurefootError(f"row={index}: has no video; make it with: surefoot watch RUN --traced {steps}")
         return path
-
-    def _video(self, run: int, steps: int, trace: Trace, index: int) -> Path | None:
-        path = trace_video(self.folders.path(run), steps, index, trace.rows[index])
-        return path if path is not None and path.is_file() and not path.is_symlink() else None
-
-    def _video_command(self, run: int, steps: int, trace: Trace, index: int) -> str | None:
-        """The command that records the video of a row; None if that is not possible."""
-        path = self.folders.path(run)
-        if trace_video(path, steps, index, trace.rows[index]) is None:
-            return None
-        return f"surefoot watch {shlex.quote(str(path))} --traced {steps}"
-
-    def _video_failure(self, run: int, steps: int, trace: Trace, index: int) -> str | None:
-        """Why the last attempt to record the video failed; None if there was none."""
-        path = trace_video(self.folders.path(run), steps, index, trace.rows[index])
-        if path is None or (note := replay_failure(path)).is_symlink():
-            return None
-        try:
-            with open_file(note) as file:
-                return file.read(400).decode("utf-8", errors="replace").strip()
-        except (OSError, SurefootError):  # usually the file does not exist
-            return None
 
     def clip_samples(self, run: int, steps: int, number: int) -> dict[str, Any]:
         """The samples of one pass, or of all passes if ``number`` is 0, thinned to what a screen can show."""
@@ -254,6 +227,10 @@ class Traces:
                     ranked.append((rank, {"steps": steps, "index": index, "visit": visit, "t": t, **_step(row, visit, t)}))
         ranked.sort(key=lambda pair: (-pair[0], -pair[1]["steps"]))
         return [step for _, step in ranked[:limit]]
+
+
+def _is_video(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def first_t(row: TracedRow) -> int:

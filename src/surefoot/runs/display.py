@@ -158,22 +158,27 @@ class Dashboard(Display):
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
         self.live.start()  # not earlier: until now the recipe could be rejected
-        self.clock.tick(state)
-        self.evaluated |= {name: value for name, value in metrics.items() if name.startswith(EVALUATION)}
-        drawn = self._draw(state, {**metrics, **self.evaluated})
+        self._take(state, metrics)
+        drawn = self._draw(state, metrics)
         if self.latest is None:
             self.live.update(drawn)
             return
         page = _Page(drawn, *self.latest)
-        if self.new and page.layout(self.live.console)[0] == "above":
-            self.live.console.print(page.table(self.live.console, self.live.console.width, 2))
+        console = self.live.console
+        if self.new and page.layout(console)[0] == "above":
+            console.print(sample_table(console, *self.latest, console.width, 2))
         self.new = False
         self.live.update(page)
 
     def samples(self, steps: int, samples: Sequence[Sample]) -> None:
         self.latest, self.new = (steps, samples), True
 
+    def _take(self, state: LearnerState, metrics: Metrics) -> None:
+        self.clock.tick(state)
+        self.evaluated |= {name: value for name, value in metrics.items() if name.startswith(EVALUATION)}
+
     def _draw(self, state: LearnerState, metrics: Metrics) -> Group:
+        metrics = {**metrics, **self.evaluated}
         unhealthy = {finding.name: finding.what for finding in out_of_range(metrics, state.steps)}
         table = Table.grid(padding=(0, 2))
         table.add_column(justify="right", style="dim")
@@ -216,25 +221,22 @@ class NotebookDashboard(Dashboard):
         self.handle: Any = None
 
     def show(self, state: LearnerState, metrics: Metrics) -> None:
-        self.clock.tick(state)
-        self.evaluated |= {name: value for name, value in metrics.items() if name.startswith(EVALUATION)}
+        self._take(state, metrics)
         now = time.monotonic()
         if now - self.last < self.every and state.steps < state.total_steps:
             return
         self.last = now
         console = Console(record=True, file=io.StringIO(), width=METRIC_COLUMNS + SAMPLE_COLUMNS, force_jupyter=False)
-        console.print(self._draw(state, {**metrics, **self.evaluated}))
+        console.print(self._draw(state, metrics))
         if self.latest is not None:
             console.print(sample_table(console, *self.latest, console.width, 2))
-        self._update({"text/html": console.export_html(inline_styles=True, code_format=CELL, clear=False)}, console)
-
-    def _update(self, bundle: dict[str, str], console: Console) -> None:
-        from IPython import display
-
-        bundle["text/plain"] = console.export_text()
-        show: Any = display.display
+        html = console.export_html(inline_styles=True, code_format=CELL, clear=False)
+        bundle = {"text/html": html, "text/plain": console.export_text()}
         if self.handle is None:
-            self.handle = show(bundle, raw=True, display_id=True)
+            from IPython import display
+
+            shown: Any = display.display
+            self.handle = shown(bundle, raw=True, display_id=True)
         else:
             self.handle.update(bundle, raw=True)
 
@@ -289,20 +291,16 @@ class _Page:
             return "beside", min(SAMPLE_LINES, max(1, (height - 3) // FEW))
         return "above", 0
 
-    def table(self, console: Console, width: int, lines: int) -> Table:
-        """The samples as a table."""
-        return sample_table(console, self.steps, self.samples, width, lines)
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         where, lines = self.layout(console)
         if where == "below":
-            yield Group(self.metrics, "", self.table(console, console.width, lines))
+            yield Group(self.metrics, "", sample_table(console, self.steps, self.samples, console.width, lines))
         elif where == "beside":
             width = console.width - METRIC_COLUMNS - 2
             grid = Table.grid(padding=(0, 2, 0, 0))
             grid.add_column(width=METRIC_COLUMNS)
             grid.add_column(width=width)
-            grid.add_row(self.metrics, self.table(console, width, lines))
+            grid.add_row(self.metrics, sample_table(console, self.steps, self.samples, width, lines))
             yield grid
         else:
             yield self.metrics

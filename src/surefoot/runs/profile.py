@@ -9,7 +9,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,13 @@ class Sections:
     seconds: dict[SectionPath, float] = field(default_factory=dict)
     calls: dict[SectionPath, int] = field(default_factory=dict)
 
-    def add(self, elapsed: float, seconds: Mapping[SectionPath, float], calls: Mapping[SectionPath, int]) -> None:
-        """Add an iteration."""
+    def add(self, elapsed: float, timer: Timer, before: "Sections") -> None:
+        """Add an iteration: what a timer has measured beyond ``before``."""
         self.iterations += 1
         self.elapsed += elapsed
-        for path, value in seconds.items():
-            self.seconds[path] = self.seconds.get(path, 0.0) + value
-            self.calls[path] = self.calls.get(path, 0) + calls[path]
+        for path, value in timer.seconds.items():
+            self.seconds[path] = self.seconds.get(path, 0.0) + value - before.seconds.get(path, 0.0)
+            self.calls[path] = self.calls.get(path, 0) + timer.calls[path] - before.calls.get(path, 0)
 
 
 class Profile:
@@ -61,30 +61,30 @@ class Profile:
         self.first, self.others, self.traced = Sections(), Sections(), Sections()
         self.traces: list[str] = []
         self.began = time.perf_counter()
-        self._before: tuple[dict[SectionPath, float], dict[SectionPath, int]] = ({}, {})
+        self._before = Sections()
 
     def begin(self) -> None:
         """Measure from here on."""
         self.timer.detailed = True
         if self.device.startswith("cuda"):
             self.timer.synchronise = torch.cuda.synchronize
-        self._before = (dict(self.timer.seconds), dict(self.timer.calls))
+        self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        self._before = Sections(seconds=dict(self.timer.seconds), calls=dict(self.timer.calls))
         self.began = time.perf_counter()
 
     def end_iteration(self) -> None:
         """End an iteration. The next one begins now."""
-        now, (seconds, calls) = time.perf_counter(), self._before
-        self._before = (dict(self.timer.seconds), dict(self.timer.calls))
-        spent = {path: value - seconds.get(path, 0.0) for path, value in self.timer.seconds.items()}
-        visits = {path: count - calls.get(path, 0) for path, count in self.timer.calls.items()}
+        elapsed = time.perf_counter() - self.began
         done = self.first.iterations + self.traced.iterations + self.others.iterations
         into = self.first if done == 0 else self.traced if done == TRACED - 1 else self.others
-        into.add(now - self.began, spent, visits)
+        into.add(elapsed, self.timer, self._before)
         if self.folder is not None and done + 2 == TRACED:
             self.timer.observer = OperationTraces(self.folder / PROFILE, self.device)
-        elif isinstance(self.timer.observer, OperationTraces):
-            self.traces, self.timer.observer = self.timer.observer.written, None
-        self.began = time.perf_counter()
+        else:
+            self._end_traces()
+        self._begin_iteration()
 
     def finish(self) -> list[str]:
         """Stop measuring, write the summary, and return the lines of the table."""
@@ -107,6 +107,9 @@ class Profile:
     def close(self) -> None:
         """Stop measuring."""
         self.timer.detailed, self.timer.synchronise = False, None
+        self._end_traces()
+
+    def _end_traces(self) -> None:
         if isinstance(self.timer.observer, OperationTraces):
             self.timer.observer.stop()
             self.traces, self.timer.observer = self.timer.observer.written, None
@@ -115,13 +118,12 @@ class Profile:
         """The means per iteration, section by section, each before its parts; the rest of a section is its part "other"."""
         counted = self.others if self.others.iterations else self.first
         iterations = self.first.iterations + self.traced.iterations + self.others.iterations
-        rows = [*_rows(counted, self.first, ())]
         return {
             "iterations": iterations,
             "counted": counted.iterations,
             "seconds": counted.elapsed / counted.iterations,
             "first": self.first.elapsed,
-            "sections": rows,
+            "sections": _rows(counted, self.first, ()),
             "traces": self.traces,
         }
 
@@ -179,8 +181,7 @@ class OperationTraces:
         self._until = 0.0
         self._name = ""
         self._open: list[contextlib.AbstractContextManager[Any]] = []
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.startswith("cuda") else [])]
-        self._make: Callable[[], profile] = lambda: profile(activities=activities)
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.startswith("cuda") else [])]
 
     def enter(self, path: SectionPath) -> None:
         """Begin a trace with a section, or mark a section in it."""
@@ -200,7 +201,7 @@ class OperationTraces:
 
     def _start(self, name: str) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its messages are for PyTorch's developers
-        self._name, self.profiler = name, self._make()
+        self._name, self.profiler = name, profile(activities=self._activities)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.profiler.start()

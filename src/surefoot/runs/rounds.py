@@ -17,7 +17,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -93,8 +92,6 @@ class RoundsSettings:
             raise SurefootError(
                 f"turns.environment={self.recipe.turns.environment!r}: rounds compare single answers; train this recipe alone"
             )
-        if self.pairs < 1:
-            raise SurefootError(f"pairs={self.pairs}: must be at least 1")
         if self.judge == PEOPLE and self.noise:
             raise SurefootError(
                 f"noise={self.noise:g}: is for the scores of a judge; people make their own errors, so leave it out"
@@ -105,24 +102,7 @@ class RoundsSettings:
                 f"reward.terms: rounds retrain one reward model, and this recipe names {len(models)}; set one term whose "
                 "model is a run of kind 'reward'"
             )
-        self._check_adapter()
-        first = Path(models[0]).expanduser()
-        if (first / "adapter").is_dir() and not (first / "model").is_dir():
-            raise SurefootError(
-                f"reward.terms model={models[0]!r}: this run has only an adapter, and rounds need its whole model; "
-                f"merge it: surefoot merge {models[0]} --out {first / 'model'}"
-            )
-        with errors_for("reward.terms model"):
-            model_folder(models[0])
-        config = Path(models[0]).expanduser() / "config.toml"
-        if not config.is_file() or read_toml(config).get("kind") != "reward":
-            raise SurefootError(
-                f"reward.terms model={models[0]!r}: is not a run of kind 'reward', and rounds need its recipe and pairs; name "
-                "such a run"
-            )
-
-    def _check_adapter(self) -> None:
-        """Raise SurefootError for what would fail in the second round, whose base is the merged model of the first."""
+        # What follows would fail in the second round, whose base is the merged model of the first.
         adapter, start = self.recipe.adapter, self.recipe.critic.start
         if adapter is not None and not adapter.merge:
             raise SurefootError("adapter.merge=false: each round starts from the merged model of the previous one; set true")
@@ -130,6 +110,20 @@ class RoundsSettings:
             raise SurefootError(
                 f"critic.start={start!r}: with [adapter] it is an adapter of the same base, and every round has another base; "
                 "unset it"
+            )
+        first = self.first_reward
+        if (first / "adapter").is_dir() and not (first / "model").is_dir():
+            raise SurefootError(
+                f"reward.terms model={models[0]!r}: this run has only an adapter, and rounds need its whole model; "
+                f"merge it: surefoot merge {models[0]} --out {first / 'model'}"
+            )
+        with errors_for("reward.terms model"):
+            model_folder(models[0])
+        config = first / "config.toml"
+        if not config.is_file() or read_toml(config).get("kind") != "reward":
+            raise SurefootError(
+                f"reward.terms model={models[0]!r}: is not a run of kind 'reward', and rounds need its recipe and pairs; name "
+                "such a run"
             )
 
     @property
@@ -267,12 +261,7 @@ def _report(file: Path) -> dict[str, Any] | None:
     remedy = "remove this file and repeat the command, which evaluates the round again"
     report = read_listed_table(file, remedy)
     wrong = [name for name in ("round", "labels", "predicted") if not isinstance(report.get(name), (int, float, dict))]
-    for name in CHANGES:
-        of = report.get(name)
-        if not isinstance(of, dict) or not all(
-            isinstance(of.get(when), (int, float, NoneType)) for when in ("start", "trained")
-        ):
-            wrong.append(name)
+    wrong += [name for name in CHANGES if not isinstance(of := report.get(name), dict) or not {"start", "trained"} <= set(of)]
     if wrong:
         raise SurefootError(f"{file}: has no {wrong[0]} that can be used; {remedy}")
     return report
@@ -300,9 +289,10 @@ def _labelled(settings: RoundsSettings, folder: Path, number: int, log: Callable
     if not at.closed:
         at.close([Round(folder / f"round-{before}") for before in range(1, number)])
     if not (here / PAIRS).is_file():
-        (fresh, copies), old = at.rows(settings.new_only), [] if settings.new_only else _first_pairs(settings)
+        fresh, copies = at.rows(settings.new_only)
+        first = [] if settings.new_only else _rows_of(read_toml(settings.first_reward / "config.toml"))
         _predict(settings, folder, number, at, log)
-        write_listed(here / PAIRS, rows_text([*(row for row in old for _ in range(copies)), *fresh]))
+        write_listed(here / PAIRS, rows_text([*(row.columns for row in first for _ in range(copies)), *fresh]))
     check_listed(here / PAIRS)
     return len(read_rows(here / PAIRS)) // at.rows(settings.new_only)[1]
 
@@ -474,11 +464,6 @@ def preferences(settings: RoundsSettings, pairs: list[dict[str, Any]], number: i
 def _rows_of(table: Mapping[str, Any]) -> Source:
     """The training rows of a recipe's table."""
     return open_rows(table["data"]["train"], table["data"].get("columns"))
-
-
-def _first_pairs(settings: RoundsSettings) -> list[dict[str, Any]]:
-    """The pairs that the first reward model was trained on."""
-    return [row.columns for row in _rows_of(read_toml(settings.first_reward / "config.toml"))]
 
 
 def _evaluate(folder: Path, number: int, recipe: LanguageRecipe) -> dict[str, Any]:
