@@ -61,22 +61,19 @@ __version__ = "0.1.0"
 
 # Imported at first use: they need torch, which takes seconds, and `surefoot --help` should not.
 _LATER = {
-    "train": "surefoot.runs.api",
-    "resume": "surefoot.runs.api",
-    "load": "surefoot.runs.api",
-    "evaluate": "surefoot.runs.api",
-    "Callback": "surefoot.runs.callbacks",
-    "Run": "surefoot.runs.callbacks",
-    "Loop": "surefoot.runs.loop",
-    "Credit": "surefoot.core.rollout",
-    "Rollout": "surefoot.core.rollout",
-    "Agent": "surefoot.control.agent",
-    "EvaluationResult": "surefoot.control.evaluate",
-    "read_trace": "surefoot.store.traces",
-    "Trace": "surefoot.core.traces",
-    "TracedRow": "surefoot.core.traces",
-    "Visits": "surefoot.core.traces",
-    "functional": "surefoot.functional",
+    name: f"surefoot.{module}"
+    for module, names in {
+        "runs.api": ("train", "resume", "load", "evaluate"),
+        "runs.callbacks": ("Callback", "Run"),
+        "runs.loop": ("Loop",),
+        "core.rollout": ("Credit", "Rollout"),
+        "control.agent": ("Agent",),
+        "control.evaluate": ("EvaluationResult",),
+        "store.traces": ("read_trace",),
+        "core.traces": ("Trace", "TracedRow", "Visits"),
+        "functional": ("functional",),
+    }.items()
+    for name in names
 }
 
 

@@ -58,11 +58,8 @@ def evaluate(
     rows_file: str | None,
     rows: int | None,
     rewards: tuple[str, ...],
-    samples: int | None,
-    k: str | None,
-    threshold: float | None,
-    after: str | None,
     as_json: bool,
+    **several: Any,
 ) -> None:
     """Evaluate the best checkpoint of RUN, or its latest.
 
@@ -80,7 +77,7 @@ def evaluate(
         reject_options(unused, f"{run} is a model, evaluated on held-out rows: --data, --rows")
         from surefoot.language.analysis.evaluate import evaluate_run, report_table
 
-        attempts = attempts_from(samples, k, threshold, after)
+        attempts = attempts_from(**several)
         result = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts, reward=rewards)
         if as_json:
             echo_json(result)
@@ -88,7 +85,7 @@ def evaluate(
             echo(report_table(result))
         return
     reject_options(
-        ("rows_file", "rows", "rewards", "samples", "k", "threshold", "after"),
+        ("rows_file", "rows", "rewards", *several),
         f"{run} is an agent, evaluated with --episodes and --task",
     )
     from surefoot.runs import api

@@ -2,7 +2,6 @@
 
 import contextlib
 import getpass
-import json
 import os
 import sys
 import threading
@@ -194,6 +193,8 @@ def _report(queue: Queue, labels: Path, as_json: bool) -> None:
 
 def _export(queue: Queue, labels: Path, file: Path) -> None:
     """Write the labels as rows; a pair that somebody found equal has no chosen answer, and TRL has no row for it."""
+    from surefoot.language.data.rows import rows_text
+
     if "video_a" in queue.pairs[0]:
         raise SurefootError(f"--export {file}: clips have no rows of text; read {labels}")
     given = labels_of_all(queue, labels)
@@ -203,7 +204,7 @@ def _export(queue: Queue, labels: Path, file: Path) -> None:
         raise SurefootError(f"--export {file}: {labels} has no labels; label pairs first")
     with writing(file, "choose another --export"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+        write_text(file, rows_text(rows))
     left_out = sum(not label.repeat for label in given) - len(rows)
     echo(f"{file}: {len(rows)} rows{f'; {left_out} labels are left out (equal, or skipped)' if left_out else ''}")
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import re
 import shlex
 from importlib import import_module, resources
@@ -52,19 +51,17 @@ def write_task(folder: Path, *, language: bool = False) -> list[Path]:
     templates = resources.files("surefoot.cli") / "scaffold" / ("language" if language else "control")
     files = {file.name.removesuffix(".template"): file.read_text("utf-8") for file in templates.iterdir()}
     if language:
+        from surefoot.language.data.rows import rows_text
+
         rows = [{"prompt": f"{letter}: ", "letter": letter} for letter in LETTERS]
         held_out = rows[4::6]
-        files["prompts.jsonl"] = _json_lines([row for row in rows if row not in held_out])
-        files["held_out.jsonl"] = _json_lines(held_out)
+        files["prompts.jsonl"] = rows_text(row for row in rows if row not in held_out)
+        files["held_out.jsonl"] = rows_text(held_out)
     with writing(folder, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, "utf-8")
     return [folder / name for name in sorted(files)]
-
-
-def _json_lines(rows: list[dict[str, str]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 @click.command()

@@ -153,29 +153,24 @@ def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind"
             form = {"cls": BooleanOption, "metavar": "[true|false]"}
             if field.type != BOOLEAN:
                 form = {"cls": BooleanOrListOption, "metavar": "[true|false|NAMES]"}
-        form["shell_complete"] = Choices(BOOLEAN if boolean else field.type, name)
+        form["shell_complete"] = functools.partial(complete_value, BOOLEAN if boolean else field.type, name)
         command = click.option(flag, *ALIASES.get(name, ()), name.replace(".", "__"), help=help_text, **form)(command)
     return command
 
 
-class Choices:
-    """Completes the value of a field: its choices, the names of algorithms and trackers, or files."""
+def complete_value(kind: str, name: str, ctx: click.Context, option: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the value of a field by its type and name: its choices, the names of algorithms and trackers, or files."""
+    from surefoot.recipes.base import TrackerName
 
-    def __init__(self, kind: str, name: str) -> None:
-        self.kind, self.name = kind, name
-
-    def __call__(self, ctx: click.Context, option: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from surefoot.recipes.base import TrackerName
-
-        named = {"algorithm": (*ALGORITHMS, "custom"), "trackers": get_args(TrackerName), "model": ("pocket",)}
-        words = self.kind.split(" | ")
-        choices = [word for word in words if word != "string"]
-        if self.name in named:
-            choices = list(named[self.name])
-        elif not choices[1:] or not all(re.fullmatch(r"\w+", word) for word in choices):
-            choices = []
-        files = [CompletionItem(incomplete, type="file")] if {"string", "list"} & set(words) and self.name != "trackers" else []
-        return [*map(CompletionItem, starting_with(incomplete, choices)), *files]
+    named = {"algorithm": (*ALGORITHMS, "custom"), "trackers": get_args(TrackerName), "model": ("pocket",)}
+    words = kind.split(" | ")
+    choices = [word for word in words if word != "string"]
+    if name in named:
+        choices = list(named[name])
+    elif not choices[1:] or not all(re.fullmatch(r"\w+", word) for word in choices):
+        choices = []
+    files = [CompletionItem(incomplete, type="file")] if {"string", "list"} & set(words) and name != "trackers" else []
+    return [*map(CompletionItem, starting_with(incomplete, choices)), *files]
 
 
 def starting_with(incomplete: str, names: Iterable[str]) -> list[str]:

@@ -71,13 +71,10 @@ class Queue:
         First the pairs that everybody is asked first, then the others; both shuffled for each person. A tenth of the pairs,
         all from the first half, is asked again later.
         """
-        numbers = list(range(1, len(self.pairs) + 1))
-        self.draw("common").shuffle(numbers)
-        draw, first = self.draw("order", who), round(COMMON * len(numbers))
-        parts = numbers[:first], numbers[first:]
+        draw, parts = self.draw("order", who), self._parts()
         for part in parts:
             draw.shuffle(part)
-        keys = [str(number) for part in parts for number in part]
+        keys = [*parts[0], *parts[1]]
         early = keys[: max(1, len(keys) // 2)]
         for key in draw.sample(early, min(len(early), round(REPEATED * len(keys)))):
             after = keys.index(key) + APART + 1
@@ -86,9 +83,13 @@ class Queue:
 
     def common(self) -> set[str]:
         """The keys of the pairs that everybody is asked first."""
-        numbers = list(range(1, len(self.pairs) + 1))
-        self.draw("common").shuffle(numbers)
-        return {str(number) for number in numbers[: round(COMMON * len(numbers))]}
+        return set(self._parts()[0])
+
+    def _parts(self) -> tuple[list[str], list[str]]:
+        keys = [str(number) for number in range(1, len(self.pairs) + 1)]
+        self.draw("common").shuffle(keys)
+        first = round(COMMON * len(keys))
+        return keys[:first], keys[first:]
 
     def b_is_left(self, key: str, who: str) -> bool:
         """Which side a person sees b on; a repeat has the sides swapped."""

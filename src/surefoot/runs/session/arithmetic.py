@@ -1,7 +1,7 @@
 """How PyTorch computes while a run trains. Afterwards its settings are restored."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -15,19 +15,10 @@ def arithmetic(recipe: Recipe) -> Iterator[None]:
 
     Raises SurefootError if an operation has no deterministic algorithm.
     """
-    with _multiplying(recipe.tf32), deterministic(recipe.deterministic and recipe.device.startswith("cuda")):
+    with ExitStack() as restored:
+        if recipe.tf32:
+            matmul = torch.backends.cuda.matmul
+            restored.callback(setattr, matmul, "allow_tf32", matmul.allow_tf32)
+            matmul.allow_tf32 = True
+        restored.enter_context(deterministic(recipe.deterministic and recipe.device.startswith("cuda")))
         yield
-
-
-@contextmanager
-def _multiplying(tf32: bool) -> Iterator[None]:
-    """Multiply float32 matrices in TF32, if ``tf32``; otherwise PyTorch's setting stays as it is."""
-    if not tf32:
-        yield
-        return
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
