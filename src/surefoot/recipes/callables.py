@@ -165,6 +165,11 @@ def take_functions(reward: Any) -> tuple[Any, dict[str, Callable[..., Any]]]:
     return table, functions
 
 
+def with_task(functions: Functions | None, task: Callable[..., Any] | None) -> Functions:
+    """Functions by field, with the task if it was passed as an object too."""
+    return {**(functions or {}), **({} if task is None else {"task": task})}
+
+
 def check_functions(functions: Functions, recorded: Mapping[str, str | None]) -> None:
     """Raise SurefootError if a function is passed for a field that names another one.
 

@@ -1,7 +1,5 @@
 """A training loop of one's own: the parts of a run, without the run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from surefoot.core.rollout import Credit, LearnerState, Metrics, Policy, Rollout
 from surefoot.core.seeding import prepare_gpu
 from surefoot.errors import SurefootError, in_python_words
 from surefoot.files import as_path, made_from
-from surefoot.recipes.callables import take_objects
+from surefoot.recipes.callables import take_objects, with_task
 from surefoot.recipes.presets import resolve_recipe
 from surefoot.runs.api.launch import with_pinned_names
 from surefoot.runs.api.objects import Task, plain_fields, take_agent, take_rows, task_reference
@@ -50,7 +48,7 @@ class Loop:
         prepare_gpu(self.recipe.device, self.recipe.deterministic)
         torch.set_num_threads(self.recipe.threads)  # first: even the last bits of the initial weights depend on it
         made = None if isinstance(task, (str, Path)) else task
-        self._objects = {**functions, **({} if made is None else {"task": made})}
+        self._objects = with_task(functions, made)
         self._world = make_world(self.recipe, made, functions=functions)
         start_from(self._world, agent)
         self.learner = make_learner(self.recipe, self._world.policy, self._objects)
@@ -75,7 +73,7 @@ class Loop:
 
     def collect(self) -> Rollout:
         """Sample with the policy: the next steps of the environments, or responses to the next prompts with their rewards."""
-        with self._computing(), self.learner.resting():
+        with arithmetic(self.recipe), self.learner.resting():
             return self._world.collector.collect(self.state)
 
     def update(self, rollout: Rollout, credit: Credit | None = None) -> Metrics:
@@ -85,7 +83,7 @@ class Loop:
 
         Raises NotFiniteError if a loss or gradient is not finite; the policy then stays as it is.
         """
-        with self._computing():
+        with arithmetic(self.recipe):
             credit = assign_credit(rollout, self.learner.objective) if credit is None else credit
             metrics = {**rollout.metrics, **self.learner.update(rollout, credit, self.state)}
         self.count(rollout)
@@ -131,8 +129,3 @@ class Loop:
     def close(self) -> None:
         """Close the environments and other processes."""
         self._world.close()
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        with arithmetic(self.recipe):
-            yield

@@ -19,7 +19,7 @@ from surefoot.files import read_toml
 from surefoot.ranks.collectives import world_size
 from surefoot.ranks.launching import choose_gpu, join_ranks
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.callables import Functions
+from surefoot.recipes.callables import Functions, with_task
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.callbacks import Callback
 from surefoot.runs.factory import make_world, start_from
@@ -148,7 +148,8 @@ def plan_of(run: str | Path, iteration: int | None = None, every: bool = False) 
     if last not in record.rows:
         near = min(record.rows, key=lambda there: abs(there - last))
         raise SurefootError(f"--iteration {last}: has no fingerprints; the nearest one that has is {near}")
-    elsewhere = _elsewhere(record, last, recipe, int(record.machine_of(last).get("ranks", 1)))
+    there = record.machine_of(last)
+    elsewhere = machine_differences(there, machine(recipe, int(there.get("ranks", 1))))
     if elsewhere and iteration is None and not every:
         last = max((at for at in record.taken if at - 1 in starts or at == 1), default=last)
     before = max((at for at in starts if at is not None and at < last), default=0)
@@ -195,13 +196,11 @@ def verify(
         if event.state.iteration >= plan.last:
             raise _Done
 
-    there = began_in is not None and Path(began_in).is_dir()
-    with contextlib.chdir(began_in if there and began_in is not None else "."):
+    with contextlib.chdir(began_in if began_in is not None and Path(began_in).is_dir() else "."):
         functions = functions_of(plan.recipe)
         world = make_world(plan.recipe, task, functions=functions)
         try:
-            objects = {**functions, **({} if task is None else {"task": task})}
-            session = Session(plan.recipe, world, None, [listener], callbacks, objects)
+            session = Session(plan.recipe, world, None, [listener], callbacks, with_task(functions, task))
             session.learner.fingerprints = Fingerprints(1)
             if plan.taken:
                 _take(world.collector, world.result, session.state, plan.taken)
@@ -218,14 +217,11 @@ def verify(
     compared = sorted(rows.keys() & repeated.keys())
     if not compared:
         raise SurefootError(f"{plan.run}: ended before iteration {plan.last}; nothing was compared")
-    plan = replace(plan, elsewhere=_elsewhere(plan.record, plan.last, plan.recipe, world_size()))
+    here = machine(plan.recipe, world_size())
+    plan = replace(plan, elsewhere=machine_differences(plan.record.machine_of(plan.last), here))
     places = partings(rows, repeated)
     first = next((place for place in places if not plan.elsewhere or place.distance > CLOSE), None)
     return Verified(plan, compared, first, max(places, key=lambda place: place.distance, default=None), changed)
-
-
-def _elsewhere(record: Fingerprinted, iteration: int, recipe: Recipe, ranks: int) -> list[str]:
-    return machine_differences(record.machine_of(iteration), machine(recipe, ranks))
 
 
 def _take(collector: Any, agent: Any, state: LearnerState, taken: Mapping[int, Any]) -> None:

@@ -19,7 +19,7 @@ from surefoot.files import steps_named
 from surefoot.ranks.collectives import exchange, from_first, on_first, rank, together, world_size
 from surefoot.ranks.launching import choose_gpu, join_ranks, note, restarts
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.callables import Functions
+from surefoot.recipes.callables import Functions, with_task
 from surefoot.recipes.faults import value_of
 from surefoot.recipes.presets import Origin
 from surefoot.recipes.reading import make_recipe
@@ -95,7 +95,7 @@ def start(
         with together():
             world = _make_world(recipe, task, functions)
             start_from(world, agent)
-            objects = _objects(task, functions)
+            objects = with_task(functions, task)
             session = Session(recipe, world, None, _listeners(display, callback), several, objects, profile)
             session.opening = choice
             if asked == "auto" and isinstance(world, ControlWorld):
@@ -140,7 +140,7 @@ def continue_run(
             choose_gpu(recipe.device)
             prepare_gpu(recipe.device, recipe.deterministic)
             functions = functions_of(recipe)
-            objects = _objects(task, functions)
+            objects = with_task(functions, task)
             if checkpoint is not None:
                 check_unchanged(checkpoint, recipe, objects, allow_changes)
         try:
@@ -186,11 +186,6 @@ def _check_same(recipe: Recipe) -> None:
                 f"ranks: the recipe of rank {number} differs from that of rank 0 ({'; '.join(lines[:3])}{more}); start all "
                 "ranks with the same one"
             )
-
-
-def _objects(task: MakeEnvironment | None, functions: Functions | None) -> Functions:
-    """The functions and classes that were passed as objects, and the task if it was one."""
-    return {**(functions or {}), **({} if task is None else {"task": task})}
 
 
 def _to_continue(folder: RunFolder | None, steps: int | None, allow_changes: bool) -> tuple[Recipe, Path | None, str | None]:
