@@ -62,7 +62,7 @@ class RecipeCommand(click.Command):
             self.format_help(ctx, formatter)
         else:
             self.format_usage(ctx, formatter)
-            self._format_tables(ctx, formatter, self._fields_of(task or "") if topic is None else self._fields_about(topic))
+            self._format_tables(ctx, formatter, self._fields_about(topic or task or ""))
         return formatter.getvalue().rstrip("\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -93,30 +93,25 @@ class RecipeCommand(click.Command):
         return list(dict.fromkeys(name.partition(".")[0] for name in names if "." in name))
 
     def _fields_about(self, topic: str) -> dict[str, click.Option]:
-        """The flags that a word after ``--help`` stands for."""
-        recipe = self._recipe_options()
-        tables = self._tables(recipe)
-        if topic == "all":
-            return recipe
-        if topic in tables:
-            return {name: option for name, option in recipe.items() if name.partition(".")[0] == topic}
-        return self._fields_of(topic)
-
-    def _fields_of(self, task: str) -> dict[str, click.Option]:
-        """The flags of a task's kind of recipe. Raises SurefootError if it is no task, which may be a misspelled topic."""
+        """The flags that a word stands for: all, a table, or what is trained. Raises SurefootError for any other word."""
         from surefoot.recipes.fields import recipe_fields
 
-        recipe, kind = self._recipe_options(), kind_of_task(task)
-        if kind is None:
-            topic, known = task, ("all", *self._tables(recipe), *kinds())
+        recipe = self._recipe_options()
+        tables = self._tables(recipe)
+        if topic == "all" or topic in tables:
+            return {name: option for name, option in recipe.items() if topic in ("all", name.partition(".")[0])}
+        if (kind := kind_of_task(topic)) is None:
+            known = ("all", *tables, *kinds())
             raise SurefootError(f"--help {topic}: no such topic{did_you_mean(topic, known)} (known: {', '.join(known)})")
         names = {name for name, _ in recipe_fields(kind)}
         return {name: option for name, option in recipe.items() if name in names}
 
     def _format_tables(self, ctx: click.Context, formatter: click.HelpFormatter, fields: dict[str, click.Option]) -> None:
-        for table in dict.fromkeys(name.partition(".")[0] if "." in name else TOP for name in fields):
-            options = [o for name, o in fields.items() if (name.partition(".")[0] if "." in name else TOP) == table]
-            with formatter.section(table if table == TOP else f"[{table}]"):
+        tables: dict[str, list[click.Option]] = {}
+        for name, option in fields.items():
+            tables.setdefault(f"[{name.partition('.')[0]}]" if "." in name else TOP, []).append(option)
+        for table, options in tables.items():
+            with formatter.section(table):
                 formatter.write_dl(records(ctx, options))
 
 

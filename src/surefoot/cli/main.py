@@ -25,37 +25,19 @@ from surefoot.ranks.launching import join_ranks, launch_of, leave_ranks
 from surefoot.terminal import Output, on_terminal, phases_shown, visible
 
 COMMANDS = {
-    "best-of-n": "surefoot.cli.language:best_of_n",
-    "chat": "surefoot.cli.language:chat",
-    "check": "surefoot.cli.check:check",
-    "compare": "surefoot.cli.compare:compare",
-    "compare-algorithms": "surefoot.cli.compare:compare_algorithms",
-    "data": "surefoot.cli.language:data",
-    "demo": "surefoot.cli.new:demo",
-    "diff": "surefoot.cli.compare:diff",
-    "evaluate": "surefoot.cli.agents:evaluate",
-    "export": "surefoot.cli.agents:export",
-    "generate": "surefoot.cli.language:generate",
-    "inspect": "surefoot.cli.inspect:inspect",
-    "label": "surefoot.cli.inspect:label",
-    "ladder": "surefoot.cli.compare:ladder",
-    "list": "surefoot.cli.train:list_",
-    "memory": "surefoot.cli.check:memory",
-    "merge": "surefoot.cli.language:merge",
-    "new": "surefoot.cli.new:new",
-    "report": "surefoot.cli.compare:report",
-    "resume": "surefoot.cli.train:resume",
-    "pull": "surefoot.cli.agents:pull",
-    "push": "surefoot.cli.agents:push",
-    "rounds": "surefoot.cli.train:rounds",
-    "score": "surefoot.cli.language:score",
-    "serve": "surefoot.cli.language:serve",
-    "train": "surefoot.cli.train:train",
-    "tune": "surefoot.cli.compare:tune",
-    "verify": "surefoot.cli.train:verify",
-    "watch": "surefoot.cli.agents:watch",
+    name: f"surefoot.cli.{module}"
+    for module, names in {
+        "agents": ("evaluate", "export", "pull", "push", "watch"),
+        "check": ("check", "memory"),
+        "compare": ("compare", "compare-algorithms", "diff", "ladder", "report", "tune"),
+        "inspect": ("inspect", "label"),
+        "language": ("best-of-n", "chat", "data", "generate", "merge", "score", "serve"),
+        "new": ("demo", "new"),
+        "train": ("list", "resume", "rounds", "train", "verify"),
+    }.items()
+    for name in names
 }
-"""module and name of each command; a command is imported when it is called, so that ``--help`` is fast"""
+"""the module of each command, which is imported when the command is called, so that ``--help`` is fast"""
 GROUPS = {
     "Start": ("demo", "new", "list", "check", "train", "resume"),
     "Look": ("inspect", "evaluate", "watch", "report", "verify"),
@@ -154,9 +136,8 @@ class Commands(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, name = COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), name)
-        return command
+        here = vars(importlib.import_module(COMMANDS[cmd_name])).values()
+        return next(each for each in here if isinstance(each, click.Command) and each.name == cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core.traces import BRANCHES, Trace, TracedRow
+from surefoot.core.traces import BRANCHES, Trace, TracedRow, Visits
 from surefoot.errors import SurefootError
 from surefoot.files import open_file
 from surefoot.inspector.curves import numbers
@@ -41,10 +41,7 @@ PER_STEP = (
     "ref_log_probs",
     "behaviour_log_probs",
 )
-PER_VISIT = (
-    *("updates", "log_probs", "ratio", "advantages", "mean", "variance", "surrogate", "branch", "values", "weights"),
-    "penalty_kl",
-)
+PER_VISIT = tuple(field.name for field in fields(Visits))
 NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 CRITERIA = ("clipped", "ratio", "best", "worst", "truncated")
 
