@@ -15,7 +15,7 @@ from surefoot.cli.options import PATH, RUN, IntRange, option
 from surefoot.cli.output import echo, echo_json
 from surefoot.errors import SurefootError, did_you_mean, require_package
 from surefoot.files import RUNS, write_text, writing
-from surefoot.people.log import CLOSED, LABELS, LabelLog, Queue, Round, check_person, labels_of_all, pair_rows, rounds_of
+from surefoot.people.log import CLOSED, LABELS, LabelLog, Queue, Round, labels_of_all, pair_rows, rounds_of
 from surefoot.terminal import is_terminal
 
 QUESTION = "Which is better?"
@@ -141,7 +141,6 @@ def label(
             _close(what, here)
         return
     who = getpass.getuser() if who is None else who
-    check_person(who)
     require_server("the page")
     from surefoot.inspector.labelling import Comparison, application
     from surefoot.inspector.server import listen

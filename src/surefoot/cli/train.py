@@ -29,7 +29,7 @@ from surefoot.cli.ranks import folder_on_ranks, launch_ranks, rank_options
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
-from surefoot.files import check_name
+from surefoot.files import RUNS, check_name
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import TENSOR_IDS
 from surefoot.recipes.language import LanguageRecipe
@@ -123,12 +123,12 @@ def run_folder(recipe: Recipe, run_dir: Path | None, name: str | None, several: 
     """The folder of a run. Generated names never collide; names from the user are used as they are."""
     suffix = f"-seed{recipe.seed}" if several else ""
     if name is not None:
-        return (run_dir or Path("runs")) / f"{name}{suffix}"
+        return (run_dir or RUNS) / f"{name}{suffix}"
     if run_dir is not None:
         return run_dir / f"seed{recipe.seed}" if several else run_dir
     from surefoot.store.folder import task_label
 
-    base = Path("runs") / f"{task_label(recipe.trained)}-{recipe.algorithm.lower()}-{recipe.seed}"
+    base = RUNS / f"{task_label(recipe.trained)}-{recipe.algorithm.lower()}-{recipe.seed}"
     folder, number = base, 2
     while folder.exists():
         folder, number = base.with_name(f"{base.name}-{number}"), number + 1
@@ -275,7 +275,7 @@ def rounds(
     def display(current: Recipe, run: Path) -> "Display":
         return Display() if as_json else display_for(current, run, quiet)
 
-    folder = (run_dir or Path("runs")) / name if name else run_dir or Path("runs") / f"{recipe.stem}-rounds"
+    folder = (run_dir or RUNS) / name if name else run_dir or RUNS / f"{recipe.stem}-rounds"
     results = run_rounds(settings, folder, count, display, lambda line: echo(line, err=as_json), wait)
     if rank() > 0:
         return

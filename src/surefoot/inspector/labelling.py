@@ -116,19 +116,14 @@ def application(comparison: Comparison, port: int, token: str, entered: Callable
     def clip(request: Request) -> Path:
         return comparison.video(request.path_params["key"].replace("~2", AGAIN), request.path_params["side"])
 
+    def choose(request: Request, sent: dict[str, Any]) -> Any:
+        return comparison.choose(str(sent.get("key")), str(sent.get("choice")), sent.get("ms"), sent.get("row"))
+
     files = front_end()
     routes = [
         Route("/api/pair", json_route(lambda request: comparison.state(request.query_params.get("key")))),
         Route("/api/clips/{key}/{side}", video_route(clip)),
-        Route(
-            "/api/label",
-            write_route(
-                lambda _, sent: comparison.choose(
-                    str(sent.get("key")), str(sent.get("choice")), sent.get("ms"), sent.get("row")
-                )
-            ),
-            methods=["POST"],
-        ),
+        Route("/api/label", write_route(choose), methods=["POST"]),
         Route("/api/undo", write_route(lambda _, sent: comparison.undo(sent.get("row"))), methods=["POST"]),
         *(Route(f"/{address}", static_route(files[name])) for address, name in PAGE.items()),
     ]

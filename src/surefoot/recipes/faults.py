@@ -44,11 +44,8 @@ def named_value(thing: Any, name: str) -> str:
 def misplaced(thing: Any, fields_for: FieldsFor) -> Faults:
     """The fields that have no effect."""
     for field, other, values in fields_for:
-        owner, default, actual = (
-            value_of(thing, other.rpartition(".")[0]) or thing,
-            _default_of(thing, field),
-            value_of(thing, other),
-        )
+        owner = value_of(thing, other.rpartition(".")[0]) or thing
+        default, actual = _default_of(thing, field), value_of(thing, other)
         if not hasattr(owner, other.rpartition(".")[2]) or value_of(thing, field) in (default, None):
             continue
         if actual != _default_of(thing, other) if values == (SET,) else actual in values:

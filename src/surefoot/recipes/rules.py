@@ -50,11 +50,7 @@ FIELDS_FOR: FieldsFor = (
     ("sampling.ahead", "sampling.rounds", (1,)),
     ("sampling.ahead", "sampling.old_log_probs", ("trainer",)),
     ("sampling.rounds", "objective.baseline", ("group", "leave_one_out", "pair")),
-    (
-        "objective.importance_cap",
-        "sampling.old_log_probs",
-        ("auto", "trainer", "update"),
-    ),  # the sampler's are those it corrects from
+    ("objective.importance_cap", "sampling.old_log_probs", ("auto", "trainer", "update")),  # it corrects from the sampler's
     ("reward.missing_eos_value", "reward.missing_eos", ("penalty", "subtract", "bootstrap")),
     ("critic.own_model", "objective.baseline", ("critic",)),
     ("critic.start", "critic.own_model", (True,)),

@@ -396,10 +396,8 @@ def _sampled(settings: RoundsSettings, folder: Path, number: int) -> list[dict[s
 
     Raises SurefootError if the policy always gives the same answer twice.
     """
-    recipe, model = (
-        settings.recipe,
-        load_language_model(str(policy_before(settings, folder, number)), settings.recipe.trust_remote_code),
-    )
+    recipe = settings.recipe
+    model = load_language_model(str(policy_before(settings, folder, number)), recipe.trust_remote_code)
     model.model.to(recipe.device)  # type: ignore[arg-type]
     sampling = recipe.sampling
     limits = data.token_limit(recipe.data.max_length, context_length(model.model), sampling.max_tokens)
