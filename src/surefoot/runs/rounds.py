@@ -12,7 +12,7 @@ import inspect
 import json
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from surefoot.files import read_toml, writing
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler
 from surefoot.language.data.chat import columns_of
-from surefoot.language.data.rows import rows_text
+from surefoot.language.data.rows import Row, rows_text
 from surefoot.language.data.sources import Source, open_rows, read_rows
 from surefoot.language.language_model import errors_for, load_language_model, model_folder
 from surefoot.language.models.loading import context_length
@@ -290,7 +290,7 @@ def _labelled(settings: RoundsSettings, folder: Path, number: int, log: Callable
         at.close([Round(folder / f"round-{before}") for before in range(1, number)])
     if not (here / PAIRS).is_file():
         fresh, copies = at.rows(settings.new_only)
-        first = [] if settings.new_only else _rows_of(read_toml(settings.first_reward / "config.toml"))
+        first: Iterable[Row] = [] if settings.new_only else _rows_of(read_toml(settings.first_reward / "config.toml"))
         _predict(settings, folder, number, at, log)
         write_listed(here / PAIRS, rows_text([*(row.columns for row in first for _ in range(copies)), *fresh]))
     check_listed(here / PAIRS)
