@@ -14,7 +14,7 @@ from surefoot.cli import ranks
 from surefoot.errors import limit_reached
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.session import Session
-from surefoot.store.events import Event, Message
+from surefoot.store.events import Message
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,19 @@ def test_the_command_prints_the_last_line_of_a_rank_if_no_rank_did(tmp_path: Pat
     assert printed or "another rank did not answer in time" in str(ended.value)
 
 
+def messages_of(*what: str, **fields: Any) -> list[str]:
+    """The messages of a run."""
+    lines: list[str] = []
+    surefoot.train(*what, display=lambda event: lines.append(event.text) if isinstance(event, Message) else None, **fields)
+    return lines
+
+
 @pytest.mark.parametrize(
     ("steps", "line"), [(96, "steps=96: becomes 128, since only whole iterations train (2 iterations"), (128, None)]
 )
 def test_a_run_says_what_its_budget_becomes(steps: int, line: str | None) -> None:
-    lines: list[str] = []
-
-    def display(event: Event) -> None:
-        if isinstance(event, Message):
-            lines.append(event.text)
-
     fields = {"rollout": {"environments": 4, "steps": 16}, "objective": {"reuse": {"epochs": 1, "minibatches": 1}}}
-    surefoot.train("CartPole-v1", steps=steps, display=display, evaluation={"episodes": 0}, **fields)
+    lines = messages_of("CartPole-v1", steps=steps, evaluation={"episodes": 0}, **fields)
     assert [text for text in lines if text.startswith("steps=")] == [text for text in lines if line and text.startswith(line)]
     assert bool(line) == any(text.startswith("steps=") for text in lines)
 
@@ -101,12 +102,6 @@ def test_a_text_run_says_so_too(fields: dict[str, Any], line: str | None) -> Non
 
 
 def test_a_run_of_whole_episodes_says_it_at_its_end() -> None:
-    lines: list[str] = []
-
-    def display(event: Event) -> None:
-        if isinstance(event, Message):
-            lines.append(event.text)
-
     fields = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 0}}
-    surefoot.train("CartPole-v1", "REINFORCE", steps=3, display=display, **fields)
+    lines = messages_of("CartPole-v1", "REINFORCE", steps=3, **fields)
     assert re.fullmatch(r"steps=3: became \d+, since only whole iterations train", lines[-1])

@@ -52,11 +52,6 @@ def replace_objective(recipe, other):
     return recipe.model_copy(update={"algorithm": other.algorithm, "objective": other.objective})
 
 
-def test_an_algorithm_without_a_clip_makes_as_many_updates_as_the_preset():
-    tuned, unclipped = find_recipe("CartPole-v1"), find_recipe("CartPole-v1", {"algorithm": "PPO_UNCLIPPED"})
-    assert unclipped.objective == replace(tuned.objective, trust_region=None)
-
-
 def test_settings_of_a_switch_that_is_off_are_dropped(tmp_path):
     text = 'task = "CartPole-v1"\nalgorithm = "PPO_CLIP"\nobjective = { value_clip = 0.2, target_kl = 0.02, gamma = 0.9 }\n'
     (tmp_path / "mine.toml").write_text(text + "optimizer = { critic_learning_rate = 1e-3, learning_rate = 2e-3 }\n")
