@@ -66,7 +66,7 @@ def load_served(model: str, device: str = "cpu", trust_remote_code: bool = False
 def scored_texts(row: Row) -> tuple[Prompt, str]:
     """``prompt`` and ``completion`` of a row, each text or messages. Raises SurefootError, with its place, for another row."""
     try:
-        require_columns(row, ("prompt", "completion"), "a row has prompt and completion")
+        require_columns(row, ("prompt", "completion"), "a row has prompt and completion", "; rename them in the file")
         prompt, answer = (text_or_messages(row, name) for name in ("prompt", "completion"))
         if isinstance(answer, str):
             return prompt, answer

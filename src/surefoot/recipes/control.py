@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from surefoot.core.algorithms import MAX_COUNT
+from surefoot.core.algorithms import ALGORITHMS, MAX_COUNT
 from surefoot.errors import SurefootError, cause_of, did_you_mean, require_package
 from surefoot.files import BOOLEAN_WORDS, read_bytes
 from surefoot.recipes.base import (
@@ -344,6 +344,8 @@ def check_id(task: str, extra: Iterable[str] = ()) -> None:
         return
     if package := _package_with(task):
         raise SurefootError(f"task={task!r}: is registered when {package} is imported; name it {f'{package}:{task}'!r}")
+    if task.upper() in ALGORITHMS:
+        raise SurefootError(f"{task!r}: is an algorithm; run: surefoot train TASK --algorithm {task.upper()}")
     suggestion = did_you_mean(task, {*gymnasium.registry, *TENSOR_IDS, *extra})
     raise SurefootError(f"{task!r}: no recipe, .toml file or environment id of that name{suggestion} (see: surefoot list)")
 

@@ -1,5 +1,6 @@
 """Recipes as tables: make one from the other, lay changes over them, switch the algorithm, and suggest fields."""
 
+import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
@@ -200,6 +201,8 @@ def validation_message(error: pydantic.ValidationError, region: str = "", kind: 
         return f"{field}: is missing; set it, for example {example}" if example else f"{field}: is missing; set it"
     if field == "device" and first["type"] == "string_pattern_mismatch":
         return f"device={value}: must be cpu, mps, cuda, or one of several such as cuda:1"
+    if first["type"] == "tuple_type" and isinstance(first["input"], str):
+        return f"{field}={value}: must be a list; write [{json.dumps(first['input'])}]"
     if first["type"] in SYNTAX:
         return f"{field}={value}: must be {SYNTAX[first['type']]}"
     message = first["msg"].removeprefix("Value error, ")

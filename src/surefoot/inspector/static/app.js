@@ -63,7 +63,7 @@ function route() {
 
 function runItem(run, i) {
   const progress = `${steps(run.steps)}${run.budget ? ` of ${steps(run.budget)}` : ""} steps`;
-  return h("li", {}, h("span", { class: `dot run-${i % 6}` }), h("b", {}, run.name), h("span", {}, [run.algorithm, run.trained].filter(Boolean).join(" · ")),
+  return h("li", {}, h("span", { class: `dot run-${i % 6}` }), h("b", {}, run.name), h("span", {}, [run.algorithm, run.kind === "control" || !run.trained ? run.trained : `from ${run.trained}`].filter(Boolean).join(" · ")),
     h("span", { class: "far", title: `steps are ${run.unit}` }, run.finished || (run.budget && run.steps >= run.budget) ? `finished, ${progress}` : progress),
     run.damage && h("span", { class: "damage" }, run.damage));
 }

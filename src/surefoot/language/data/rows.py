@@ -86,11 +86,11 @@ def check_values(columns: Mapping[str, Any], where: str) -> None:
             raise SurefootError(f"{where}: column {name!r} has {fault}; remove it")
 
 
-def require_columns(row: Row, names: Sequence[str], shape: str) -> None:
+def require_columns(row: Row, names: Sequence[str], shape: str, renamed: str = "; data.columns renames them") -> None:
     for name in names:
         if name not in row.columns:
             there = ", ".join(map(repr, row.columns))
-            there = f"{there}; data.columns renames them" if there else "none"
+            there = f"{there}{renamed}" if there else "none"
             raise SurefootError(f"missing column {name!r}{did_you_mean(name, row.columns)}; {shape}; columns here: {there}")
 
 
