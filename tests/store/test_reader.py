@@ -30,9 +30,7 @@ OWN = {
     "store/tensors.py": "the reader of safetensors",
 }
 """modules that open files in another way, and which"""
-READ = {"read_text", "read_bytes", "safe_open", "load_file", "memmap", "memory_map", "fromfile", "copyfile", "copy2"} | {
-    "ParquetFile"
-}
+READ = {*"read_text read_bytes safe_open load_file memmap memory_map fromfile copyfile copy2 ParquetFile".split()}
 
 
 def opened_otherwise(tree: ast.AST) -> Iterator[str]:

@@ -185,7 +185,7 @@ def prompts(
     Raises SurefootError, with file and line, for a row of another shape, and if every prompt is too long.
     """
     made, tally, common = prepare("prompts", rows, tokens, max_length, limit_text, control)
-    columns = {name: _listed(made["row"], _column_of(name)) for name in tally.columns}
+    columns = {name: _listed(made["row"], lambda stored, name=name: stored["columns"].get(name)) for name in tally.columns}
     return Prompts(_listed(made["row"], _prompt_of), made["ids"], columns, **common)
 
 
@@ -214,10 +214,6 @@ def _prompt_of(stored: Mapping[str, Any]) -> str | Messages:
     options = stored["options"]
     prompt: str | Messages = stored["prompt"]
     return Dialogue(prompt, options) if options and not isinstance(prompt, str) else prompt
-
-
-def _column_of(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda stored: stored["columns"].get(name)
 
 
 def prompts_without_ids(rows: Sequence[Row]) -> Prompts:

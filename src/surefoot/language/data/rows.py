@@ -119,23 +119,34 @@ def messages_column(row: Row, name: str) -> list[dict[str, Any]]:
         raise SurefootError(f"column {name!r} is {json_type(value)}; it must be a list of messages")
     if not value:
         raise SurefootError(f"column {name!r} is an empty list; it must have at least one message")
-    for index, message in enumerate(value):
-        place = f"column {name!r}, message {index + 1}"
-        if not isinstance(message, dict):
-            raise SurefootError(f"{place} is {json_type(message)}; a message is an object with a role and a content")
-        calls = message.get(CALLS) or []
-        if not isinstance(calls, list):
-            raise SurefootError(f"{place}: {CALLS!r} is {json_type(calls)}; it must be a list")
-        for key in ("role", "content"):
-            if key == "content" and message.get(key) is None and calls and message["role"] == "assistant":
-                continue
-            if key not in message:
-                raise SurefootError(f"{place} has no {key!r}; a message is an object with a role and a content")
-            part = joined_parts(message[key], place) if key == "content" else message[key]
-            if not isinstance(part, str):
-                raise SurefootError(f"{place}: {key!r} is {json_type(part)}; it must be text")
-        check_weight(message, place)
-    return [_message(message) for message in value]
+    return [_message(message, f"column {name!r}, message {number}") for number, message in enumerate(value, start=1)]
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    """A message as chat templates expect it. Raises SurefootError for anything else, beginning with ``place``."""
+    if not isinstance(message, dict):
+        raise SurefootError(f"{place} is {json_type(message)}; a message is an object with a role and a content")
+    result = {key: part for key, part in message.items() if part is not None and (key != CALLS or part)}
+    calls = result.get(CALLS, [])
+    if not isinstance(calls, list):
+        raise SurefootError(f"{place}: {CALLS!r} is {json_type(calls)}; it must be a list")
+    for key in ("role", "content"):
+        if key == "content" and key not in result and calls and result["role"] == "assistant":
+            continue
+        if key not in message:
+            raise SurefootError(f"{place} has no {key!r}; a message is an object with a role and a content")
+        part = joined_parts(message[key], place) if key == "content" else message[key]
+        if not isinstance(part, str):
+            raise SurefootError(f"{place}: {key!r} is {json_type(part)}; it must be text")
+        result[key] = part
+    weight = result.get(WEIGHT)
+    if isinstance(weight, bool) or weight not in (None, 0, 1):
+        raise SurefootError(f"{place}: {WEIGHT!r} is {weight!r:.40}; it must be 0 (not trained) or 1")
+    if weight and result["role"] != "assistant":
+        raise SurefootError(f"{place}: {WEIGHT!r} is 1, but only the assistant's messages are trained; remove it")
+    if calls:
+        result[CALLS] = [_call(call) for call in calls]
+    return result
 
 
 def json_list(text: str) -> Any:
@@ -163,15 +174,6 @@ def joined_parts(content: Any, place: str) -> Any:
     return "".join(part["text"] for part in content)
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    result = {key: part for key, part in message.items() if part is not None and (key != CALLS or part)}
-    if isinstance(message.get("content"), list):
-        result["content"] = joined_parts(message["content"], "")
-    if CALLS in result:
-        result[CALLS] = [_call(call) for call in result[CALLS]]
-    return result
-
-
 def _call(call: Any) -> Any:
     """A tool call whose arguments are an object."""
     function = call.get("function", call) if isinstance(call, dict) else None
@@ -192,17 +194,6 @@ def check_same_kind(parts: Mapping[str, str | list[dict[str, Any]]]) -> None:
     if len({isinstance(part, str) for part in parts.values()}) > 1:
         kinds = ", ".join(f"{name!r} is {'text' if isinstance(part, str) else 'messages'}" for name, part in parts.items())
         raise SurefootError(f"columns differ: {kinds}; make all text, or all messages")
-
-
-def check_weight(message: Mapping[str, Any], place: str) -> None:
-    """Raise SurefootError for a weight other than 0 and 1, or one that would train a message not written by the assistant."""
-    weight = message.get(WEIGHT)
-    if weight is None:
-        return
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise SurefootError(f"{place}: {WEIGHT!r} is {weight!r:.40}; it must be 0 (not trained) or 1")
-    if weight and message["role"] != "assistant":
-        raise SurefootError(f"{place}: {WEIGHT!r} is 1, but only the assistant's messages are trained; remove it")
 
 
 def rows_hash(rows: Iterable[object]) -> str:

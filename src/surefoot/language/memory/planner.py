@@ -270,13 +270,13 @@ def _role_table(needed: Estimate) -> Table:
 
 
 def _phase_table(needed: Estimate) -> Table:
-    def rows() -> Iterator[Sequence[str]]:
-        for name in sorted(needed.phases, key=needed.at, reverse=True):
-            parts = ", ".join(f"{part} {readable(count)}" for part, count in needed.phases[name].items() if count)
-            yield name, readable(total(needed.phases[name])), readable(needed.at(name)), parts
+    def parts(name: str) -> str:
+        return ", ".join(f"{part} {readable(count)}" for part, count in needed.phases[name].items() if count)
 
+    names = sorted(needed.phases, key=needed.at, reverse=True)
+    rows = ((name, readable(total(needed.phases[name])), readable(needed.at(name)), parts(name)) for name in names)
     title, columns = "what comes on top, one phase after another", ("phase", "more", "peak", "of what")
-    return _table(title, columns, rows(), text=("phase", "of what"), bold=needed.worst)
+    return _table(title, columns, rows, text=("phase", "of what"), bold=needed.worst)
 
 
 def _variant_table(plan: MemoryPlan) -> Table:

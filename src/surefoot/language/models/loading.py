@@ -102,7 +102,8 @@ def context_length(model: "PreTrainedModel") -> int | None:
 def read_config(name: str, trust_remote_code: bool = False) -> "PreTrainedConfig":
     """The configuration of a model folder or hub id, with every dropout at 0.
 
-    Raises SurefootError if the folder does not exist or lacks a part, or if the hub can't be reached.
+    Raises SurefootError if the folder does not exist or lacks a part, if the hub can't be reached, for a model that also reads
+    images or sound, and for weights that are quantised: they can't be trained, nor merged with an adapter.
     """
     from transformers import AutoConfig
 
@@ -115,30 +116,20 @@ def read_config(name: str, trust_remote_code: bool = False) -> "PreTrainedConfig
             config = _local_first(AutoConfig, name, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise _load_error(name, error) from None
-    check_text_only(name, config)
-    check_whole_weights(name, config)
-    no_dropout(config)
-    return config
-
-
-def check_text_only(name: str, config: "PreTrainedConfig") -> None:
-    """Raise SurefootError if the configuration is of a model that also reads images or sound."""
     for part in ("vision_config", "audio_config"):
         if getattr(config, part, None) is not None:
             raise SurefootError(
                 f"model={name!r}: has {part} in its config.json ({config.model_type}), and only text is trained; use a model "
                 "of text alone"
             )
-
-
-def check_whole_weights(name: str, config: "PreTrainedConfig") -> None:
-    """Raise SurefootError if the saved weights are quantised: rounded weights can't be trained, nor merged with an adapter."""
     if (saved := getattr(config, "quantization_config", None)) is not None:
         method = saved.get("quant_method") if isinstance(saved, Mapping) else getattr(saved, "quant_method", None)
         raise SurefootError(
             f"model={name!r}: its weights are quantised ({getattr(method, 'value', method)}); use the model that they were "
             "made from, and adapter.quantize = 'nf4' or 'int8' to have its base in 4 or 8 bits"
         )
+    no_dropout(config)
+    return config
 
 
 def read_only_config(place: Path) -> "PreTrainedConfig":
