@@ -30,7 +30,8 @@ OWN = {
     "store/tensors.py": "the reader of safetensors",
 }
 """modules that open files in another way, and which"""
-READ = {*"read_text read_bytes safe_open load_file memmap memory_map fromfile copyfile copy2 ParquetFile".split()}
+READ = {"read_text", "read_bytes", "safe_open", "load_file", "memmap", "memory_map"}
+READ |= {"fromfile", "copyfile", "copy2", "ParquetFile"}
 
 
 def opened_otherwise(tree: ast.AST) -> Iterator[str]:

@@ -40,7 +40,6 @@ class Ragged(Sequence[Any]):
         self._last: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:
-        """The number of rows."""
         return len(self._column)
 
     @overload
@@ -48,7 +47,6 @@ class Ragged(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """One row, or several."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]

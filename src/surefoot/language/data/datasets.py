@@ -6,10 +6,14 @@ Demonstrations are ``{"messages"}``, ``{"prompt", "completion"}`` or ``{"text"}`
 messages with a role and a content; ``tools`` and ``chat_template_kwargs`` are passed to the chat template. Answers may repeat
 the messages of their prompt, or its text as the user's message. ``surefoot.language.data.shapes`` converts other shapes. Rows
 that are too long and pairs of equal answers are dropped and counted. Any other error is one line with file and line.
+
+All functions that tokenise raise SurefootError, with file and line, for a row of another shape, and if no row remains.
+``limit_text`` describes ``max_length`` and its remedy in errors (``token_limit``); ``control`` is ``data.control_tokens``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from surefoot.language.data.cache import Facts, Ragged
@@ -123,13 +127,7 @@ def token_limit(max_length: int, context: int | None, answer: int = 0) -> tuple[
 def demonstrations(
     rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str = "", control: ControlPolicy = "split"
 ) -> Demonstrations:
-    """Tokenise the rows of at most ``max_length`` ids, and mark trained ids; see ``Tokens.demonstration``.
-
-    ``limit_text`` describes ``max_length`` and its remedy in errors; see ``token_limit``. ``control`` is
-    ``data.control_tokens``.
-
-    Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
-    """
+    """Tokenise the rows of at most ``max_length`` ids, and mark trained ids; see ``Tokens.demonstration``."""
     made, _, common = prepare("demonstrations", rows, tokens, max_length, limit_text, control)
     return Demonstrations(made["ids"], made["trained"], **common)
 
@@ -140,8 +138,6 @@ def pairs(
     """Tokenise both answers of every row, with prompt and EOS, if they differ and have at most ``max_length`` ids.
 
     Rows with one labelled answer each are paired first; see ``surefoot.language.data.shapes.paired``.
-
-    Raises SurefootError, with file and line, for a row of another shape, and if no row remains.
     """
     made, tally, common = prepare("pairs", rows, tokens, max_length, limit_text, control)
     lengths = common["facts"].once("prompt-lengths", lambda: [length for (length,) in made["prompt_lengths"]])
@@ -152,10 +148,7 @@ def pairs(
 def labelled(
     rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str = "", control: ControlPolicy = "split"
 ) -> Labelled:
-    """Tokenise answers of at most ``max_length`` ids with their prompt and their label; a pair is a good and a bad answer.
-
-    Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
-    """
+    """Tokenise answers of at most ``max_length`` ids with their prompt and their label; a pair is a good and a bad answer."""
     made, _, common = prepare("labelled", rows, tokens, max_length, limit_text, control)
     good = common["facts"].once("labels", lambda: [label for (label,) in made["good"]])
     return Labelled(made["ids"], made["trained"], good, **common)
@@ -169,10 +162,7 @@ def stepped(
     control: ControlPolicy = "split",
     separator: str = "\n",
 ) -> Stepped:
-    """Tokenise answers in steps, joined by ``separator``, of at most ``max_length`` ids with their prompt.
-
-    Raises SurefootError, with file and line, for a row of another shape, and if every row is too long.
-    """
+    """Tokenise answers in steps, joined by ``separator``, of at most ``max_length`` ids with their prompt."""
     made, _, common = prepare("steps", rows, tokens, max_length, limit_text, control, separator)
     return Stepped(made["ids"], made["ends"], made["good"], **common)
 
@@ -180,12 +170,9 @@ def stepped(
 def prompts(
     rows: Iterable[Row], tokens: Tokens, max_length: int, limit_text: str = "", control: ControlPolicy = "split"
 ) -> Prompts:
-    """Tokenise the prompts of at most ``max_length`` ids: column ``prompt``, or ``messages`` without the last answer.
-
-    Raises SurefootError, with file and line, for a row of another shape, and if every prompt is too long.
-    """
+    """Tokenise the prompts of at most ``max_length`` ids: column ``prompt``, or ``messages`` without the last answer."""
     made, tally, common = prepare("prompts", rows, tokens, max_length, limit_text, control)
-    columns = {name: _listed(made["row"], lambda stored, name=name: stored["columns"].get(name)) for name in tally.columns}
+    columns = {name: _listed(made["row"], partial(_column, name)) for name in tally.columns}
     return Prompts(_listed(made["row"], _prompt_of), made["ids"], columns, **common)
 
 
@@ -196,11 +183,9 @@ class Mapped(Sequence[Any]):
         self._values, self._function = values, function
 
     def __len__(self) -> int:
-        """The number of elements."""
         return len(self._values)
 
     def __getitem__(self, index: Any) -> Any:
-        """One element, or several."""
         if isinstance(index, slice):
             return [self._function(value) for value in self._values[index]]
         return self._function(self._values[index])
@@ -214,6 +199,10 @@ def _prompt_of(stored: Mapping[str, Any]) -> str | Messages:
     options = stored["options"]
     prompt: str | Messages = stored["prompt"]
     return Dialogue(prompt, options) if options and not isinstance(prompt, str) else prompt
+
+
+def _column(name: str, stored: Mapping[str, Any]) -> Any:
+    return stored["columns"].get(name)
 
 
 def prompts_without_ids(rows: Sequence[Row]) -> Prompts:

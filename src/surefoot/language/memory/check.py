@@ -225,7 +225,7 @@ def readable_workload(recipe: ModelRecipe) -> Workload | None:
     return workload
 
 
-def workload_of(recipe: ModelRecipe, *, prompt: int = 1, response: int = 1, evaluated: int = 0) -> Workload:
+def workload_of(recipe: ModelRecipe, *, prompt: int = 1, response: int = 1) -> Workload:
     """The workload of a recipe with rows of these lengths.
 
     Raises SurefootError if a model's configuration can't be read.
@@ -247,7 +247,6 @@ def workload_of(recipe: ModelRecipe, *, prompt: int = 1, response: int = 1, eval
         "layout": layout_of(recipe),
         "prompt": prompt,
         "response": response,
-        "evaluated": evaluated,
     }
     if not isinstance(recipe, LanguageRecipe):
         assert isinstance(recipe, SupervisedRecipe)

@@ -86,7 +86,7 @@ class SharedBase:
         model.requires_grad_(False)
         setattr(self.trunk, CHECKPOINT_CONTEXTS, self.contexts)
 
-    def add(self, role: str, settings: "AdapterSettings", *, trained: bool = True) -> None:
+    def add(self, role: str, settings: "AdapterSettings") -> None:
         """Add an adapter for a role, which changes nothing yet: B is 0, and A is drawn from the role's own stream.
 
         Raises SurefootError if ``targets`` matches no linear layer or matrix of the trunk, or if ``peft`` can't adapt one.
@@ -100,8 +100,8 @@ class SharedBase:
                     parameter.uniform_(-bound, bound, generator=stream(self.seed, f"adapter {role} {name}"))
                 else:
                     parameter.zero_()
-            parameter.requires_grad_(trained)
-        if settings.dropout and trained:
+            parameter.requires_grad_(True)
+        if settings.dropout:
             self.noise = self.noise or DropoutGenerator(derived_seed(self.seed, "adapter dropout"))
             for layer in self.layers:
                 if role in layer.lora_dropout:
@@ -387,14 +387,14 @@ def merged_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 @torch.no_grad()
-def merge(trunk: nn.Module, role: str = POLICY) -> None:
-    """Merge a role's adapter into the weights permanently, and restore plain layers."""
+def merge(trunk: nn.Module) -> None:
+    """Merge the policy's adapter into the weights permanently, and restore plain layers."""
     restore(trunk)
     for name, layer in list(trunk.named_modules()):
         if hasattr(layer, "lora_A"):
             plain: Any = layer.get_base_layer()
-            if role in layer.lora_A:
-                getattr(plain, adapted_name(layer)).add_(layer.get_delta_weight(role))
+            if POLICY in layer.lora_A:
+                getattr(plain, adapted_name(layer)).add_(layer.get_delta_weight(POLICY))
             if name == base_name(name):  # not a nested wrapper, which is removed with the outer one
                 parent, _, own = name.rpartition(".")
                 setattr(trunk.get_submodule(parent), own, plain)

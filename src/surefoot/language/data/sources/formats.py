@@ -73,7 +73,6 @@ class ZstandardFile(io.RawIOBase):
         self._input, self._output = b"", b""
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
