@@ -345,19 +345,5 @@ def test_half_of_a_second_request_is_closed_too(hasty: None, served: str) -> Non
         assert b"HTTP/1.1" not in everything(half_open), "no second answer"
 
 
-def test_a_websocket_request_gets_no_advice_to_install_anything(served: str, capfd: pytest.CaptureFixture[str]) -> None:
-    headers = {
-        "connection": "Upgrade",
-        "upgrade": "websocket",
-        "sec-websocket-key": "x" * 22 + "==",
-        "sec-websocket-version": "13",
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port_of(served), timeout=60)
-    connection.request("GET", "/", headers=headers)
-    assert connection.getresponse().status == 403
-    connection.close()
-    assert capfd.readouterr() == ("", "")
-
-
 def port_of(address: str) -> int:
     return int(address.split(":")[2].split("/")[0])

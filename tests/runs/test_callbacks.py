@@ -212,30 +212,24 @@ def test_an_exception_is_raised_unchanged_and_the_run_resumes_exactly(tmp_path, 
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "plain")
 
 
-def test_the_name_of_a_metric_of_the_run_is_an_error(tmp_path):
-    class Taking(Callback):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"policy_loss": 1.0}, "log: 'policy_loss' is a metric of the run itself; choose another name"),
+        ({"mood": "good"}, "log: mood='good' is not a number; log numbers, or None"),
+    ],
+)
+def test_a_value_that_can_not_be_logged_is_an_error(value, message, tmp_path):
+    class Logging(Callback):
         def on_iteration(self, run, metrics):
-            run.log({"policy_loss": 1.0})
+            run.log(value)
 
-    with pytest.raises(SurefootError, match="log: 'policy_loss' is a metric of the run itself; choose another name"):
-        train(tmp_path, Taking())
-
-
-def test_logging_a_value_that_is_not_a_number_is_an_error(tmp_path):
-    class Wordy(Callback):
-        def on_start(self, run):
-            run.log({"mood": "good"})
-
-    with pytest.raises(SurefootError, match="log: mood='good' is not a number; log numbers, or None"):
-        train(tmp_path, Wordy())
+    with pytest.raises(SurefootError, match=message):
+        train(tmp_path, Logging())
 
 
 def test_an_invalid_callback_is_rejected_before_the_folder_is_made(tmp_path):
-    for value in (
-        Diary,
-        [print],
-        3,
-    ):
+    for value in (Diary, [print], 3):
         with pytest.raises(SurefootError, match=r"callbacks=.*: is not a callback; give objects of classes that inherit"):
             surefoot.train("CartPole-v1", run_dir=tmp_path / "run", callbacks=value, **FIELDS)
         assert not (tmp_path / "run").exists()

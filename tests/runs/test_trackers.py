@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -167,29 +166,6 @@ def offline(tmp_path, monkeypatch):
     return tmp_path
 
 
-def surefoot_process(*words: str) -> subprocess.Popen:
-    """A real process, with its own service of W&B instead of this process's."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_SERVICE")}
-    command = [sys.executable, "-m", "surefoot", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def finish(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    return out + err
-
-
-def kill_after(process: subprocess.Popen, run: Path, rows: int) -> None:
-    end = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < rows:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
 def assert_each_step_is_there_once(rows: list[dict], expected: list[dict]) -> None:
     """The rows of a store have the steps and, except for times, the numbers of metrics.jsonl."""
     assert [row["steps"] for row in rows] == [row["steps"] for row in expected]
@@ -247,22 +223,6 @@ def test_closing_an_offline_run_of_wandb_waits_for_the_process_that_writes_its_f
     monkeypatch.setattr(wandb_tracker, "last_step_offline", lambda where, run_id: next(steps_in_file))
     wandb_tracker.wait_for_row(tmp_path, "run", 128)
     assert list(steps_in_file) == [192]
-
-
-@pytest.mark.release
-def test_a_killed_and_resumed_run_is_in_every_store_with_each_step_once(offline):
-    """Real processes, and imports of three packages: a minute and a half."""
-    run = offline / "run"
-    flags = ["--steps", "3072", "--rollout.environments", "4", "--rollout.steps", "64", "--checkpoint-every", "768"]
-    flags += ["--objective.reuse.minibatches", "4", "--evaluation.episodes", "1", "--trackers", ",".join(READERS)]
-    process = surefoot_process("train", "CartPole-v1", "--run-dir", "run", *flags)
-    kill_after(process, run, 5)
-    said = finish(surefoot_process("resume", "run"))
-    assert "tracker" not in said, said
-    expected = read_metrics(run / "metrics.jsonl")
-    assert len(expected) == 12
-    for read in READERS.values():
-        assert_each_step_is_there_once(read(run), expected)
 
 
 def test_what_a_run_publishes_is_in_every_store(offline):
@@ -350,11 +310,11 @@ class Ledger:
         self.closed = failed
 
 
-def deliver(tmp_path, ledger, rows=(), new=(), name="wandb"):
-    """Run a delivery over new rows; the findings it reports."""
+def deliver(tmp_path, tracker, rows=(), new=(), name="wandb"):
+    """Run a delivery over new rows; the findings it reports. ``tracker`` may be a class, of a run."""
     recipe, reported = find_recipe("CartPole-v1"), []
     run = TrackedRun(recipe, {}, tmp_path, rows[-1]["steps"] if rows else 0, "run", "group", {})
-    listener = Delivery(name, lambda: ledger, run, rows, reported.append)
+    listener = Delivery(name, lambda: tracker(run) if isinstance(tracker, type) else tracker, run, rows, reported.append)
     state = LearnerState(1000)
     listener(RunStart(state, tmp_path))
     for row in new:
@@ -381,16 +341,8 @@ def log_rows(folder, steps, rows):
 
     if any(folder.iterdir()):
         time.sleep(1.01)  # files are read in the order of the seconds in their names
-    recipe = find_recipe("CartPole-v1")
     known = [{"steps": steps} for steps in range(10, steps + 1, 10)]
-    run = TrackedRun(recipe, {}, folder, steps, "run", "group", {})
-    listener = Delivery("tensorboard", lambda: TensorBoard(run), run, known, lambda finding: None)
-    state = LearnerState(1000)
-    listener(RunStart(state, folder))
-    for row in rows:
-        state.steps = row
-        listener(IterationEnd(state, {"steps": row}))
-    listener(RunEnd(state, folder, False))
+    deliver(folder, TensorBoard, known, [{"steps": row} for row in rows], "tensorboard")
 
 
 def test_tensorboard_gets_the_rows_that_a_session_without_rows_has_hidden(tmp_path):
