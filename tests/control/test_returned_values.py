@@ -56,28 +56,6 @@ def test_an_end_may_be_any_boolean(truncated: Any) -> None:
     assert not environments.step(np.zeros(1, np.int64)).done.any()
 
 
-@pytest.mark.parametrize(
-    ("truncated", "message"),
-    [
-        (np.zeros(2, bool), "gave truncated of shape (2,) instead of True or False in step(), episode 0, step 1"),
-        ("no", "gave truncated='no' instead of True or False"),
-        (None, ""),
-        (float("nan"), "gave truncated=nan instead of True or False"),
-    ],
-    ids=repr,
-)
-def test_an_end_that_is_not_a_boolean_is_reported(truncated: Any, message: str) -> None:
-    faulty = Faulty(truncated)
-    if truncated is None:
-        faulty.step = lambda action: (np.zeros(2, np.float32), 1.0, None, False, {})  # type: ignore[method-assign]
-        message = "gave terminated=None instead of True or False"
-    environments = LoopedEnvironments(lambda: faulty, 1, SEED, "tiny")
-    environments.reset()
-    with pytest.raises(SurefootError) as caught:
-        environments.step(np.zeros(1, np.int64))
-    assert message in str(caught.value)
-
-
 @pytest.mark.parametrize("vector", [False, True])
 def test_a_close_that_raises_loses_nothing(vector: bool, tmp_path: Path) -> None:
     def make() -> Any:
@@ -145,12 +123,3 @@ def test_a_vector_environment_needs_a_number_of_environments(count: Any) -> None
     vector.num_envs = count
     with pytest.raises(SurefootError, match=rf"num_envs={count!r} of its vector environment is not a whole number"):
         VectorEnvironments(vector, SEED, "tiny")
-
-
-def test_an_observation_that_can_t_be_read_names_its_environment() -> None:
-    faulty = Faulty()
-    faulty.step = lambda action: (torch.zeros(2, requires_grad=True), 1.0, False, False, {})  # type: ignore[method-assign]
-    environments = LoopedEnvironments(lambda: faulty, 1, SEED, "tiny")
-    environments.reset()
-    with pytest.raises(SurefootError, match=r"environment 0 raised RuntimeError: Can't call numpy\(\) .* step 1"):
-        environments.step(np.zeros(1, np.int64))

@@ -66,14 +66,12 @@ ACTIONS = {
 }
 FOR_CONTROL = [name for name, value in ALGORITHMS.items() if not value.compares_in_groups]
 IN_EVERY_SPACE = {"PPO_CLIP", "TRPO"}
-"""algorithms that meet every space in the fast tests: two ways to take a step"""
+"""algorithms that meet every space: two ways to take a step"""
 
 
 def pairs(names: Iterable[str], *usual: str) -> list[Any]:
-    """Every algorithm with every space of these names. What others have of each comes before a release."""
-    seldom = [(algorithm, name) for algorithm in set(FOR_CONTROL) - IN_EVERY_SPACE for name in set(names) - set(usual)]
-    each = [(algorithm, name) for name in names for algorithm in FOR_CONTROL]
-    return [pytest.param(*pair, marks=pytest.mark.release if pair in seldom else ()) for pair in each]
+    """Two algorithms with every space of these names, the others with the usual ones."""
+    return [(algorithm, name) for name in names for algorithm in FOR_CONTROL if algorithm in IN_EVERY_SPACE or name in usual]
 
 
 TINY: dict[str, Any] = {
@@ -216,56 +214,23 @@ def test_the_channels_of_an_image_are_the_smaller_of_two_axes(shape: Any, last: 
 # ---- what does not fit ------------------------------------------------------------------------------------------------
 
 
-class Wrong(Endless):
-    """Shows something else than it says, from its second step on."""
-
-    def __init__(self, space: Any, shown: Any) -> None:
-        self.observation_space, self.shown, self.t = space, shown, 0
-        self.observation_space.seed(0)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return self.shown if self.t == 2 else self.observation_space.sample(), 1.0, False, False, {}
-
-
 PAIR = spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Discrete(3)})
 WRONG = [
-    (PAIR, {"a": np.zeros(2)}, 'an observation without "b"'),
-    (PAIR, {"a": np.zeros(3), "b": 1}, r'an observation "a" of shape \(3,\) where its space has shape \(2,\)'),
-    (PAIR, {"a": np.zeros(2), "b": 3}, r'an observation "b" 3 outside Discrete\(3\)'),
-    (PAIR, {"a": np.zeros(2), "b": np.float64(1.0)}, r'an observation "b" of float64 where its space has integers'),
-    (PAIR, np.zeros(2), 'an observation without "a"'),
-    (spaces.Discrete(3), None, "an observation of type NoneType"),
-    (spaces.MultiDiscrete([2, 2]), np.array([0, 2]), r"an observation \[0 2\] outside MultiDiscrete"),
+    (PAIR, {"a": np.zeros(3), "b": 1}, r"a: has shape \(3,\)"),
     (spaces.MultiBinary(2), np.array([0, 2], np.int8), r"an observation \[0 2\] outside MultiBinary\(2\)"),
     (IMAGE, np.zeros((36, 40, 3)), "an observation of float64 where its space has uint8"),
 ]
 
 
 @pytest.mark.parametrize(("space", "shown", "message"), WRONG)
-def test_an_observation_that_is_not_of_its_space_names_leaf_environment_and_step(space: Any, shown: Any, message: str) -> None:
-    environments = LoopedEnvironments(lambda: Wrong(space, shown), 1, 1, "wrong")
-    environments.reset()
-    environments.step(np.zeros(1, int))
-    with pytest.raises(SurefootError, match=rf"^wrong: environment 0 gave {message}.* in step\(\), episode 0, step 2;"):
-        environments.step(np.zeros(1, int))
-
-
-@pytest.mark.parametrize(("space", "shown", "message"), WRONG[1:2] + WRONG[7:])
 def test_predict_rejects_what_is_not_of_the_space(space: Any, shown: Any, message: str) -> None:
     agent = surefoot.train(lambda: Sampled(space, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
     for method in (agent.predict, agent.value):
-        with pytest.raises(SurefootError, match=r"a: has shape \(3,\)" if space is PAIR else message):
+        with pytest.raises(SurefootError, match=message):
             method(shown)
-
-
-def test_leaves_of_different_batch_sizes_are_rejected() -> None:
-    agent = surefoot.train(lambda: Sampled(PAIR, spaces.Discrete(2)), PPO_CLIP, steps=1, objective=small(PPO_CLIP), **TINY)
-    with pytest.raises(SurefootError, match="2 batch sizes"):
-        agent.predict({"a": np.zeros((3, 2)), "b": np.zeros(2, int)})
+    if space is PAIR:
+        with pytest.raises(SurefootError, match="2 batch sizes"):
+            agent.predict({"a": np.zeros((3, 2)), "b": np.zeros(2, int)})
 
 
 # ---- acting -----------------------------------------------------------------------------------------------------------
@@ -296,6 +261,7 @@ def test_an_agent_with_nested_observations_is_loaded_unchanged(tmp_path: Path) -
 
 
 EVERYTHING = [*OBSERVATIONS.values(), *ACTIONS.values(), spaces.Discrete(3, dtype=np.int32), spaces.MultiBinary((3,))]
+EVERYTHING += [spaces.Dict([("b", spaces.Discrete(2)), ("a", spaces.Discrete(3))])]  # a dict keeps its order
 EVERYTHING += [spaces.Box(np.float32([-1, -np.inf]), np.float32([np.inf, 2.5])), spaces.Box(-np.inf, np.inf, (2,), np.float16)]
 
 
@@ -305,11 +271,6 @@ def test_spaces_survive_json(space: Any) -> None:
     assert again == space
     assert again.dtype == space.dtype
     assert list(observation_parts(again)) == list(observation_parts(space))
-
-
-def test_a_dict_keeps_its_order_in_a_file() -> None:
-    space = spaces.Dict([("b", spaces.Discrete(2)), ("a", spaces.Discrete(3))])
-    assert list(space_from_json(json.loads(json.dumps(space_to_json(space)))).spaces) == ["b", "a"]
 
 
 # ---- masks as environments give them ----------------------------------------------------------------------------------
@@ -386,12 +347,7 @@ def test_lists_of_numbers_are_read_as_arrays_by_environments_predict_and_videos_
 
 @pytest.mark.parametrize(
     ("shown", "message"),
-    [
-        ([0.5, -1, 3], r"shape \(3,\)"),
-        ([[0.5], [0.5, 1]], "lists that differ in length"),
-        (["0.5", "1"], "a list that contains more than numbers"),
-        ([None, 1], "a list that contains more than numbers"),
-    ],
+    [([[0.5], [0.5, 1]], "lists that differ in length"), ([None, 1], "a list that contains more than numbers")],
 )
 def test_other_lists_are_rejected_by_environments_and_predict_alike(shown: Any, message: str) -> None:
     with pytest.raises(SurefootError, match=message):
