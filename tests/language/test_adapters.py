@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from killing import assert_same
-from safetensors.torch import load_file
 from torch import Tensor
 
 import surefoot
@@ -21,12 +20,11 @@ from surefoot.core.rollout import LearnerState
 from surefoot.errors import SurefootError
 from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.language_model import from_parts
-from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase, merge
+from surefoot.language.models.adapters import POLICY, VALUE, RoleTrunk, SharedBase
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.critic import Critic, ValueHead
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import sample
 from surefoot.language.supervised.world import SupervisedWorld
@@ -36,7 +34,7 @@ from surefoot.runs.factory import make_learner
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.store.folder import checkpoint_to_load
 
-from .tiny import whole_and_resumed, write_folder
+from .tiny import whole_and_resumed, world_of, write_folder, write_texts
 
 pytest.importorskip("peft")
 
@@ -44,38 +42,29 @@ SMALL = {"rank": 4, "alpha": 8}
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, str]:
-    """Demonstrations, pairs, answers in steps, prompts and a reward."""
-    rows: dict[str, list[dict[str, Any]]] = {"demonstrations": [], "pairs": [], "steps": [], "prompts": []}
-    for i in range(16):
-        prompt = "abcd"[i % 4] * (1 + i % 3)
-        rows["demonstrations"].append({"prompt": prompt, "completion": "yes" * (1 + i % 2)})
-        rows["pairs"].append({"prompt": prompt, "chosen": "yes" * (1 + i % 2), "rejected": "no"})
-        rows["steps"].append({"prompt": prompt, "completions": ["yes", "no"], "labels": [True, i % 4 == 0]})
-        rows["prompts"].append({"prompt": prompt})
-    for name, lines in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    (tmp_path / "rewards.py").write_text("def vowels(responses):\n    return [float(t.count('a')) for t in responses]\n")
-    return {name: str(tmp_path / f"{name}.jsonl") for name in rows} | {"reward": f"{tmp_path / 'rewards.py'}:vowels"}
+def files(tmp_path: Path) -> Path:
+    """A folder with data of every kind and a reward."""
+    write_texts(tmp_path, 16)
+    return tmp_path
 
 
-def table(kind: str, files: dict[str, str], model: Path, /, **changes: Any) -> dict[str, Any]:
+def table(kind: str, files: Path, model: Path, /, **changes: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": kind, "model": str(model), "adapter": SMALL, "optimizer": {"learning_rate": 1e-2}}
     if kind == "language":
         fields |= {
             "steps": 32,
-            "data": {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32},
+            "data": {"train": f"{files}/rows.jsonl", "held_out": f"{files}/rows.jsonl", "max_length": 32},
             "sampling": {"prompts": 8, "max_tokens": 6},
-            "reward": {"terms": [{"function": files["reward"]}], "missing_eos": "none"},
+            "reward": {"terms": [f"{files}/rewards.py:score"], "missing_eos": "none"},
             "objective": {"reuse": {"epochs": 2, "minibatches": 2}},
         }
     else:
-        rows = files["steps" if "preference" in changes else "demonstrations" if kind == "sft" else "pairs"]
+        rows = f"{files}/{'steps' if 'preference' in changes else 'rows' if kind == 'sft' else 'pairs'}.jsonl"
         fields |= {"steps": 32, "data": {"train": rows, "held_out": rows, "max_length": 32, "batch": 8}}
     return {**fields, **changes}
 
 
-def started(kind: str, files: dict[str, str], model: Path, run: Path, **changes: Any) -> Any:
+def started(kind: str, files: Path, model: Path, run: Path, **changes: Any) -> Any:
     fields = table(kind, files, model, **changes)
     return surefoot.train(fields.pop("kind"), run_dir=run, **fields)
 
@@ -127,17 +116,6 @@ def test_only_adapters_can_be_trained_and_each_starts_from_a_stream_of_its_own(l
     a, b = (base.tensors(role) for role in (POLICY, VALUE))
     assert a.keys() == b.keys()
     assert not any(torch.equal(a[name], b[name]) for name in a if ".lora_A." in name)
-
-
-def test_merged_weights_have_the_logits_of_the_adapter_model(loaded: tuple[Any, Any]) -> None:
-    model = loaded[0]
-    base = SharedBase(model)
-    base.add(POLICY, AdapterSettings(**SMALL))
-    moved(base, POLICY)
-    wanted, names = logits(model), {name for name, _ in model.named_parameters() if ".lora_" not in name}
-    merge(base.trunk)
-    torch.testing.assert_close(logits(model), wanted, atol=2e-3, rtol=1e-4)
-    assert {name for name, _ in model.named_parameters()} == {name.replace(".base_layer.", ".") for name in names}
 
 
 # ---- roles --------------------------------------------------------------------------------------------------------------
@@ -196,7 +174,7 @@ def test_roles_on_one_base_have_the_loss_and_the_gradients_of_separate_copies(
         b = batch()
         objective = make_recipe({"kind": "control", "task": "CartPole-v1"}).objective
         total = loss(policy(b.inputs, b.actions, b.mask), b, objective, denominator=b.mask.sum(), beta=0.0).total
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         results.append(float(total.detach()))
     assert results[0] == pytest.approx(results[1], rel=1e-5)
     for role in (POLICY, VALUE):
@@ -208,17 +186,16 @@ def test_roles_on_one_base_have_the_loss_and_the_gradients_of_separate_copies(
             torch.testing.assert_close(gradient, other[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
-def test_four_roles_live_on_one_base(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
+def test_four_roles_live_on_one_base(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     started("reward", files, folders["llama"], tmp_path / "scores")
     changes = {
         "reward": {"terms": [{"model": str(tmp_path / "scores")}], "missing_eos": "none"},
         "critic": {"own_model": True, "start": str(tmp_path / "scores")},
         "gradient_checkpointing": True,
     }
-    made = LanguageWorld(make_recipe(table("language", files, folders["llama"], **changes)))  # type: ignore[arg-type]
-    assert made.base is not None
+    made = world_of(table("language", files, folders["llama"], **changes))
     assert set(made.base.configs) == {POLICY, VALUE, "reward0"}
-    every = {p.data_ptr(): p.numel() for part in (made.policy, made.reference, made.reward.model) for p in part.parameters()}  # type: ignore[attr-defined]
+    every = {p.data_ptr(): p.numel() for part in (made.policy, made.reference, made.reward.model) for p in part.parameters()}
     alone = sum(p.numel() for p in load_model(folders["llama"])[0].parameters())
     adapters = sum(p.numel() for role in made.base.configs for _, p in made.base.parameters(role))
     heads = 2 * 33
@@ -227,8 +204,8 @@ def test_four_roles_live_on_one_base(files: dict[str, str], folders: dict[str, P
     whole = RewardModel.load(tmp_path / "scores" / "model")
     ids = torch.arange(20).view(2, 10) + 5
     with torch.no_grad():
-        torch.testing.assert_close(made.reward.model(ids, ids > 0), whole(ids, ids > 0), atol=1e-4, rtol=1e-3)  # type: ignore[attr-defined]
-        torch.testing.assert_close(made.policy.critic(ids)[:, -1], whole(ids, ids > 0), atol=1e-4, rtol=1e-3)  # type: ignore[misc]
+        torch.testing.assert_close(made.reward.model(ids, ids > 0), whole(ids, ids > 0), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(made.policy.critic(ids)[:, -1], whole(ids, ids > 0), atol=1e-4, rtol=1e-3)
     learner, state = make_learner(made.recipe, made.policy), LearnerState.seeded(1, 32)
     for _ in range(2):
         rollout = made.collector.collect(state)
@@ -245,18 +222,15 @@ def test_four_roles_live_on_one_base(files: dict[str, str], folders: dict[str, P
         assert not torch.allclose(made.policy(*drawn).log_probs, wanted, atol=1e-3)
 
 
-def test_a_reward_model_of_another_base_is_loaded_as_its_own(
-    files: dict[str, str], folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_reward_model_of_another_base_is_loaded_as_its_own(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     other = write_folder(tmp_path / "other", "llama", seed=9)
     started("reward", files, other, tmp_path / "scores")
     changes = {"reward": {"terms": [{"model": str(tmp_path / "scores")}], "missing_eos": "none"}}
-    made = LanguageWorld(make_recipe(table("language", files, folders["llama"], **changes)))  # type: ignore[arg-type]
-    assert made.base is not None
+    made = world_of(table("language", files, folders["llama"], **changes))
     assert set(made.base.configs) == {POLICY}
     critic = {"critic": {"own_model": True, "start": str(tmp_path / "scores")}}
     with pytest.raises(SurefootError, match=r"^critic.start=.*is not an adapter of model="):
-        LanguageWorld(make_recipe(table("language", files, folders["llama"], **critic)))  # type: ignore[arg-type]
+        world_of(table("language", files, folders["llama"], **critic))
 
 
 # ---- the sampler --------------------------------------------------------------------------------------------------------
@@ -288,7 +262,7 @@ def test_the_fast_sampler_draws_with_the_adapters_log_probabilities(loaded: tupl
     "kind", ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reward", "steps", "dpo")), "language"]
 )
 def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
-    kind: str, files: dict[str, str], folders: dict[str, Path], tmp_path: Path
+    kind: str, files: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import (
@@ -298,7 +272,7 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
         AutoModelForTokenClassification,
     )
 
-    model = folders["llama"]
+    model = folders["gpt2" if kind == "sft" else "llama"]
     extra: dict[str, Any] = {"critic": {"own_model": True}} if kind == "language" else {}
     if kind != "language":
         extra = {"adapter": {**SMALL, "dropout": 0.2}}
@@ -311,6 +285,7 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     assert all(".lora_" in name or "head" in name for name in ends[0]["agent"]), "the base is not in a checkpoint"
     assert any(float(t.abs().max()) > 0 for name, t in ends[0]["agent"].items() if ".lora_B." in name), "it moved"
     folder = tmp_path / "whole"
+    assert json.loads((folder / "adapter" / "base.json").read_text())["model"] == str(model)
     if kind == "reward":
         adapter = PeftModel.from_pretrained(AutoModel.from_pretrained(model), str(folder / "adapter")).eval()
         merged = classifier.from_pretrained(folder / "model").base_model.eval()
@@ -337,28 +312,23 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
     assert report["steps"] > 0
 
 
-def test_a_base_that_has_changed_or_gone_is_rejected(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
-    model = tmp_path / "base"
+def test_a_base_that_has_changed_or_gone_is_rejected(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    model, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(folders["llama"], model)
-    fields = table("sft", files, model)
-    fields.pop("kind")
-    surefoot.train("sft", run_dir=tmp_path / "run", callback=lambda metrics: metrics["steps"] >= 16, **fields)
+    started("sft", files, model, run, callback=lambda metrics: metrics["steps"] >= 16)
     write_folder(model, "llama", seed=7)
-    with pytest.raises(SurefootError, match=r"base model=.*its content has changed"):
-        surefoot.resume(tmp_path / "run")
-    with pytest.raises(SurefootError, match=r"base model=.*its content has changed"):
-        surefoot.load(tmp_path / "run")
-    with pytest.raises(SurefootError, match=r"base model=.*its content has changed"):
-        evaluate_run(tmp_path / "run")
+    for use in (surefoot.resume, surefoot.load, evaluate_run):
+        with pytest.raises(SurefootError, match=r"base model=.*its content has changed"):
+            use(run)
     shutil.rmtree(model)
     with pytest.raises(SurefootError, match="no such folder"):
-        surefoot.resume(tmp_path / "run")
+        surefoot.resume(run)
     with pytest.raises(SurefootError, match=r"contains an adapter whose base can't be loaded: .*no such folder"):
-        surefoot.load(tmp_path / "run")
+        surefoot.load(run)
 
 
 def test_the_code_of_a_checkpoints_base_runs_only_if_the_caller_allows_it(
-    files: dict[str, str],
+    files: Path,
     folders: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -389,13 +359,13 @@ def test_the_code_of_a_checkpoints_base_runs_only_if_the_caller_allows_it(
 
 
 def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
-    files: dict[str, str], folders: dict[str, Path], tmp_path: Path, command: Callable[..., Any]
+    files: Path, folders: dict[str, Path], tmp_path: Path, command: Callable[..., Any]
 ) -> None:
     started("sft", files, folders["llama"], tmp_path / "run", adapter={**SMALL, "merge": False})
     assert (tmp_path / "run" / "adapter").is_dir()
     assert not (tmp_path / "run" / "model").exists()
     with pytest.raises(SurefootError, match="saved only an adapter; merge it: surefoot merge"):
-        SupervisedWorld(make_recipe(table("sft", files, tmp_path / "run")))  # type: ignore[arg-type]
+        SupervisedWorld(make_recipe(table("sft", files, tmp_path / "run")))
     assert command("merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged"))[0] == 0
     torch.testing.assert_close(
         logits(load_model(tmp_path / "merged")[0]), logits(surefoot.load(tmp_path / "run").model), atol=1e-6, rtol=0
@@ -405,33 +375,39 @@ def test_without_merging_a_run_leaves_the_adapter_alone_until_it_is_merged(
 # ---- bad input ----------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_target_layers_are_rejected_with_those_of_the_model(files: dict[str, str], folders: dict[str, Path]) -> None:
-    wrong = {"adapter": {**SMALL, "targets": ["q_prj"]}}
-    with pytest.raises(SurefootError, match=r"^adapter.targets='q_prj': .*did you mean 'q_proj'"):
-        SupervisedWorld(make_recipe(table("sft", files, folders["llama"], **wrong)))  # type: ignore[arg-type]
-    wrong = {"adapter": {**SMALL, "targets": ["lm_head"]}}
-    with pytest.raises(SurefootError, match=r"^adapter.targets='lm_head': the model's trunk has no linear layer"):
-        SupervisedWorld(make_recipe(table("sft", files, folders["llama"], **wrong)))  # type: ignore[arg-type]
-    some = {"adapter": {**SMALL, "targets": ["q_proj", "v_proj"]}}
-    world = SupervisedWorld(make_recipe(table("sft", files, folders["llama"], **some)))  # type: ignore[arg-type]
-    assert world.base is not None
-    assert {name.split(".")[-2] for name in world.base.tensors(POLICY)} == {"lora_A", "lora_B"}
-    assert len(list(world.base.parameters(POLICY))) == 2 * 2 * 2
+def test_targets_name_layers_of_the_trunk(files: Path, folders: dict[str, Path]) -> None:
+    def world(*targets: str) -> SupervisedWorld:
+        fields = table("sft", files, folders["llama"], adapter={**SMALL, "targets": targets})
+        return SupervisedWorld(make_recipe(fields))
+
+    for wrong, what in (("q_prj", ".*did you mean 'q_proj'"), ("lm_head", "the model's trunk has no linear layer")):
+        with pytest.raises(SurefootError, match=rf"^adapter.targets='{wrong}': {what}"):
+            world(wrong)
+    base = world("q_proj", "v_proj").base
+    assert len(list(base.parameters(POLICY))) == 2 * 2 * 2
 
 
-def test_a_missing_peft_names_the_extra(
-    files: dict[str, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "line", "changes"),
+    [
+        ("peft", r"^adapter needs peft, which .*pip install .*\[adapters\]'", {}),
+        (
+            "bitsandbytes",
+            r"^optimizer.kind='adam-8bit' needs bitsandbytes, .*pip install .*\[quantized\]'",
+            {"adapter": None, "optimizer": {"kind": "adam-8bit"}},
+        ),
+    ],
+)
+def test_a_missing_package_names_the_extra(
+    package: str,
+    line: str,
+    changes: dict[str, Any],
+    files: Path,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else real(name, *a))
-    with pytest.raises(SurefootError, match=r"adapter needs peft, which is not installed; run: pip install .*\[adapters\]'"):
-        SupervisedWorld(make_recipe(table("sft", files, folders["llama"])))  # type: ignore[arg-type]
-
-
-def test_the_adapter_folder_names_its_base_model(files: dict[str, str], folders: dict[str, Path], tmp_path: Path) -> None:
-    started("sft", files, folders["gpt2"], tmp_path / "run")
-    note = json.loads((tmp_path / "run" / "adapter" / "base.json").read_text())
-    assert note["model"] == str(folders["gpt2"])
-    tensors = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
-    assert all(name.startswith("base_model.model.transformer.h.") for name in tensors)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == package else real(name, *a))
+    recipe = make_recipe(table("sft", files, folders["llama"], **changes))
+    with pytest.raises(SurefootError, match=line):
+        make_learner(recipe, SupervisedWorld(recipe).policy)

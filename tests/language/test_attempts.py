@@ -12,9 +12,8 @@ from surefoot.language.analysis.accuracy import Attempts, majority, measure_atte
 from surefoot.language.data.rows import write_rows
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.terms import FunctionReward
-from surefoot.recipes.reading import make_recipe
 
-from .tiny import set_probabilities
+from .tiny import fields_of, set_probabilities, world_of
 
 WANTED = ("a", "b", "a", "", "bb", "zz")
 
@@ -22,26 +21,20 @@ WANTED = ("a", "b", "a", "", "bb", "zz")
 def recipe(folder: Path, where: Path, **reward: Any) -> dict[str, Any]:
     """Problems whose answers a model that says a, b or nothing more gives now and then; the last never."""
     write_rows(where / "rows.jsonl", [{"prompt": f"{row} is ", "answer": answer} for row, answer in enumerate(WANTED)])
-    return {
-        "kind": "language",
-        "model": str(folder),
+    rows, value = str(where / "rows.jsonl"), {} if reward else {"missing_eos": "penalty", "missing_eos_value": 0.0}
+    table = {
         "steps": 8,
-        "data": {"train": str(where / "rows.jsonl"), "held_out": str(where / "rows.jsonl"), "max_length": 16},
+        "data": {"train": rows, "held_out": rows, "max_length": 16},
         "sampling": {"prompts": 8, "max_tokens": 3},
-        "reward": {
-            "terms": [{"function": "surefoot.verifiers:exact"}],
-            "missing_eos": "penalty",
-            **({} if "missing_eos" in reward else {"missing_eos_value": 0.0}),
-            **reward,
-        },
+        "reward": {"terms": ["surefoot.verifiers:exact"], **value, **reward},
         "evaluation": {"rows": 6},
-        "check_memory": False,
     }
+    return fields_of(folder, rows, "", **table)
 
 
 def made(folder: Path, where: Path, **reward: Any) -> tuple[LanguageWorld, list[list[str]]]:
     """A world whose policy says a (0.5), b (0.3) or ends (0.2), and all responses that its reward was asked about."""
-    world = LanguageWorld(make_recipe(recipe(folder, where, **reward)))  # type: ignore[arg-type]
+    world = world_of(recipe(folder, where, **reward))
     letters = [world.tokens.encode_prompt(letter)[-1] for letter in "ab"]
     set_probabilities(world.policy.model, [*letters, world.tokens.eos_id], (0.5, 0.3, 0.2))
     requests: list[list[str]] = []
@@ -71,6 +64,7 @@ def test_each_number_follows_from_the_written_responses(folders: dict[str, Path]
     votes = [max(group, key=lambda text: (group.count(text), -group.index(text))) for group in groups]
     assert report["majority_accuracy"] == sum(vote == wanted for vote, wanted in zip(votes, WANTED, strict=True)) / 6
     assert report["without_score"] == 0
+    assert measure_attempts(world, Attempts(4, (1, 4))) == report, "the same attempts again"
 
 
 def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_a_time(
@@ -86,16 +80,10 @@ def test_greedy_conversations_have_seeds_of_their_rows_however_many_are_held_at_
             results.extend(seeds if greedy else ())
             return answer(prompts, seeds, count, greedy)
 
-        world.collector.respond = watching  # type: ignore[method-assign]
+        world.collector.respond = watching
         measure_attempts(world, Attempts(samples))
     assert len(set(seen[1])) == 6
     assert seen[1] == seen[4] == seen[8]
-
-
-def test_evaluation_repeats_the_same_attempts(folders: dict[str, Path], tmp_path: Path) -> None:
-    world, requests = made(folders["llama"], tmp_path)
-    assert measure_attempts(world, Attempts(4)) == measure_attempts(world, Attempts(4))
-    assert requests[:6] == requests[6:]
 
 
 def test_a_cut_response_is_wrong_and_has_no_vote_where_the_recipe_punishes_it(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -138,12 +126,9 @@ def test_pass_at_powers_of_two_and_n_by_default() -> None:
 
 
 def test_evaluate_prints_attempts_of_the_trained_model_and_its_start(command: Any, folders: dict[str, Path]) -> None:
-    fields = {name: value for name, value in recipe(folders["llama"], Path.cwd()).items() if name != "kind"}
-    surefoot.train("language", run_dir=Path("run"), **fields)
+    surefoot.train("language", run_dir=Path("run"), **recipe(folders["llama"], Path.cwd()))
     words = ("evaluate", "run", "--samples", "2", "--k", "1,2", "--after", "#")
-    code, out, err = command(*words, "--json")
-    assert (code, err) == (0, "")
-    report = json.loads(out)["attempts"]
+    report = json.loads(command(*words, "--json")[1])["attempts"]
     assert report["samples"] == 2
     for side in ("start", "trained"):
         assert report[side]["pass_at"]["1"] == report[side]["sampled_accuracy"]

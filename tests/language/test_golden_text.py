@@ -20,7 +20,6 @@ from surefoot.language.data.datasets import Demonstrations
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.policy.critic import Critic
 from surefoot.language.models.reward_model import new_reward_model
-from surefoot.language.online.world import LanguageWorld
 from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import sample
 from surefoot.language.supervised.demonstrations import Rows, demonstration_tensors
@@ -63,15 +62,9 @@ def golden_rollout(folders: dict[str, Path], tmp_path: Path) -> Rollout:
     x = CASES[RLHF]["inputs"]
     (tmp_path / "score.py").write_text(f"def score(responses):\n    return [{x['score']}] * len(responses)\n")
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "x"}) + "\n")
-    table = {
-        "kind": "language",
-        "model": str(folders["llama"]),
-        "data": {"train": str(tmp_path / "prompts.jsonl"), "max_length": 8},
-        "sampling": {"prompts": 4, "samples": 32, "max_tokens": 6},
-        "reward": {"terms": [{"function": f"{tmp_path}/score.py:score"}], "missing_eos": "none"},
-        "reference": {"beta": x["kl_coef"]},
-    }
-    world = LanguageWorld(make_recipe(table))  # type: ignore[arg-type]
+    changes = {"sampling": {"prompts": 4, "samples": 32, "max_tokens": 6}, "reference": {"beta": x["kl_coef"]}}
+    fields = tiny.fields_of(folders["llama"], tmp_path / "prompts.jsonl", f"{tmp_path}/score.py:score", **changes)
+    world = tiny.world_of(fields)
     tokens, policy = world.tokens, world.policy
     prompt, ids = tokens.encode_prompt("x"), tokens.encode_completion("ab")
     other = tokens.encode_completion("c")[0]
@@ -153,7 +146,7 @@ def test_reward_model_loss_and_accuracy_match_the_golden_case(folders: dict[str,
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x", "chosen": c, "rejected": r}) + "\n" for c, r in pairs))
     data = {"train": str(path), "held_out": str(path), "max_length": 8, "batch": 3}
-    world = SupervisedWorld(make_recipe({"kind": "reward", "model": str(folders["llama"]), "data": data}))  # type: ignore[arg-type]
+    world = SupervisedWorld(make_recipe({"kind": "reward", "model": str(folders["llama"]), "data": data}))
     scores: dict[str, float] = {}
     for (chosen, rejected), r_chosen, r_rejected in zip(pairs, x["r_chosen"], x["r_rejected"], strict=True):
         scores |= {chosen: r_chosen, rejected: r_rejected}
@@ -161,12 +154,11 @@ def test_reward_model_loss_and_accuracy_match_the_golden_case(folders: dict[str,
     texts = [[*world.tokens.encode_prompt("x"), *world.tokens.encode_completion(text)] for text in scores]
     e, f = world.tokens.tokenizer.convert_tokens_to_ids(["e", "f"])
     with torch.no_grad():
-        letters = model.backbone.get_input_embeddings().weight  # type: ignore[union-attr, operator]
+        letters = model.backbone.get_input_embeddings().weight
         letters[f] = letters[e]  # a tie to the last bit
-        ends = torch.stack([model.backbone(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts])  # type: ignore[union-attr, operator]
+        ends = torch.stack([model.backbone(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts])
     tiny.teach(model.head, ends, torch.tensor(list(scores.values())).unsqueeze(-1))
     evaluation = world.evaluate()
-    assert evaluation is not None
     expect(name, "loss_mean", evaluation.metrics["held_out_loss"])
     expect(name, "accuracy", evaluation.metrics["held_out_accuracy"])
     state = LearnerState.seeded(1, 3)

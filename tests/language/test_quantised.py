@@ -127,7 +127,7 @@ def test_nf4_outputs_and_gradients_match_the_dequantised_weights(model: Path) ->
 
 @pytest.mark.parametrize(("kind", "padding_free"), [("nf4", True), ("int8", False)])
 def test_reference_is_the_quantised_base_and_the_initial_ratio_is_one(
-    files: dict[str, str], model: Path, kind: str, padding_free: bool
+    files: Path, model: Path, kind: str, padding_free: bool
 ) -> None:
     changes = {"objective": {"reuse": {"epochs": 1, "minibatches": 1}}, "reference": {"beta": 0.1}}
     changes |= {"padding_free": padding_free}  # type: ignore[dict-item]
@@ -147,7 +147,7 @@ def test_reference_is_the_quantised_base_and_the_initial_ratio_is_one(
     [("nf4", "float32"), ("nf4", "bfloat16-weights"), ("int8", "float32")],
 )
 def test_sft_learns_and_saved_files_match_the_trained_model(
-    files: dict[str, str], model: Path, tmp_path: Path, kind: str, precision: str
+    files: Path, model: Path, tmp_path: Path, kind: str, precision: str
 ) -> None:
     run = tmp_path / "run"
     result = started("sft", files, model, run, **quantised(kind), steps=192, precision=precision)
@@ -167,7 +167,7 @@ def test_sft_learns_and_saved_files_match_the_trained_model(
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft still uses the old name
-def test_peft_loads_the_adapter_on_a_base_quantised_by_transformers(files: dict[str, str], model: Path, tmp_path: Path) -> None:
+def test_peft_loads_the_adapter_on_a_base_quantised_by_transformers(files: Path, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -186,7 +186,7 @@ def test_peft_loads_the_adapter_on_a_base_quantised_by_transformers(files: dict[
 
 
 @pytest.mark.parametrize("kind", [pytest.param("reward", marks=pytest.mark.slow), "language"])
-def test_resuming_is_exact(files: dict[str, str], model: Path, tmp_path: Path, kind: str) -> None:
+def test_resuming_is_exact(files: Path, model: Path, tmp_path: Path, kind: str) -> None:
     changes = quantised("nf4", critic={"own_model": True}) if kind == "language" else quantised("nf4")
     ends = [parts["agent"] for parts in whole_and_resumed(folder=tmp_path, **table(kind, files, model, **changes))]
     assert_same(*ends)
@@ -198,7 +198,7 @@ def test_resuming_is_exact(files: dict[str, str], model: Path, tmp_path: Path, k
             torch.testing.assert_close(loaded(ids, ids > 0), left(ids, ids > 0), atol=1e-5, rtol=1e-4)
 
 
-def test_continuous_batching_samples_from_the_quantised_policy(files: dict[str, str], model: Path) -> None:
+def test_continuous_batching_samples_from_the_quantised_policy(files: Path, model: Path) -> None:
     changes = quantised("nf4", sampling={"prompts": 8, "max_tokens": 6, "engine": "continuous"})
     world = LanguageWorld(make_recipe(table("language", files, model, **changes)))  # type: ignore[arg-type]
     assert world.base is not None
@@ -207,9 +207,7 @@ def test_continuous_batching_samples_from_the_quantised_policy(files: dict[str, 
     assert float(rollout.metrics["sampler_gap"] or 0) < 1e-3
 
 
-def test_reward_model_shares_the_base_only_if_quantised_the_same_way(
-    files: dict[str, str], model: Path, tmp_path: Path
-) -> None:
+def test_reward_model_shares_the_base_only_if_quantised_the_same_way(files: Path, model: Path, tmp_path: Path) -> None:
     started("reward", files, model, tmp_path / "reward", **quantised("nf4"))
     for kind, shared in (("nf4", True), ("int8", False)):
         changes = quantised(kind, reward={"terms": [{"model": str(tmp_path / "reward")}]})
@@ -224,7 +222,7 @@ def test_reward_model_shares_the_base_only_if_quantised_the_same_way(
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("nf4", "bfloat16"), ("nf4", "bfloat16-weights"), ("int8", "float32")])
-def test_memory_plan_counts_the_base_bytes(files: dict[str, str], model: Path, kind: str, precision: str) -> None:
+def test_memory_plan_counts_the_base_bytes(files: Path, model: Path, kind: str, precision: str) -> None:
     recipe = make_recipe(table("language", files, model, **quantised(kind), precision=precision))
     world = LanguageWorld(recipe)  # type: ignore[arg-type]
     world.policy(*one_row(world))  # the first pass moves the int8 scales
@@ -253,7 +251,7 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def test_unsupported_layers_and_a_missing_package_are_rejected(
-    files: dict[str, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = write_folder(tmp_path / "gpt2", "gpt2")
     with pytest.raises(SurefootError, match=r"^adapter.quantize='nf4': GPT2Model has layers that are not nn.Linear"):
