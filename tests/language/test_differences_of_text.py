@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import surefoot
 from surefoot.core import fingerprints
 from surefoot.diagnostics.differences import Difference, compare_runs
 from surefoot.language.data.rows import write_rows
-from surefoot.store import folder as run_folder
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{i} says "}, {"role": "assistant", "content": "abc" * (i + 1)}]}
@@ -124,10 +122,3 @@ def test_a_difference_of_text_is_located_and_its_cause_named(plant: str, first: 
     assert sum(cause in line for line in found.lines) == 1, found.lines
     consequences = [line for line in found.causes if line.endswith("(the same rows, other tokens)")]
     assert len(found.lines) == 2 + len(consequences), "nothing else is blamed"
-
-
-def test_a_version_of_a_library_is_a_cause(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {**dict(run_folder._versions()), "torch": "3.0"}
-    monkeypatch.setattr(run_folder, "_versions", lambda: versions)
-    found = planted(first, tmp_path / "b", "sft", {"threads": 2})
-    assert found.lines[1:] == ["cause: recipe: threads: 1 -> 2", f"cause: versions.torch: {torch.__version__} -> 3.0"]

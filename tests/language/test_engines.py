@@ -120,11 +120,6 @@ def test_responses_at_the_limit_are_truncated_unless_they_end_with_eos(engine: E
     assert ended.lengths.tolist() == [1] * 12
 
 
-def test_log_probs_match_the_trainer(engine: Engine) -> None:
-    drawn = engine.sample(request(temperature=0.7))
-    expect_own_log_probs(engine.model, PROMPTS, drawn, 0.7, within=1e-4)
-
-
 def test_same_seeds_repeat_responses_and_other_seeds_do_not(engine: Engine) -> None:
     first, again, other = (engine.sample(request(first=seed)) for seed in (100, 100, 500))
     assert torch.equal(first.actions, again.actions)
@@ -195,7 +190,7 @@ def test_wrong_packed_weights_are_an_error_only_if_requested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "rows", "look_every"), [("llama", 1, 1), ("gpt2", 5, 3), ("gemma", 7, 50), ("qwen2", 12, 4)]
+    ("family", "rows", "look_every"), [("llama", 2, 1), ("gpt2", 5, 3), ("gemma", 1, 50), ("qwen2", 10, 4)]
 )
 def test_row_limit_and_interval_of_end_checks_change_no_token(family: str, rows: int, look_every: int) -> None:
     model = tiny.model(family)

@@ -35,14 +35,6 @@ def test_trained_model_run_folder_and_loaded_model_have_the_same_metrics(
     assert surefoot.evaluate(model, rows=2)["held_out_loss"] != of_model["held_out_loss"]
 
 
-def test_merging_an_adapter_on_load_keeps_the_held_out_loss(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = supervised("sft", folders["llama"], tmp_path, adapter={"rank": 2})
-    of_model = surefoot.evaluate(model)["held_out_loss"]
-    loaded = surefoot.load(tmp_path / "run")
-    assert not [name for name in loaded.model.state_dict() if "lora" in name]
-    assert surefoot.evaluate(loaded)["held_out_loss"] == pytest.approx(of_model, rel=1e-5)
-
-
 def test_an_online_model_is_evaluated_with_the_reward_of_its_run(folders: dict[str, Path], tmp_path: Path) -> None:
     write_texts(tmp_path, 8)
     rows, sampling = str(tmp_path / "rows.jsonl"), {"prompts": 8, "max_tokens": 6}

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-import surefoot
 from surefoot.errors import SurefootError
 from surefoot.language.rewards.terms import FunctionReward, load_reward
 from surefoot.recipes.rewards import RewardTerm
 
 from .test_endpoint import Server
 from .test_endpoint import short_waits as short_waits
-from .tiny import fields_of, write_texts
 
 PROMPTS, RESPONSES = ["one: ", "two: ", "three: "], ["a", "bb {prompt}", "ccc"]
 QUESTION = "Rate this.\nQuestion: {prompt}\nAnswer: {response}\nEnd with the score."
@@ -138,15 +136,3 @@ def test_columns_named_in_the_judge_prompt_must_exist(server: Server) -> None:
     with pytest.raises(SurefootError, match="requires 'rubric'; available: answer, prompts, responses"):
         made.check_columns(["answer"])
     assert made(PROMPTS, RESPONSES, {"rubric": ["x", "y", "z"]}).valid.all()
-
-
-def test_training_uses_the_scores_of_a_judge(server: Server, folders: dict[str, Any], tmp_path: Any) -> None:
-    write_texts(tmp_path, 8)
-    reward = {"terms": [{"url": server.url, "judge": {"model": "m", "prompt": QUESTION}}], "missing_eos": "none"}
-    sizes = {"steps": 8, "sampling": {"prompts": 4, "max_tokens": 4}, "objective": {"reuse": {"epochs": 1, "minibatches": 2}}}
-    rows: list[Any] = []
-    fields = fields_of(folders["llama"], tmp_path / "rows.jsonl", "", reward=reward, **sizes)
-    surefoot.train("language", run_dir=tmp_path / "run", callback=lambda metrics: bool(rows.append(metrics)), **fields)
-    lengths = [len(question_in(body)) for body in server.bodies]
-    assert len(rows) == 2
-    assert all(min(lengths) <= row["reward"] <= max(lengths) for row in rows)
