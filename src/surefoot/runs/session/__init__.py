@@ -146,7 +146,7 @@ class Session:
         Raises SurefootError when the recipe has changed since (unless allowed), or the run has nothing left to do.
         """
         checkpoint = from_first(checkpoint.absolute())  # ranks read their shards from the folder of the first
-        parts = on_first(lambda: self._read(checkpoint, allow_changes))
+        parts = on_first(lambda: self._read(checkpoint))
         self.pending = parts.get("pending") or None
         with made_from(checkpoint):
             with together() if self.sharded else nullcontext():
@@ -161,24 +161,20 @@ class Session:
             self.best, self.since_best, self.best_at = on_first(lambda: self._best_of(parts, best))
         self.saved = True
 
-    def _read(self, checkpoint: Path, allow_changes: bool) -> dict[str, Any]:
+    def _read(self, checkpoint: Path) -> dict[str, Any]:
         """The parts of a checkpoint from which this run can continue."""
         parts = load_checkpoint(checkpoint, in_files=("agent", "learner") if self.sharded else ())
         require(parts, ("agent", "recipe", "state", "learner", "collector", "progress", "code"), checkpoint)
         with made_from(checkpoint):
-            self._check_resumable(parts, checkpoint, allow_changes)
+            run_folder, done = checkpoint.parent.parent, parts["state"]["steps"]
+            if done != steps_named(checkpoint.name):
+                raise SurefootError(
+                    f"{checkpoint}: has the state after other steps than those in its name; use an older checkpoint"
+                )
+            exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
+            if done >= self.recipe.steps and exported and not parts.get("pending") and not self._lacks_best(parts):
+                raise SurefootError(f"{run_folder}: finished, {done} steps are done; extend it with --steps above {done}")
         return parts
-
-    def _check_resumable(self, parts: dict[str, Any], checkpoint: Path, allow_changes: bool) -> None:
-        run_folder, done = checkpoint.parent.parent, parts["state"]["steps"]
-        if done != steps_named(checkpoint.name):
-            raise SurefootError(
-                f"{checkpoint}: has the state after other steps than those in its name; use an older checkpoint"
-            )
-        exported = not self.world.exports_model or self.folder is None or self.folder.finished_at == done
-        pending = parts.get("pending") or None
-        if done >= self.recipe.steps and exported and pending is None and not self._lacks_best(parts):
-            raise SurefootError(f"{run_folder}: finished, {done} steps are done; extend it with --steps above {done}")
 
     def _load_learner(self, saved: dict[str, Any], checkpoint: Path) -> None:
         if set(saved) != set(self.learner.optimizers):
