@@ -24,12 +24,8 @@ ONCE = {"epochs": 1, "minibatches": 1}
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """Prompts, demonstrations of unequal length, and a reward that counts vowels."""
-    rows = [{"prompt": f"{i} says ", "completion": "b" * (i % 5 + 1) + "."} for i in range(7)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(
-        "def vowels(responses):\n    return [float(sum(c in 'aeiou' for c in t)) for t in responses]\n"
-    )
+    """Prompts, demonstrations of unequal length, and a reward."""
+    tiny.write_texts(tmp_path, 7)
     return tmp_path
 
 
@@ -40,7 +36,7 @@ def fields(files: Path, model: Path, coefficient: float, **changes: Any) -> dict
         "optimizer": {"learning_rate": 1e-3, "max_grad_norm": "none"},
         "mixing": {"sft_coefficient": coefficient, "demonstrations": rows, "batch": 5},
     }
-    return tiny.fields_of(model, rows, f"{files / 'rewards.py'}:vowels", **{**table, **changes})
+    return tiny.fields_of(model, rows, f"{files / 'rewards.py'}:score", **{**table, **changes})
 
 
 def world(files: Path, model: Path, coefficient: float, **changes: Any) -> LanguageWorld:

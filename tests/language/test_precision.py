@@ -64,49 +64,30 @@ def roles_of(world: LanguageWorld) -> dict[str, torch.nn.Module]:
     return {"policy": world.policy.model, "critic": world.policy.critic, "reference": world.reference, "reward": reward}
 
 
-class Products:
-    """Records the output dtypes of the linear layers in the transformer blocks, by role."""
-
-    def __init__(self, roles: dict[str, torch.nn.Module]) -> None:
-        self.seen: dict[str, set[torch.dtype]] = {}
-        for role, module in roles.items():
-            for name, part in module.named_modules():
-                if isinstance(part, torch.nn.Linear) and name.endswith("_proj"):
-                    part.register_forward_hook(self.recorder(role))
-
-    def recorder(self, role: str) -> Any:
-        def record(_: Any, __: Any, result: torch.Tensor) -> None:
-            self.seen.setdefault(role, set()).add(result.dtype)
-
-        return record
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_role_computes_in_the_recipe_precision(precision: str, files: Path, folders: dict[str, Path]) -> None:
+    """By the dtypes that linear layers in the blocks give, while sampling and after it."""
     world = world_of("language", files, folders["llama"], precision)
-    products = Products(roles_of(world))
-    state = LearnerState.seeded(1, 100)
-    world.engine.sample = sampled = Calls(world.engine.sample, products)
-    world.collector.collect(state)
-    wanted = {EXACT} if precision == "float32" else {LOW}
-    assert products.seen == dict.fromkeys(("policy", "critic", "reference", "reward"), wanted)
-    if precision == "float32":
-        assert world.engine.name == "packed", "its matrices are not modules, so hooks record nothing"
-    else:
-        assert (world.engine.name, sampled.seen) == ("model", {"policy": wanted})
+    seen: set[tuple[str, torch.dtype]] = set()
+    for role, module in roles_of(world).items():
+        for name, part in module.named_modules():
+            if isinstance(part, torch.nn.Linear) and name.endswith("_proj"):
+                part.register_forward_hook(lambda _, __, result, role=role: seen.add((role, result.dtype)))
+    sample, sampling = world.engine.sample, set[tuple[str, torch.dtype]]()
 
-
-class Calls:
-    """Wraps a function and keeps the dtypes recorded during its last call."""
-
-    def __init__(self, function: Any, products: Products) -> None:
-        self.function, self.products = function, products
-
-    def __call__(self, *args: Any) -> Any:
-        self.products.seen.clear()
-        result = self.function(*args)
-        self.seen = dict(self.products.seen)
+    def sampled(*args: Any) -> Any:
+        seen.clear()
+        result = sample(*args)
+        sampling.update(seen)
+        seen.clear()
         return result
+
+    world.engine.sample = sampled
+    world.collector.collect(LearnerState.seeded(1, 100))
+    wanted = EXACT if precision == "float32" else LOW
+    assert seen == {(role, wanted) for role in ("policy", "critic", "reference", "reward")}
+    # matrices of the packed engine are no modules
+    assert (world.engine.name, sampling) == (("packed", set()) if precision == "float32" else ("model", {("policy", wanted)}))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["models of their own", "one base"])

@@ -117,27 +117,16 @@ def test_training_learns_steps_and_all_readers_get_the_same_scores(folders: dict
     scores = reward(["1: "], ["\n".join(steps)], {}, tokens=[["add one\n", "zzz", ""]])
     assert scores.dense is not None
     first, second = scores.dense[0, 0].item(), scores.dense[0, 1].item()
-    assert first > 0 > second, "scores have mean 0 over all steps"
+    assert first > 0 > second
     place = len(tokenizer("1: add one\n")["input_ids"]) - 1
     assert first == pytest.approx(float((ours[place] - read.mean) / read.std), rel=1e-3, abs=1e-3)
-
-
-def test_scores_of_all_steps_have_mean_0_and_std_1(folders: dict[str, Path], tmp_path: Path) -> None:
-    data = answers(tmp_path / "a.jsonl")
-    fields: dict[str, Any] = {"data": {"train": data, "max_length": 64, "batch": 8}, "preference": {"loss": "steps"}}
-    surefoot.train("reward", run_dir=tmp_path / "run", model=str(folders["qwen2"]), steps=48, **fields)
-    reward = ModelReward(tmp_path / "run", per="step", separator="\n")
     rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
-    scores = [
-        score
-        for row in rows
-        for _, score in reward._marks(
-            [reward._ids(row["prompt"], "\n".join(row["completions"]))], ["\n".join(row["completions"])]
-        )[0]
-    ]
-    assert len(scores) == sum(len(row["labels"]) for row in rows)
-    assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-3)
-    assert float(torch.tensor(scores).std(correction=0)) == pytest.approx(1, abs=1e-3)
+    texts = [(row["prompt"], "\n".join(row["completions"])) for row in rows]
+    marks = [reward._marks([reward._ids(prompt, answer)], [answer])[0] for prompt, answer in texts]
+    every = torch.tensor([score for row in marks for _, score in row])
+    assert len(every) == sum(len(row["labels"]) for row in rows)
+    assert float(every.mean()) == pytest.approx(0, abs=1e-3)
+    assert float(every.std(correction=0)) == pytest.approx(1, abs=1e-3)
 
 
 def test_invalid_step_rows_raise_a_one_line_error_with_the_line_number(tmp_path: Path) -> None:

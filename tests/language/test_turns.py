@@ -319,57 +319,6 @@ def test_sampler_and_trainer_log_probs_agree_across_turns(files: dict[str, str],
         assert not x[~r.mask].any()  # type: ignore[index]
 
 
-def several_letters(folder: Path) -> Path:
-    """A model with multi-letter tokens, so that sampled ids may differ from the encoding of their text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.BPE(unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    text = ["say xx and then? say it again, and then say no more"] * 3
-    options = {"special_tokens": ["<pad>", "<eos>", "<unk>", "<turn>"], "show_progress": False}
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(text, trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, **options))
-    template = (
-        "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}"
-        "{% if add_generation_prompt %}<turn>assistant:{% endif %}"
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        extra_special_tokens=["<turn>"],
-        chat_template=template,
-    )
-    tiny.model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_sampled_ids_are_kept_where_re_encoding_their_text_would_differ(files: dict[str, str], tmp_path: Path) -> None:
-    made = world(files, several_letters(tmp_path / "several"), data={"train": files["rows"], "max_length": 64})
-    drawn: list[Any] = []
-    sample = made.collector._sample
-
-    def kept(*arguments: Any) -> Any:
-        drawn.append(sample(*arguments))
-        return drawn[-1]
-
-    made.collector._sample = kept  # type: ignore[method-assign]
-    r = collected(made)
-    sampled = [[tuple(r.actions[row][place].tolist()) for place in pieces(r.mask[row])] for row in range(len(r.mask))]
-    assert sorted(turn for row in sampled for turn in row) == sorted(tuple(ids) for part in drawn for ids in part.responses())
-    encode = made.tokens.tokenizer.encode
-    again = [encode(made.tokens.decode(turn), add_special_tokens=False) for row in sampled for turn in row]
-    assert any(tuple(ids) != turn[: len(ids)] for ids, turn in zip(again, (t for row in sampled for t in row), strict=True))
-    assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
-    between = made.tokens.encode_reply([{"role": "user", "content": "and then?"}], [1])
-    assert made.tokens.tokenizer.decode(between) == "\n<turn>user: and then?<eos>\n<turn>assistant:"
-    assert made.tokens.encode_reply([{"role": "user", "content": "and then?"}], [5]) == [1, *between]
-
-
 def test_plain_text_replies_are_appended_without_a_template(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], "Plain")
     made.tokens.tokenizer.chat_template = None

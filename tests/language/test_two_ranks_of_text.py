@@ -1,5 +1,6 @@
 """Two ranks that split the prompts or rows match one process: same responses and same updates."""
 
+import json
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -23,73 +24,44 @@ from .vllm_stand_in import StandIn
 RANKS = 2
 
 
-def online(folder: Path) -> Recipe:
-    """Five prompts with two answers each: one rank gets three prompts, the other two."""
-    table = {
-        "kind": "language",
-        "algorithm": "A2C",
-        "model": str(folder / "model"),
-        "data": {"train": str(folder / "rows.jsonl"), "max_length": 32},
-        "sampling": {"prompts": 5, "samples": 2, "max_tokens": 6},
-        "reward": {"terms": [{"function": f"{folder}/rewards.py:score"}], "missing_eos": "none", "tolerated": 0.5},
-        "reference": {"beta": 0.1, "target": 0.5, "horizon": 20},
-    }
-    return make_recipe(table)
-
-
-def in_groups(folder: Path) -> Recipe:
-    """Dynamic sampling with often constant scores: groups of one rank replace those of the other."""
-    table = {
-        "kind": "language",
+TEXT: dict[str, Any] = {
+    "kind": "language",
+    "model": "FOLDER/model",
+    "data": {"train": "FOLDER/rows.jsonl", "max_length": 32},
+    "sampling": {"prompts": 5, "samples": 2, "max_tokens": 6},  # one rank gets three prompts, the other two
+}
+ONLINE = TEXT | {
+    "algorithm": "A2C",
+    "reward": {"terms": [{"function": "FOLDER/rewards.py:score"}], "missing_eos": "none", "tolerated": 0.5},
+    "reference": {"beta": 0.1, "target": 0.5, "horizon": 20},
+}
+SFT: dict[str, Any] = {"kind": "sft", "model": "FOLDER/model"}
+SFT |= {"data": {"train": "FOLDER/rows.jsonl", "max_length": 64, "batch": 5}}
+RECIPES: dict[str, dict[str, Any]] = {
+    "online": ONLINE,
+    # of seven demonstrations of unequal length, one rank has four in every update
+    "mixed": ONLINE | {"mixing": {"sft_coefficient": 0.5, "demonstrations": "FOLDER/rows.jsonl", "batch": 7}},
+    "supervised": SFT,
+    # scores are sums over answers of unequal length
+    "compared": SFT | {"kind": "reward", "head": "pooled", "data": SFT["data"] | {"train": "FOLDER/pairs.jsonl"}},
+    # the tokens of each expert are counted over both ranks
+    "routed": SFT | {"model": "FOLDER/mixture", "objective": {"router_coefficient": 0.5}},
+    # scores are often constant, and groups of one rank replace those of the other
+    "in groups": TEXT
+    | {
         "algorithm": "DAPO",
-        "model": str(folder / "model"),
-        "data": {"train": str(folder / "rows.jsonl"), "max_length": 32},
-        "sampling": {"prompts": 5, "samples": 2, "max_tokens": 6, "rounds": 4},
-        "reward": {"terms": [{"function": f"{folder}/rewards.py:rarely"}], "overlong": "none"},
+        "sampling": TEXT["sampling"] | {"rounds": 4},
         "objective": {"reuse": {"epochs": 1, "minibatches": 1}},
     }
-    return make_recipe(table)
-
-
-def supervised(folder: Path) -> Recipe:
-    data = {"train": str(folder / "rows.jsonl"), "max_length": 64, "batch": 5}
-    return make_recipe({"kind": "sft", "model": str(folder / "model"), "data": data})
-
-
-def compared(folder: Path) -> Recipe:
-    """Pairs whose scores are sums over answers of unequal length."""
-    data = {"train": str(folder / "pairs.jsonl"), "max_length": 64, "batch": 5}
-    return make_recipe({"kind": "reward", "model": str(folder / "model"), "data": data, "head": "pooled"})
-
-
-def mixed(folder: Path) -> Recipe:
-    """Seven demonstrations of unequal length in every update: four on one rank, three on the other."""
-    table = online(folder).model_dump(exclude_unset=True)
-    mixing = {"sft_coefficient": 0.5, "demonstrations": str(folder / "rows.jsonl"), "batch": 7}
-    return make_recipe({**table, "mixing": mixing})
-
-
-def routed(folder: Path) -> Recipe:
-    """A mixture of experts with a router loss: tokens per expert are counted over both ranks."""
-    table = supervised(folder).model_dump(exclude_unset=True)
-    return make_recipe({**table, "model": str(folder / "mixture"), "objective": {"router_coefficient": 0.5}})
-
-
-def served(folder: Path) -> Recipe:
-    """A server samples: rank 0 sends it weights, and both ranks request responses."""
-    table = online(folder).model_dump(exclude_unset=True)
-    return make_recipe({**table, "server": {"url": (folder / "url").read_text(), "weights": str(folder / "weights")}})
-
-
-RECIPES = {
-    "online": online,
-    "mixed": mixed,
-    "supervised": supervised,
-    "compared": compared,
-    "routed": routed,
-    "in groups": in_groups,
-    "served": served,
+    | {"reward": {"terms": [{"function": "FOLDER/rewards.py:rarely"}], "overlong": "none"}},
+    # rank 0 sends the server weights, and both ranks request responses
+    "served": ONLINE | {"server": {"url": "URL", "weights": "FOLDER/weights"}},
 }
+
+
+def recipe_of(name: str, folder: Path) -> Recipe:
+    text = json.dumps(RECIPES[name]).replace("FOLDER", str(folder)).replace("URL", (folder / "url").read_text())
+    return make_recipe(json.loads(text))
 
 
 def prompts_and_tokens(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
@@ -125,8 +97,8 @@ def work(rank: int, folder: str) -> None:
     meeting, patience = f"file://{folder}/meet", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=patience)
     try:
-        results: dict[str, Any] = {name: trained(make(Path(folder))) for name, make in RECIPES.items()}
-        recipe = supervised(Path(folder))
+        results: dict[str, Any] = {name: trained(recipe_of(name, Path(folder))) for name in RECIPES}
+        recipe = recipe_of("supervised", Path(folder))
         table = recipe.model_dump() | {"data": {**recipe.model_dump()["data"], "batch": 1}}
         try:
             trained(make_recipe({k: v for k, v in table.items() if k in ("kind", "model", "data")}))
@@ -162,7 +134,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_two_ranks_match_the_rows_and_updates_of_one_process(kind: str, ranks: list[dict[str, Any]], folder: Path) -> None:
-    alone = trained(RECIPES[kind](folder))
+    alone = trained(recipe_of(kind, folder))
     assert kind != "in groups" or alone["rounds"] > 1
     for iteration, rows in enumerate(alone["rows"]):
         shares = [rank[kind]["rows"][iteration] for rank in ranks]
