@@ -2,6 +2,7 @@
 
 import math
 import re
+import threading
 import time
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from surefoot.errors import SurefootError
 from surefoot.language.rewards.terms import FunctionReward, WeightedSum, load_reward
 from surefoot.recipes.rewards import RewardTerm
+
+from .test_endpoint import Server
 
 PROMPTS = ["one: ", "two: ", "three: "]
 RESPONSES = ["a", "bb", "ccc"]
@@ -194,6 +197,21 @@ def test_keyboard_interrupt_in_a_function_propagates():
 
     with pytest.raises(KeyboardInterrupt):
         score(stopped)
+
+
+def test_requests_to_a_server_run_at_once_and_scores_stay_in_order():
+    server, together, numbers = Server(), threading.Barrier(6), [str(number) for number in range(12)]
+
+    def answer(body):
+        together.wait(60)
+        return 200, [float(text) for text in body["responses"]]
+
+    server.answer = answer
+    try:
+        reward = load_reward([RewardTerm(url=server.url, batch=2, at_once=6)], deadline=90)
+        assert reward([""] * 12, numbers, {}).total.tolist() == [float(number) for number in numbers]
+    finally:
+        server.close()
 
 
 # ---- sums -------------------------------------------------------------------------------------------------------------
