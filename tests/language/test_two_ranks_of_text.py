@@ -2,18 +2,18 @@
 
 import json
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from ranked import on_ranks
 
 from surefoot.core.credit import assign_credit
 from surefoot.core.rollout import LearnerState, Rollout, World
 from surefoot.errors import SurefootError
 from surefoot.ranks.collectives import sum_count
+from surefoot.ranks.launching import join_ranks
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world
@@ -92,23 +92,6 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     return {**results, "beta": dict(state.coefficients), "weights": dict(world.policy.state_dict())}
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    meeting, patience = f"file://{folder}/meet", timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=patience)
-    try:
-        results: dict[str, Any] = {name: trained(recipe_of(name, Path(folder))) for name in RECIPES}
-        recipe = recipe_of("supervised", Path(folder))
-        table = recipe.model_dump() | {"data": {**recipe.model_dump()["data"], "batch": 1}}
-        try:
-            trained(make_recipe({k: v for k, v in table.items() if k in ("kind", "model", "data")}))
-        except SurefootError as error:
-            results["too few"] = str(error)
-        torch.save(results, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("ranks")
@@ -128,8 +111,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    torch.multiprocessing.start_processes(work, (str(folder),), RANKS, start_method="fork")
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    def body(_: int) -> dict[str, Any]:
+        join_ranks()
+        results: dict[str, Any] = {name: trained(recipe_of(name, folder)) for name in RECIPES}
+        try:
+            trained(make_recipe({"kind": "sft", "model": str(folder / "model"), "data": {**few, "batch": 1}}))
+        except SurefootError as error:
+            results["too few"] = str(error)
+        return results
+
+    few = {"train": str(folder / "rows.jsonl"), "max_length": 64}
+    return on_ranks(RANKS, body, folder / "results")
 
 
 @pytest.mark.parametrize("kind", RECIPES)
