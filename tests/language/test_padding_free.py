@@ -76,34 +76,66 @@ def both(model: Any, critic: Any = None, **settings: Any) -> list[LanguagePolicy
     return policies
 
 
+Rows = list[tuple[int, int, int]]
+"""per row: prompt index, response length, and number of trailing tokens that the policy did not sample"""
+
+
+def batch_of(rows: Rows, prompts: int = 5) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """A batch of prompts of 1 to 5 tokens with responses; prompt 2 is a prefix of prompt 4."""
+    draw = torch.Generator().manual_seed(3)
+    texts = [torch.randint(2, 90, (number % 5 + 1,), generator=draw).tolist() for number in range(prompts)]
+    texts[4] = [*texts[2], 7, 8]
+    answers = [torch.randint(2, 90, (length,), generator=draw).tolist() for _, length, _ in rows]
+    prompt, prompt_mask = left_padded([texts[number] for number, _, _ in rows], PAD)
+    actions, mask = right_padded([[*answer, 9] for answer in answers], PAD)
+    mask = mask.bool()
+    for row, (_, length, unread) in enumerate(rows):
+        mask[row, max(0, length + 1 - unread) :] = False
+    return {"prompt": prompt, "prompt_mask": prompt_mask.bool()}, actions, mask
+
+
+ROWS: Rows = [(2, 6, 0), (0, 3, 0), (2, 1, 0), (4, 4, 1), (2, 6, 9), (0, 5, 0), (4, 0, 0), (2, 8, 2)]
+"""several rows for each of three prompts; one row has no sampled token"""
+
+
+def outputs_and_gradients(policy: LanguagePolicy, batch: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    outputs = policy(*batch)
+    mask, scale = batch[2], torch.linspace(1, 2, batch[2].numel()).view(batch[2].shape)
+    total = ((outputs.log_probs + 0.3 * outputs.entropy + outputs.values) * scale * mask).sum()
+    found = torch.autograd.grad(total, list(policy.parameters()), allow_unused=True)
+    return [outputs.log_probs, outputs.entropy, outputs.values], list(found)
+
+
+def check_same(wanted: LanguagePolicy, actual: LanguagePolicy, batch: Any) -> None:
+    of_wanted, of_actual = (outputs_and_gradients(policy, batch) for policy in (wanted, actual))
+    for a, b in zip(of_actual[0], of_wanted[0], strict=True):
+        near(a, b)
+    for a, b in zip(of_actual[1], of_wanted[1], strict=True):  # type: ignore[assignment]
+        assert (a is None) == (b is None)
+        if a is not None:
+            near(a, b, 1e-4)
+
+
 # ---- passes -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [*tiny.FAMILIES, *OTHERS])
 def test_log_probs_entropy_values_and_gradients_match_the_padded_pass(kind: str) -> None:
-    batch = text(rows=9, prompt=6, response=9)
-    wanted, actual = both(family(kind), "head")
-    outputs = wanted(*batch), actual(*batch)
-    for name in ("log_probs", "entropy", "values"):
-        near(getattr(outputs[1], name), getattr(outputs[0], name))
-    of_both = [
-        torch.autograd.grad((x.log_probs + x.entropy + x.values).sum(), list(policy.parameters()), allow_unused=True)
-        for x, policy in zip(outputs, (wanted, actual), strict=True)
-    ]
-    for a, b in zip(*of_both, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            near(b, a, 1e-4)
+    """Of rows with prompts of their own, and of rows that share some."""
+    policies = both(family(kind), "head")
+    for batch in (text(rows=9, prompt=6, response=9), batch_of(ROWS)):
+        check_same(*policies, batch)
 
 
 @pytest.mark.parametrize("critic", ["head", "own"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_critics_and_checkpointed_layers_match_the_padded_pass(critic: str, checkpointing: bool) -> None:
-    model, batch = make("llama"), text(rows=7)
+    model = make("llama")
     wanted, actual = both(model, "head" if critic == "head" else Critic.from_policy(model), checkpointing=checkpointing)
-    near(*(gradients(policy, policy(*batch)) for policy in (actual, wanted)), 1e-4)
-    with torch.no_grad():
-        near(actual.values_after(*batch), wanted.values_after(*batch))
+    for batch in (text(rows=7), batch_of(ROWS)):
+        near(*(gradients(policy, policy(*batch)) for policy in (actual, wanted)), 1e-4)
+        with torch.no_grad():
+            near(actual.values_after(*batch), wanted.values_after(*batch))
 
 
 def test_custom_critic_reads_padded_rows() -> None:
@@ -332,47 +364,6 @@ def test_startup_notes_report_the_padding_mode(files: Path, folders: dict[str, P
 # ---- prompts that rows share are read once ---------------------------------------------------------------------------
 
 
-Rows = list[tuple[int, int, int]]
-"""per row: prompt index, response length, and number of trailing tokens that the policy did not sample"""
-
-
-def batch_of(rows: Rows, prompts: int = 5) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """A batch of prompts of 1 to 5 tokens with responses; prompt 2 is a prefix of prompt 4."""
-    draw = torch.Generator().manual_seed(3)
-    texts = [torch.randint(2, 90, (number % 5 + 1,), generator=draw).tolist() for number in range(prompts)]
-    texts[4] = [*texts[2], 7, 8]
-    answers = [torch.randint(2, 90, (length,), generator=draw).tolist() for _, length, _ in rows]
-    prompt, prompt_mask = left_padded([texts[number] for number, _, _ in rows], PAD)
-    actions, mask = right_padded([[*answer, 9] for answer in answers], PAD)
-    mask = mask.bool()
-    for row, (_, length, unread) in enumerate(rows):
-        mask[row, max(0, length + 1 - unread) :] = False
-    return {"prompt": prompt, "prompt_mask": prompt_mask.bool()}, actions, mask
-
-
-ROWS: Rows = [(2, 6, 0), (0, 3, 0), (2, 1, 0), (4, 4, 1), (2, 6, 9), (0, 5, 0), (4, 0, 0), (2, 8, 2)]
-"""several rows for each of three prompts; one row has no sampled token"""
-
-
-def outputs_and_gradients(policy: LanguagePolicy, batch: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    outputs = policy(*batch)
-    mask, scale = batch[2], torch.linspace(1, 2, batch[2].numel()).view(batch[2].shape)
-    total = ((outputs.log_probs + 0.3 * outputs.entropy + outputs.values) * scale * mask).sum()
-    found = torch.autograd.grad(total, list(policy.parameters()), allow_unused=True)
-    return [outputs.log_probs, outputs.entropy, outputs.values], list(found)
-
-
-def check_same(wanted: LanguagePolicy, actual: LanguagePolicy, batch: Any) -> None:
-    assert actual.prompts_once
-    of_wanted, of_actual = (outputs_and_gradients(policy, batch) for policy in (wanted, actual))
-    for a, b in zip(of_actual[0], of_wanted[0], strict=True):
-        near(a, b)
-    for a, b in zip(of_actual[1], of_wanted[1], strict=True):  # type: ignore[assignment]
-        assert (a is None) == (b is None)
-        if a is not None:
-            near(a, b, 1e-4)
-
-
 LLAMA: dict[str, Any] = {}
 """the two policies of the property test, built once for all examples"""
 
@@ -382,23 +373,10 @@ LLAMA: dict[str, Any] = {}
 def test_sharing_prompts_does_not_change_outputs_or_gradients(rows: Rows) -> None:
     if not LLAMA:
         LLAMA["policies"] = both(make("llama"), "head")
+        assert LLAMA["policies"][1].prompts_once
     batch = batch_of(rows)
     if batch[2].any():
         check_same(*LLAMA["policies"], batch)
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", *OTHERS])
-def test_other_model_families_match_the_padded_pass(kind: str) -> None:
-    check_same(*both(family(kind), "head"), batch_of(ROWS))
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_critics_values_after_and_checkpointing_match_the_padded_pass(checkpointing: bool) -> None:
-    model, batch = make("llama"), batch_of(ROWS)
-    wanted, actual = both(model, Critic.from_policy(model), checkpointing=checkpointing)
-    near(*(gradients(policy, policy(*batch)) for policy in (actual, wanted)), 1e-4)
-    with torch.no_grad():
-        near(actual.values_after(*batch), wanted.values_after(*batch))
 
 
 def test_a_pass_reads_every_prompt_once() -> None:
