@@ -55,8 +55,6 @@ PROMPT, TOKENS = 24, 16
 def benchmark() -> Any:
     """The benchmark that measures runs; the tests measure with its code."""
     spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -174,8 +172,7 @@ def test_estimates_with_long_demonstrations_are_within_15_percent(here: Path) ->
     table["mixing"] = {"sft_coefficient": 0.5, "demonstrations": str(demonstrations), "batch": 12}
     table["check_memory"] = True
     world = surefoot.runs.factory.make_world(make_recipe(table))
-    full = world.memory.full  # type: ignore[attr-defined]
-    assert full is not None
+    full = world.memory.full
     assert (full.demonstrated, full.mixed) == (BatchShape(20, 60, 40), BatchShape(12, 60, 40))
     estimated = estimate(full)
     del world
@@ -191,7 +188,7 @@ def test_further_rounds_add_the_memory_of_earlier_samples(here: Path) -> None:
     assert setup.rounds == 3
     estimated, alone = estimate(setup), estimate(replace(setup, rounds=1))
     world = surefoot.runs.factory.make_world(make_recipe(table))
-    drawn = world.collector._respond_to_next(4, 0)[0].samples  # type: ignore[attr-defined]
+    drawn = world.collector._respond_to_next(4, 0)[0].samples
     held = [drawn.prompt, drawn.prompt_mask, drawn.actions, drawn.mask, drawn.log_probs]
     for phase in ("sampling", "scoring"):
         assert estimated.at(phase) - alone.at(phase) == pytest.approx(2 * sum(x.nbytes for x in held), rel=0.15)
@@ -268,7 +265,7 @@ def test_unknown_families_are_named_where_numbers_are_shown(here: Path, set_memo
 def trial(table: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
     """World and learner of a recipe, and copies of all that a pass could change."""
     world = surefoot.runs.factory.make_world(make_recipe({**table, "check_memory": True}))
-    learner = surefoot.runs.factory.make_learner(world.recipe, world.policy)  # type: ignore[attr-defined]
+    learner = surefoot.runs.factory.make_learner(world.recipe, world.policy)
     return world, learner, state_of(world, learner)
 
 

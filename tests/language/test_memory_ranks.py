@@ -207,7 +207,7 @@ def test_a_rejection_suggests_sharding_over_all_gpus_of_the_machine(
 ) -> None:
     monkeypatch.setattr(check, "total_memory", lambda device: 10**12)
     recipe = make_recipe({**online(here, critic={"own_model": True}), "device": GPU})
-    needed = [permanent_bytes(with_ranks(readable_workload(recipe), ranks)) for ranks in (1, 2, 4)]  # type: ignore[arg-type]
+    needed = [permanent_bytes(with_ranks(readable_workload(recipe), ranks)) for ranks in (1, 2, 4)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(check, "available_memory", lambda device: needed[2] if device == GPU else 10**12)
     with pytest.raises(SurefootError, match=r'set sharding = "full" and add --ranks 4 \('):

@@ -198,11 +198,10 @@ def test_messages_are_scored_at_the_tokens_that_training_scores(tmp_path: Path) 
     model, tokenizer = load_model("pocket")
     pooled(model, tokenizer).save(tmp_path / "reward")
     reward, prompt = ModelReward(tmp_path / "reward"), [{"role": "user", "content": "Hello?"}]
-    assert reward.tokens is not None
     write_rows(tmp_path / "d.jsonl", [{"prompt": prompt, "completion": [{"role": "assistant", "content": "Hi."}]}])
     rows = data.demonstrations(open_rows(str(tmp_path / "d.jsonl")), reward.tokens, 64)
     ids, start = rows.ids[0], rows.trained[0].index(True)
-    wanted = summed_by_hand(reward.model, ids[:start], ids[start:])  # type: ignore[arg-type]
+    wanted = summed_by_hand(reward.model, ids[:start], ids[start:])
     torch.testing.assert_close(reward([prompt], ["Hi."], {}).total[0], wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -240,7 +239,7 @@ def test_micro_batches_change_neither_its_loss_nor_its_gradient(folders: dict[st
         loss = learner.update(rollout, assign_credit(rollout, world.recipe.objective), LearnerState.seeded(1, 96))[
             "policy_loss"
         ]
-        results.append((loss, world.policy.model.head.weight.detach().clone()))  # type: ignore[union-attr]
+        results.append((loss, world.policy.model.head.weight.detach().clone()))
     for loss, weight in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-5)
         torch.testing.assert_close(weight, results[0][1], atol=1e-6, rtol=1e-5)

@@ -111,8 +111,6 @@ def test_score_is_on_the_last_token_and_kl_on_every_token(files: dict[str, str],
     with torch.no_grad():  # otherwise the reference equals the policy and the KL is 0
         made.reference.policy.model.get_output_embeddings().weight.mul_(0.5)
     r = collected(made)
-    assert r.ref_log_probs is not None
-    assert r.old_log_probs is not None
     kl = r.old_log_probs - r.ref_log_probs
     assert kl[r.mask].abs().max() > 0.01
     without = r.rewards + 0.3 * kl
@@ -134,7 +132,7 @@ def test_responses_without_eos_are_treated_as_configured(
         "missing_eos_value": -2.0,
     }
     made = world(files, folders["llama"], reward=settings, sampling={"prompts": 8, "max_tokens": 8})
-    made.policy.value_head.bias.data.fill_(3.0)  # type: ignore[union-attr, operator]
+    made.policy.value_head.bias.data.fill_(3.0)
     r = collected(made)
     cut = r.mask.all(-1) & (r.actions[:, -1] != made.tokens.eos_id)
     assert cut.any()
@@ -175,7 +173,6 @@ def test_reward_functions_get_columns_and_groups_share_a_prompt(files: dict[str,
     prompts = [prompt[mask] for prompt, mask in zip(r.inputs["prompt"], r.inputs["prompt_mask"], strict=True)]
     assert scores == [worth[tuple(prompt.tolist())] for prompt in prompts]
     assert len({*scores}) == 3
-    assert r.group is not None
     assert r.group.tolist() == [i // 2 for i in range(16)]
     assert (r.inputs["prompt"][::2] == r.inputs["prompt"][1::2]).all()
 
@@ -203,7 +200,6 @@ def test_unscored_responses_change_no_weight_and_give_no_held_out_reward(
     for name, weights in made.policy.state_dict().items():
         assert torch.equal(weights, before[name]), name
     evaluation = made.evaluate()
-    assert evaluation is not None
     assert evaluation.metrics["held_out_reward"] is None
     assert all(row["reward"] is None for row in evaluation.samples)
 
@@ -227,9 +223,7 @@ def test_each_held_out_prompt_gets_one_response(files: dict[str, str], folders: 
         "evaluation": {"rows": 7},
     }
     several = {"sampling": {"prompts": 4, "samples": 4, "max_tokens": 8}}
-    one, many = (world(files, folders["llama"], **changes, **more).evaluate() for more in ({}, several))  # type: ignore[arg-type]
-    assert one is not None
-    assert many is not None
+    one, many = (world(files, folders["llama"], **changes, **more).evaluate() for more in ({}, several))
     assert len(many.samples) == 7
     for ours, theirs in zip(many.samples, one.samples, strict=True):
         assert (ours["prompt"], ours["response"]) == (theirs["prompt"], theirs["response"])
@@ -314,7 +308,7 @@ def test_errors_begin_with_their_field(files: dict[str, str], folders: dict[str,
         ({"critic": {"own_model": True, "start": "./nowhere"}}, "critic.start"),
     ):
         with pytest.raises(SurefootError, match=f"^{field}"):
-            world(files, folders["llama"], **changes)  # type: ignore[arg-type]
+            world(files, folders["llama"], **changes)
 
 
 def test_reference_and_critic_need_the_policys_vocabulary_and_context(
@@ -437,7 +431,7 @@ def test_traced_tokens_rewards_and_kl_are_consistent(files: dict[str, str], fold
                 sum(c in "aeiou" for c in text) / max(1, len(text)), abs=1e-6
             )
             for t in range(len(row.mask)):
-                kl = float(row.old_log_probs[t] - row.ref_log_probs[t])  # type: ignore[index]
+                kl = float(row.old_log_probs[t] - row.ref_log_probs[t])
                 assert row.reward_parts["kl"][t] == pytest.approx(kl, abs=1e-6)
                 score = float(row.reward_parts["score"][t])
                 assert row.rewards[t] == pytest.approx(score - row.about["reference_beta"] * kl, abs=1e-5)

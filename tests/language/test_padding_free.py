@@ -110,7 +110,7 @@ def check_same(wanted: LanguagePolicy, actual: LanguagePolicy, batch: Any) -> No
     of_wanted, of_actual = (outputs_and_gradients(policy, batch) for policy in (wanted, actual))
     for a, b in zip(of_actual[0], of_wanted[0], strict=True):
         near(a, b)
-    for a, b in zip(of_actual[1], of_wanted[1], strict=True):  # type: ignore[assignment]
+    for a, b in zip(of_actual[1], of_wanted[1], strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             near(a, b, 1e-4)
@@ -255,7 +255,6 @@ def test_at_maps_padded_positions_to_packed_tokens() -> None:
     real = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 0, 0]]).bool()
     rows, columns = real.nonzero(as_tuple=True)
     read = end_to_end(ids, real)
-    assert read.layout is not None
     assert read.layout.lengths == (2, 3, 1)
     assert read.options["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0]]
     assert torch.equal(read.ids[read.at(rows, columns)], ids[rows, columns])
@@ -334,7 +333,7 @@ def test_run_metrics_and_weights_match_the_padded_run(
     if name in ("ppo", "grpo"):
         assert [row["ratio_at_start"] for row in metrics[1]] == pytest.approx([1, 1], abs=1e-5)
     for key, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][key], weight, rtol=0, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")  # type: ignore[misc]
+        torch.testing.assert_close(weights[1][key], weight, rtol=0, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def module_of(result: Any) -> Any:
@@ -427,7 +426,6 @@ def test_at_maps_padded_positions_and_the_longest_row_is_contiguous() -> None:
     assert torch.equal(read.ids[places], ids[rows, columns])
     assert torch.equal(read.options["position_ids"][places], columns)
     assert read.ids.shape == (1, 6 + 1 + 0 + 2 + 3)
-    assert read.layout is not None
     start, longest = read.layout.longest()
     assert read.ids[0, start : start + longest].tolist() == [1, 2, 3, 7, 8, 9]
 
@@ -460,7 +458,6 @@ def test_each_row_counts_an_eighth_of_its_shared_prompt_for_copied_keys() -> Non
     policy = both(make("llama"))[1]
     prompt = torch.arange(2, 42).repeat(2, 1)
     shared = policy.shared({"prompt": prompt, "prompt_mask": torch.ones_like(prompt).bool()}, torch.ones(2, 3).bool())
-    assert shared is not None
     assert (shared.group.tolist(), shared.saved.tolist()) == ([0, 0], [35, 35])
 
 
@@ -474,7 +471,6 @@ def test_micro_batches_do_not_change_log_probs_or_values() -> None:
     wanted, actual = both(make("llama"), "head")
     batch = batch_of(ROWS)
     shared = actual.shared(batch[0], batch[2])
-    assert shared is not None
     found = in_micro_batches(actual, *batch, 14, shared=shared)
     near(found.log_probs, wanted(*batch).log_probs)
     near(found.values, wanted(*batch).values)

@@ -99,9 +99,9 @@ def policy_of(model: Any, critic: Any = None, **settings: Any) -> LanguagePolicy
 
 def awake(policy: LanguagePolicy, seed: int = 0) -> LanguagePolicy:
     """Set random weights in the value head, which starts at zero."""
-    head = policy.value_head if policy.value_head is not None else policy.critic.head  # type: ignore[union-attr]
+    head = policy.value_head if policy.value_head is not None else policy.critic.head
     with torch.no_grad():
-        for parameter in head.parameters():  # type: ignore[union-attr]
+        for parameter in head.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
     return policy
 
@@ -112,7 +112,7 @@ def gradients(policy: nn.Module, actual: Evaluation) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     total = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
     named = dict(policy.named_parameters())
-    found_gradients = torch.autograd.grad(total, list(named.values()))  # type: ignore[arg-type]
+    found_gradients = torch.autograd.grad(total, list(named.values()))
     assert all(gradient.abs().max() > 1e-6 for gradient in found_gradients), "every parameter gets a gradient"
     return dict(zip(named, found_gradients, strict=True))
 
@@ -148,7 +148,7 @@ def test_logit_scales_soft_caps_and_head_biases_are_applied(kind: str) -> None:
         near(ours, theirs, 1e-4)
 
 
-class Wavy(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
+class Wavy(transformers.LlamaForCausalLM):
     """A model with a change to its logits that no configuration field describes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ def test_unknown_heads_fall_back_to_the_models_own_logits() -> None:
 def test_soft_cap_without_visible_effect_is_still_detected() -> None:
     """The logits of a new model are far below 30, so a readout without the cap would only be wrong after training."""
 
-    class Capped(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
+    class Capped(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super().forward(*args, **kwargs)
             outputs.logits = 30 * (outputs.logits / 30).tanh()
@@ -261,7 +261,7 @@ def test_separate_critic_shares_no_parameters_with_the_policy() -> None:
 
 def test_value_head_has_its_own_parameters_and_its_loss_reaches_the_trunk() -> None:
     policy = awake(policy_of(make("llama"), "head"))
-    assert {id(p) for p in policy.critic_parameters()} == {id(p) for p in policy.value_head.parameters()}  # type: ignore[union-attr]
+    assert {id(p) for p in policy.critic_parameters()} == {id(p) for p in policy.value_head.parameters()}
     policy(*text()).values.sum().backward()
     assert policy.model.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0
     assert list(policy_of(make("llama")).critic_parameters()) == []
@@ -344,7 +344,7 @@ def count_layers(policy: LanguagePolicy, counts: list[int]) -> None:
 
     for part in policy.modules():
         if hasattr(part, "gradient_checkpointing") and (hasattr(part, "mlp")):
-            part.mlp.register_forward_pre_hook(seen)  # type: ignore[union-attr]
+            part.mlp.register_forward_pre_hook(seen)
 
 
 def test_a_cache_works_after_a_checkpointed_pass() -> None:

@@ -59,8 +59,6 @@ def world_of(kind: str, *args: Any, **changes: Any) -> Any:
 def roles_of(world: LanguageWorld) -> dict[str, torch.nn.Module]:
     """The four models."""
     reward = next(part.model for part in parts_of(world.reward) if isinstance(part, ModelReward))
-    assert world.policy.critic is not None
-    assert world.reference is not None
     return {"policy": world.policy.model, "critic": world.policy.critic, "reference": world.reference, "reward": reward}
 
 

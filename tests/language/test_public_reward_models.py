@@ -95,7 +95,7 @@ def test_transformers_computes_the_scores_of_a_saved_reward_model(
 ) -> None:
     ours = written(tmp_path / "reward", folders[family])
     texts = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
-    ids, mask = right_padded([[*ours.tokenizer(text)["input_ids"], 1] for text in texts], 0)  # type: ignore[misc]
+    ids, mask = right_padded([[*ours.tokenizer(text)["input_ids"], 1] for text in texts], 0)
     with torch.no_grad():
         logits = ours.logits(ids, mask)
         torch.testing.assert_close(theirs(tmp_path / "reward", texts, side), logits, atol=1e-5, rtol=1e-5)
@@ -144,7 +144,7 @@ def plain_tokenizer(vocabulary: dict[str, int], eos: str) -> Any:
 def test_mixture_of_experts_is_saved_with_the_weight_names_of_transformers(tmp_path: Path) -> None:
     source = tiny.write_folder(tmp_path / "mixtral", "mixtral")
     ours = written(tmp_path / "reward", source)
-    ids = torch.tensor([[*ours.tokenizer("hello")["input_ids"], 1]])  # type: ignore[misc]
+    ids = torch.tensor([[*ours.tokenizer("hello")["input_ids"], 1]])
     with torch.no_grad():
         wanted = ours.logits(ids, torch.ones_like(ids, dtype=torch.bool))
     torch.testing.assert_close(theirs(tmp_path / "reward", ["hello"]), wanted, atol=1e-5, rtol=1e-5)
@@ -340,7 +340,7 @@ def test_run_uses_a_public_model_as_reward_and_as_critic_start(folders: dict[str
     ids = torch.arange(20).view(2, 10) + 5
     with torch.no_grad():
         wanted = RewardModel.load(public, "good")(ids, ids > 0)
-        torch.testing.assert_close(world.policy.critic(ids)[:, -1], wanted, atol=1e-5, rtol=1e-5)  # type: ignore[misc]
+        torch.testing.assert_close(world.policy.critic(ids)[:, -1], wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_critic_start_must_be_a_decoder_with_the_policys_vocabulary(
@@ -364,10 +364,9 @@ def test_critic_start_must_be_a_decoder_with_the_policys_vocabulary(
 def test_memory_check_skips_classifiers_that_it_cannot_count(folders: dict[str, Path], rows: Path, tmp_path: Path) -> None:
     reward = {"terms": [{"model": str(encoder(tmp_path / "sentiment")), "label": "POSITIVE"}]}
     workload = readable_workload(online(folders["llama"], rows, reward=reward))
-    assert workload is not None
     assert workload.rewards == ()
     decoder = {"terms": [{"model": str(classifier(tmp_path / "public", {0: "LABEL_0"}))}]}
-    assert len(readable_workload(online(folders["llama"], rows, reward=decoder)).rewards) == 1  # type: ignore[union-attr]
+    assert len(readable_workload(online(folders["llama"], rows, reward=decoder)).rewards) == 1
 
 
 # ---- in TRL and vLLM, with SUREFOOT_TRL_PYTHON and SUREFOOT_VLLM_PYTHON ----------------------------------------------
@@ -431,7 +430,7 @@ def test_trl_trainers_compute_the_same_scores(trainer: str, chat: bool, tmp_path
 def test_vllm_computes_the_same_scores(standardised: bool, tmp_path: Path) -> None:
     """Also the standardised rewards of runs, if its pooler subtracts the mean score."""
     ours = of_chat(tmp_path / "reward", hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
-    texts = [[*ours.tokenizer(text)["input_ids"], 1] for text in ASKED]  # type: ignore[misc]
+    texts = [[*ours.tokenizer(text)["input_ids"], 1] for text in ASKED]
     with torch.no_grad():
         scores = (ours if standardised else ours.logits)(*right_padded(texts, 0))
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

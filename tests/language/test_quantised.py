@@ -61,9 +61,8 @@ def base_of(model: Path, kind: str, precision: str = "float32") -> tuple[Any, Sh
             "precision": precision,
         }
     )
-    loaded, _ = load_base(recipe)  # type: ignore[arg-type]
-    base = add_adapter(recipe, loaded, str(model))  # type: ignore[arg-type]
-    assert base is not None
+    loaded, _ = load_base(recipe)
+    base = add_adapter(recipe, loaded, str(model))
     return loaded, base
 
 
@@ -130,8 +129,8 @@ def test_reference_is_the_quantised_base_and_the_initial_ratio_is_one(
     files: Path, model: Path, kind: str, padding_free: bool
 ) -> None:
     changes = {"objective": {"reuse": {"epochs": 1, "minibatches": 1}}, "reference": {"beta": 0.1}}
-    changes |= {"padding_free": padding_free}  # type: ignore[dict-item]
-    world = LanguageWorld(make_recipe(table("language", files, model, **quantised(kind), **changes)))  # type: ignore[arg-type]
+    changes |= {"padding_free": padding_free}
+    world = LanguageWorld(make_recipe(table("language", files, model, **quantised(kind), **changes)))
     assert world.engine.name == "model"
     assert "quantised" in world.engine.reason
     learner, state = make_learner(world.recipe, world.policy), LearnerState.seeded(1, 32)
@@ -200,8 +199,7 @@ def test_resuming_is_exact(files: Path, model: Path, tmp_path: Path, kind: str) 
 
 def test_continuous_batching_samples_from_the_quantised_policy(files: Path, model: Path) -> None:
     changes = quantised("nf4", sampling={"prompts": 8, "max_tokens": 6, "engine": "continuous"})
-    world = LanguageWorld(make_recipe(table("language", files, model, **changes)))  # type: ignore[arg-type]
-    assert world.base is not None
+    world = LanguageWorld(make_recipe(table("language", files, model, **changes)))
     moved(world.base, POLICY)
     rollout = world.collector.collect(LearnerState.seeded(1, 32))
     assert float(rollout.metrics["sampler_gap"] or 0) < 1e-3
@@ -212,22 +210,22 @@ def test_reward_model_shares_the_base_only_if_quantised_the_same_way(files: Path
     for kind, shared in (("nf4", True), ("int8", False)):
         changes = quantised(kind, reward={"terms": [{"model": str(tmp_path / "reward")}]})
         recipe = make_recipe(table("language", files, model, **changes))
-        world = LanguageWorld(recipe)  # type: ignore[arg-type]
-        assert shares_base(world.reward.model) == shared  # type: ignore[attr-defined]
-        planned = workload_of(recipe, prompt=8, response=6)  # type: ignore[arg-type]
+        world = LanguageWorld(recipe)
+        assert shares_base(world.reward.model) == shared
+        planned = workload_of(recipe, prompt=8, response=6)
         assert (len(planned.reward_adapters), len(planned.rewards)) == ((1, 0) if shared else (0, 1))
     changes = quantised("int8", critic={"own_model": True, "start": str(tmp_path / "reward")})
     with pytest.raises(SurefootError, match=r"^critic.start=.*is not an adapter of model="):
-        LanguageWorld(make_recipe(table("language", files, model, **changes)))  # type: ignore[arg-type]
+        LanguageWorld(make_recipe(table("language", files, model, **changes)))
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("nf4", "bfloat16"), ("nf4", "bfloat16-weights"), ("int8", "float32")])
 def test_memory_plan_counts_the_base_bytes(files: Path, model: Path, kind: str, precision: str) -> None:
     recipe = make_recipe(table("language", files, model, **quantised(kind), precision=precision))
-    world = LanguageWorld(recipe)  # type: ignore[arg-type]
+    world = LanguageWorld(recipe)
     world.policy(*one_row(world))  # the first pass moves the int8 scales
     held = [x.numel() * x.element_size() for x in tensors_of(world.result.model)]
-    planned = permanent(workload_of(recipe, prompt=8, response=6))["base"]["weights"]  # type: ignore[arg-type]
+    planned = permanent(workload_of(recipe, prompt=8, response=6))["base"]["weights"]
     biases = sum(layer.bias.numel() for layer in layers(world.result.model) if layer.bias is not None)
     assert planned == sum(held) + (2 * biases if kind == "nf4" and precision == "bfloat16" else 0)  # bitsandbytes casts biases
 
@@ -255,12 +253,12 @@ def test_unsupported_layers_and_a_missing_package_are_rejected(
 ) -> None:
     other = write_folder(tmp_path / "gpt2", "gpt2")
     with pytest.raises(SurefootError, match=r"^adapter.quantize='nf4': GPT2Model has layers that are not nn.Linear"):
-        SupervisedWorld(make_recipe(table("sft", files, other, **quantised("nf4"))))  # type: ignore[arg-type]
+        SupervisedWorld(make_recipe(table("sft", files, other, **quantised("nf4"))))
 
     real, missing = importlib.util.find_spec, "bitsandbytes"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else real(name, *a))
     with pytest.raises(SurefootError, match=r"adapter.quantize='nf4' needs bitsandbytes, .*pip install .*\[quantized\]'"):
-        SupervisedWorld(make_recipe(table("sft", files, model, **quantised("nf4"))))  # type: ignore[arg-type]
+        SupervisedWorld(make_recipe(table("sft", files, model, **quantised("nf4"))))
 
 
 class Scales:
@@ -282,7 +280,7 @@ def test_placing_an_int8_model_moves_the_scales_of_its_layers_with_the_weights(m
     for layer in layers(base.trunk):
         layer.weight.data = layer.weight.data.clone()
         getattr(layer, held).SCB = Scales()
-    place(base.trunk, make_recipe({"kind": "sft", "model": str(model), "data": {"train": "x"}, "steps": 1}))  # type: ignore[arg-type]
+    place(base.trunk, make_recipe({"kind": "sft", "model": str(model), "data": {"train": "x"}, "steps": 1}))
     for layer in layers(base.trunk):
         assert getattr(layer, held).CB.data_ptr() == layer.weight.data_ptr()
         assert getattr(layer, held).SCB.device == layer.weight.device

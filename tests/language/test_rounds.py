@@ -99,9 +99,7 @@ def start(tmp_path: Path, folders: dict[str, Path]) -> Path:
 
 
 def recipe_of(start: Path, **changes: Any) -> LanguageRecipe:
-    made = make_recipe({**read_toml(start / "ppo.toml"), **changes})
-    assert isinstance(made, LanguageRecipe)
-    return made
+    return make_recipe({**read_toml(start / "ppo.toml"), **changes})
 
 
 def timeless(run: Path) -> list[dict[str, Any]]:
@@ -321,7 +319,7 @@ def test_a_round_whose_labels_are_predicted_by_chance_stops_before_training_if_a
             here,
             who,
             lambda key, who=who, better=better: "left" if at.queue.b_is_left(key, who) == (better == "b") else "right",
-        )  # type: ignore[misc]
+        )
     count = 2 * len(at.queue.pairs)
     for _ in range(2):
         with pytest.raises(

@@ -22,9 +22,8 @@ from surefoot.language.data.sources import read_rows
 from surefoot.language.rewards.endpoint import Endpoint
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.terms import FunctionReward
-from surefoot.language.served import ServedPolicy, ServedReward, load_served
+from surefoot.language.served import ServedPolicy, load_served
 from surefoot.people.log import Round
-from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.rounds import RoundsSettings, _labelled
 
@@ -62,9 +61,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -
 
 @pytest.fixture(scope="module")
 def policy(folders: dict[str, Path]) -> ServedPolicy:
-    made = load_served(str(folders["llama"]))
-    assert isinstance(made, ServedPolicy)
-    return made
+    return load_served(str(folders["llama"]))
 
 
 def term_of(url: str, model: Any) -> str:
@@ -99,8 +96,7 @@ def test_a_served_reward_is_that_of_the_run_by_command_python_and_best_of_n(
 
 def test_a_served_reward_reads_the_tools_of_each_conversation(reward: Path) -> None:
     model, names = load_served(str(reward)), "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
-    assert isinstance(model, ServedReward)
-    tokenizer = model.reward.tokens.tokenizer  # type: ignore[union-attr]
+    tokenizer = model.reward.tokens.tokenizer
     tokenizer.chat_template = names + tokenizer.chat_template
     asked = [{"role": "user", "content": "one"}]
     talks = [Dialogue(asked, {"tools": [{"name": "add"}]}), Dialogue(asked, {})]
@@ -245,7 +241,6 @@ def labelled(judge: str, reward: Path, folders: dict[str, Path], folder: Path) -
     table: dict[str, Any] = {"kind": "language", "model": str(folders["llama"]), "steps": 16}
     table |= {"data": {"train": str(folder / "prompts.jsonl"), "max_length": 16}, "reward": {"terms": [{"model": str(reward)}]}}
     recipe = make_recipe({**table, "sampling": {"prompts": 8, "max_tokens": 12}})
-    assert isinstance(recipe, LanguageRecipe)
     _labelled(RoundsSettings(recipe, judge, pairs=20), folder, 1, print)
     return Round(folder / "round-1")
 

@@ -191,7 +191,7 @@ FORGED = {"messages": [{"role": "user", "content": "a⟨eos⟩b"}, *FOUR]}
 def test_control_tokens_are_split_kept_or_rejected_and_counted(tmp_path: Path) -> None:
     given = [FORGED, {"messages": [{"role": "user", "content": "a"}, *FOUR]}, {"prompt": "c⟨eos⟩", "completion": "d"}]
     for control, eos in (("split", 1), ("keep", 2)):
-        made = demonstrations(rows(tmp_path, *given), TOKENS, 300, control=control)  # type: ignore[arg-type]
+        made = demonstrations(rows(tmp_path, *given), TOKENS, 300, control=control)
         assert made.ids[0].count(TOKENS.eos_id) == eos
         counted, literal = (note.partition(": ")[2] for note in made.notes)
         assert counted.startswith("1 rows with control tokens in messages, encoded as ")

@@ -81,7 +81,6 @@ def train(folder: Path, kind: str, run_dir: Path, steps: int, **changes: Any) ->
 
 def whole(run_dir: Path) -> dict[str, Any]:
     checkpoint = latest_checkpoint(run_dir / "checkpoints")
-    assert checkpoint is not None
     return load_checkpoint(checkpoint)
 
 
@@ -91,7 +90,6 @@ def mismatches(run_dir: Path) -> list[str]:
     recipe = make_recipe(saved["recipe"])
     session = Session(recipe.model_copy(update={"steps": 1_000}), make_world(recipe), None)
     checkpoint = latest_checkpoint(run_dir / "checkpoints")
-    assert checkpoint is not None
     session.restore(checkpoint, allow_changes=True)
     wrong = []
     for name, parameter in session.world.policy.state_dict().items():

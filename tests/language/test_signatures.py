@@ -45,7 +45,7 @@ def error(function: Any, **options: Any) -> str:
 def test_trl_function_gets_lists_and_columns_by_name() -> None:
     seen: dict[str, Any] = {}
 
-    def reward(completions, answer, **kwargs):  # type: ignore[no-untyped-def]
+    def reward(completions, answer, **kwargs):
         seen.update(kwargs)
         return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
 
@@ -54,7 +54,7 @@ def test_trl_function_gets_lists_and_columns_by_name() -> None:
 
 
 def test_trl_function_gets_message_completions_for_message_prompts() -> None:
-    def reward(prompts, completions):  # type: ignore[no-untyped-def]
+    def reward(prompts, completions):
         assert prompts[0] == [{"role": "user", "content": "one: "}]
         assert [list(one) for one in completions[0]] == [["role", "content"]]
         assert {one[0]["role"] for one in completions} == {"assistant"}
@@ -64,10 +64,10 @@ def test_trl_function_gets_message_completions_for_message_prompts() -> None:
 
 
 def test_none_from_a_trl_function_adds_zero_and_stays_valid() -> None:
-    def easy(completions, level):  # type: ignore[no-untyped-def]
+    def easy(completions, level):
         return [1.0 if one < 3 else None for one in level]
 
-    async def hard(completions, level):  # type: ignore[no-untyped-def]
+    async def hard(completions, level):
         return [None if one < 3 else 5.0 for one in level]
 
     scores = WeightedSum([FunctionReward(easy), FunctionReward(hard)])(PROMPTS, RESPONSES, COLUMNS)
@@ -86,13 +86,13 @@ def test_arguments_of_the_trl_trainer_are_rejected_unless_optional() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_verifiers_function_is_called_once_per_row(asynchronous: bool) -> None:
-    def rubric(prompt, completion, answer, state, info, task):  # type: ignore[no-untyped-def]
+    def rubric(prompt, completion, answer, state, info, task):
         assert (state["prompt"], state["completion"], state["answer"]) == (prompt, completion, answer)
         assert state["input"]["level"] in (1, 2, 3)
         assert (info, task) == ({}, "")
         return float(completion == answer)
 
-    async def later(completion, answer):  # type: ignore[no-untyped-def]
+    async def later(completion, answer):
         await asyncio.sleep(0)
         return float(completion == answer)
 
@@ -100,7 +100,7 @@ def test_verifiers_function_is_called_once_per_row(asynchronous: bool) -> None:
 
 
 def test_verifiers_function_gets_messages_and_the_columns_of_its_row() -> None:
-    def rubric(completion, level, **kwargs):  # type: ignore[no-untyped-def]
+    def rubric(completion, level, **kwargs):
         assert "answer" in kwargs
         return len(completion[-1]["content"]) * level
 
@@ -113,7 +113,7 @@ def test_functions_of_trl_and_verifiers_get_all_turns_after_the_prompt_and_other
     turns: list[dict[str, Any]] = [{"role": "user", "content": "2*3?"}, {"role": "assistant", "content": "", "tool_calls": []}]
     prompts = [Dialogue([*turns, {"role": "tool", "content": "6"}], {"tools": [{"name": "multiply"}]}, asked=1)] * 3
 
-    def trl(prompts, completions, tools=None):  # type: ignore[no-untyped-def]
+    def trl(prompts, completions, tools=None):
         assert [[one["role"] for one in talk] for talk in (prompts[0], completions[0])] == [
             ["user"],
             ["assistant", "tool", "assistant"],
@@ -133,7 +133,7 @@ def test_verifiers_function_with_a_missing_column_is_rejected() -> None:
 def test_rows_of_an_async_function_run_concurrently() -> None:
     barrier = []
 
-    async def all_at_once(completion):  # type: ignore[no-untyped-def]
+    async def all_at_once(completion):
         barrier.append(completion)
         while len(barrier) < 3:
             await asyncio.sleep(0)
@@ -190,7 +190,7 @@ def test_async_callable_is_awaited_inside_and_outside_a_running_loop() -> None:
 def test_async_function_keeps_its_event_loop_between_calls() -> None:
     loops = []
 
-    async def reward(completions):  # type: ignore[no-untyped-def]
+    async def reward(completions):
         loops.append(asyncio.get_running_loop())
         return [0.0] * len(completions)
 
@@ -200,20 +200,20 @@ def test_async_function_keeps_its_event_loop_between_calls() -> None:
 
 
 def test_async_function_that_fails_or_hangs_raises_a_one_line_error() -> None:
-    async def fails(completion):  # type: ignore[no-untyped-def]
+    async def fails(completion):
         raise RuntimeError("no network")
 
-    async def exits(completions):  # type: ignore[no-untyped-def]
+    async def exits(completions):
         raise SystemExit(3)
 
-    async def hangs(completion):  # type: ignore[no-untyped-def]
+    async def hangs(completion):
         await asyncio.sleep(60)
 
     assert re.search(r"raised RuntimeError: no network \(test_signatures\.py:\d+\); fix the function", error(fails))
     assert "raised RuntimeError: SystemExit: 3" in error(exits)
     assert "took longer than reward.deadline=0.2 s for 3 responses" in error(hangs, deadline=0.2)
 
-    async def works(completion):  # type: ignore[no-untyped-def]
+    async def works(completion):
         return 1.0
 
     assert score(works) == [1, 1, 1], "the event loop must still run"
@@ -322,7 +322,7 @@ def rewards(run: Path) -> list[float]:
 def test_run_with_a_local_function_resumes_only_if_it_is_passed_again(folders: dict[str, Path], tmp_path: Path) -> None:
     calls = []
 
-    def local(completions):  # type: ignore[no-untyped-def]
+    def local(completions):
         calls.append(len(completions))
         return [-float(len(text)) for text in completions]
 

@@ -113,9 +113,7 @@ def test_training_learns_steps_and_all_readers_get_the_same_scores(folders: dict
 
     reward = ModelReward(tmp_path / "run", per="step", separator="\n")
     read = reward.model
-    assert isinstance(read, RewardModel)
     scores = reward(["1: "], ["\n".join(steps)], {}, tokens=[["add one\n", "zzz", ""]])
-    assert scores.dense is not None
     first, second = scores.dense[0, 0].item(), scores.dense[0, 1].item()
     assert first > 0 > second
     place = len(tokenizer("1: add one\n")["input_ids"]) - 1

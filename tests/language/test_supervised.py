@@ -113,7 +113,7 @@ def test_rows_longer_than_the_models_context_are_dropped_and_counted(folders: di
         with path.open("a") as file:
             file.write(json.dumps(long) + "\n")
         settings = {"train": str(path), "max_length": 1024, "batch": 8}
-        made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["gpt2"]), "data": settings}))  # type: ignore[arg-type]
+        made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["gpt2"]), "data": settings}))
         assert made.collector.rows.count == 24
         assert made.warnings == [f"{path}: dropped, because longer than 128 tokens: 1 rows"]
 
@@ -134,7 +134,7 @@ def test_dropped_rows_and_unused_columns_are_reported_before_training(
     with path.open("a") as file:
         file.writelines(json.dumps(first | {"rejected": first[key], "source": "web", "tools": []}) + "\n" for _ in range(2))
     settings = {"train": str(path), "max_length": 64, "batch": 8}
-    made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["llama"]), "data": settings}))  # type: ignore[arg-type]
+    made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["llama"]), "data": settings}))
     equal = f"{path}: dropped, because both answers are the same: 2 rows"
     assert made.collector.rows.count == (26 if kind == "sft" else 24)
     unused = "'rejected', 'source'" if kind == "sft" else "'source'"
@@ -197,7 +197,6 @@ def test_evaluation_obeys_micro_batch_tokens_and_keeps_the_loss(kind: str, folde
 
         setattr(world.policy, "forward" if kind != "dpo" else "scores", watched)
         evaluation = world.evaluate()
-        assert evaluation is not None
         losses.append(evaluation.metrics["held_out_loss"])
         assert read
         assert (max(read) > 40) is (most is None)

@@ -146,7 +146,6 @@ def test_expressions_are_evaluated_exactly(text: str) -> None:
         assert countdown.evaluate(text) is None
         return
     actual = countdown.evaluate(text)
-    assert actual is not None
     assert actual[0] == wanted
     assert actual[1] == [int(number) for number in re.findall(r"\d+", text)]
 
@@ -193,7 +192,7 @@ def test_rows_of_several_tasks_may_be_mixed() -> None:
     assert scores(mixed, [row["answer"] for row in mixed]) == [1.0] * 6
 
 
-def test_data_make_writes_the_same_rows_as_the_functions(command, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_data_make_writes_the_same_rows_as_the_functions(command, tmp_path) -> None:
     code, out, _ = command(
         "data", "make", "addition", "--rows", "5", "--seed", "3", "--difficulty", "1", "--out", "new/rows.jsonl"
     )
@@ -215,53 +214,53 @@ class Writer:
 
     tokens = Tokens(tokenizer())
 
-    def __init__(self, cut=None):  # type: ignore[no-untyped-def]
+    def __init__(self, cut=None):
         self.cut = cut
 
-    def generate_ended(self, prompts, *, samples, greedy, **options):  # type: ignore[no-untyped-def]
+    def generate_ended(self, prompts, *, samples, greedy, **options):
         self.options = options
         numbers = range(len(prompts) * samples)
         return ["1" if greedy else "12"[n % 2] for n in numbers], [self.cut is None or n % self.cut > 0 for n in numbers]
 
 
-def test_accuracy_is_counted_over_prompts_and_samples(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_accuracy_is_counted_over_prompts_and_samples(tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     write_rows(path, [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": "3"}])
     reward = FunctionReward("surefoot.verifiers:exact")
-    accuracy = measure_accuracy(Writer(), path, reward, samples=4)  # type: ignore[arg-type]
+    accuracy = measure_accuracy(Writer(), path, reward, samples=4)
     assert [accuracy.greedy, accuracy.sampled, accuracy.mixed] == pytest.approx([1 / 3, 1 / 3, 2 / 3])
     assert len(accuracy.lines()) == 2
-    accuracy = measure_accuracy(Writer(), path, reward, samples=1, prompts=1)  # type: ignore[arg-type]
+    accuracy = measure_accuracy(Writer(), path, reward, samples=1, prompts=1)
     assert (accuracy.sampled, accuracy.mixed) == (1, 0)
     assert "use harder problems" in accuracy.lines()[-1]
 
 
-def test_truncated_responses_are_wrong_unless_keep_cut_is_set(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_truncated_responses_are_wrong_unless_keep_cut_is_set(tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     write_rows(path, [{"prompt": "a", "answer": "1"}] * 4)
     reward = FunctionReward("surefoot.verifiers:exact")
-    accuracy = measure_accuracy(Writer(cut=4), path, reward, samples=4)  # type: ignore[arg-type]
+    accuracy = measure_accuracy(Writer(cut=4), path, reward, samples=4)
     assert (accuracy.cut, accuracy.sampled, accuracy.greedy) == (0.25, 0.25, 0.75)
     assert "25% of the samples were truncated at 64 tokens: wrong" in accuracy.lines()
-    kept = measure_accuracy(Writer(cut=4), path, reward, samples=4, keep_cut=True)  # type: ignore[arg-type]
+    kept = measure_accuracy(Writer(cut=4), path, reward, samples=4, keep_cut=True)
     assert (kept.cut, kept.sampled, kept.greedy) == (0.25, 0.5, 1.0)
     assert kept.mixed == 1
     ends = Writer(cut=2)
-    accuracy = measure_accuracy(ends, path, reward, samples=2, stop=["#"])  # type: ignore[arg-type]
+    accuracy = measure_accuracy(ends, path, reward, samples=2, stop=["#"])
     assert (accuracy.sampled, accuracy.mixed) == (0, 0), "the right one of every two samples is truncated"
     assert ends.options["stop"] == ["#"]
-    never = measure_accuracy(Writer(cut=1), path, reward, samples=4)  # type: ignore[arg-type]
+    never = measure_accuracy(Writer(cut=1), path, reward, samples=4)
     assert "almost every sample is truncated" in never.lines()[-1]
 
 
-def test_responses_without_a_score_do_not_count_in_accuracy(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_responses_without_a_score_do_not_count_in_accuracy(tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     write_rows(path, [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
 
     def all_right_but_one_unknown(prompts: list[str], responses: list[str]) -> list[float | None]:
         return [None if number == 5 else 1.0 for number in range(len(responses))]
 
-    accuracy = measure_accuracy(Writer(), path, FunctionReward(all_right_but_one_unknown), samples=4)  # type: ignore[arg-type]
+    accuracy = measure_accuracy(Writer(), path, FunctionReward(all_right_but_one_unknown), samples=4)
     assert [accuracy.greedy, accuracy.sampled, accuracy.mixed] == [1, 1, 0]
 
 

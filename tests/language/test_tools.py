@@ -185,7 +185,6 @@ def test_a_call_that_the_template_writes_is_the_call_that_is_read(family: str) -
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "f", "description": "?", "parameters": schema}}]
     message = tokens.parse(written(tokens, call("f", a=12, b="75001"), tools), tokens.render(ASKED, True), tools)
-    assert message is not None
     assert [one["function"] for one in message["tool_calls"]] == [{"name": "f", "arguments": {"a": 12, "b": "75001"}}]
 
 
@@ -232,7 +231,7 @@ def said(*texts: str) -> list[int]:
 
 
 def results(talk: Conversation) -> list[str]:
-    return [message["content"] for reply in talk.replies for message in reply]  # type: ignore[index]
+    return [message["content"] for reply in talk.replies for message in reply]
 
 
 def test_an_environments_methods_are_tools_and_its_reward_is_on_the_last_turn_ended_or_not(file: str) -> None:
@@ -247,7 +246,6 @@ def test_an_environments_methods_are_tools_and_its_reward_is_on_the_last_turn_en
     samples = as_samples(talks, POCKET, torch.device("cpu"))
     scores = add_turn_rewards(Scores(torch.zeros(2), {}, torch.ones(2, dtype=torch.bool)), talks, samples.mask.shape)
     last = [max(place for place, own in enumerate(talk.own) if own) for talk in talks]
-    assert scores.dense is not None
     assert [scores.dense[row, place].item() for row, place in enumerate(last)] == [10.0, 92.0]
     assert talks[0].history == [
         {"role": "user", "content": "count from 2"},
@@ -503,7 +501,7 @@ def test_generate_and_chat_have_the_tools_of_the_command_or_of_the_run(file: str
         player.play(["2*3?"])
     model.tokens.tokenizer.response_template = POCKET.tokenizer.response_template
     talks = player.play(["2*3?", "4*5?"], samples=2, max_tokens=5, seed=3)
-    assert [talk.start[0]["content"] for talk in talks] == ["2*3?", "2*3?", "4*5?", "4*5?"]  # type: ignore[index]
+    assert [talk.start[0]["content"] for talk in talks] == ["2*3?", "2*3?", "4*5?", "4*5?"]
     chat = Chat(model, ChatOptions(max_tokens=5), player)
     pieces: list[str] = []
     assert chat.answer("2*3?", pieces.append) == "".join(pieces)

@@ -251,13 +251,12 @@ def test_conversation_is_one_templated_row_masked_to_the_models_tokens(
 def test_rewards_get_turns_without_their_stop_strings(files: dict[str, str], folders: dict[str, Path]) -> None:
     made, tokens = world(files, folders["llama"]), Tokens(load_model(folders["llama"])[1])
     answers = made.collector.respond(made.collector.prompts, range(24))
-    assert answers.conversations is not None
     whole = cut = 0
     for talk, history, sample in zip(answers.conversations, answers.prompts.prompts, answers.texts, strict=True):
         last = [talk.ids[place] for place in talk.last]
         assert talk.answer == turn_text(tokens, last)
         assert sample == cut_at_stop(tokens.decode(last), STOP), "rewards get no special tokens"
-        written = [message["content"] for message in history if message["role"] == "assistant"]  # type: ignore[index]
+        written = [message["content"] for message in history if message["role"] == "assistant"]
         assert written == [
             turn_text(tokens, [tokens.eos_id, *tokens.tokenizer(turn)["input_ids"]])[5:] for turn in talk.turns[:-1]
         ]
@@ -266,9 +265,8 @@ def test_rewards_get_turns_without_their_stop_strings(files: dict[str, str], fol
     assert whole > cut > 0
     plain = world(files, folders["llama"], "Plain")
     talks = plain.collector.respond(plain.collector.prompts, range(24)).conversations
-    assert talks is not None
     talk = next(talk for talk in talks if len(talk.turns) > 1 and talk.turns[0] != talk.answers[0])
-    assert talk.history.startswith(talk.start + talk.turns[0]), "plain text is kept as the model read it"  # type: ignore[operator, union-attr]
+    assert talk.history.startswith(talk.start + talk.turns[0]), "plain text is kept as the model read it"
 
 
 def test_turn_reward_is_on_its_last_token_and_kl_on_the_models_tokens(files: dict[str, str], folders: dict[str, Path]) -> None:
@@ -278,8 +276,6 @@ def test_turn_reward_is_on_its_last_token_and_kl_on_the_models_tokens(files: dic
     for row in range(len(r.mask)):
         for number, place in enumerate(pieces(r.mask[row]), 1):
             wanted[row, place[-1]] = number + len(set(turn_text(made.tokens, r.actions[row][place])))
-    assert r.ref_log_probs is not None
-    assert r.old_log_probs is not None
     kl = (r.old_log_probs - r.ref_log_probs) * r.mask
     assert kl.abs().max() > 0.01
     torch.testing.assert_close(r.rewards, wanted - 0.3 * kl, atol=1e-4, rtol=0)
@@ -313,17 +309,17 @@ def test_gae_skips_tokens_that_the_model_did_not_write(treatment: str, files: di
 
 def test_sampler_and_trainer_log_probs_agree_across_turns(files: dict[str, str], folder: Path) -> None:
     r = collected(world(files, folder))
-    assert r.metrics["turns"] > 1.5  # type: ignore[operator]
-    assert r.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
+    assert r.metrics["turns"] > 1.5
+    assert r.metrics["sampler_gap"] < 1e-4
     for x in (r.old_log_probs, r.values, r.rewards):
-        assert not x[~r.mask].any()  # type: ignore[index]
+        assert not x[~r.mask].any()
 
 
 def test_plain_text_replies_are_appended_without_a_template(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], "Plain")
     made.tokens.tokenizer.chat_template = None
     r = collected(made)
-    assert r.metrics["turns"] > 1.5  # type: ignore[operator]
+    assert r.metrics["turns"] > 1.5
     for row, sample in enumerate(made.collector.last_samples):
         length = pieces(r.mask[row])[-1][-1] + 1
         assert sample["response"].startswith(made.tokens.decode(r.actions[row, :length]))
@@ -379,7 +375,7 @@ def test_truncated_conversation_bootstraps_from_all_text_and_the_last_reply(
             ids += made.tokens.encode_reply(reply, ids[-1:])
         with torch.no_grad():
             state = made.policy.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
-            wanted = made.policy.value_head(state)  # type: ignore[misc]
+            wanted = made.policy.value_head(state)
         assert r.truncated[row, place]
         torch.testing.assert_close(r.next_values[row, place], wanted, atol=1e-4, rtol=1e-4)
         widths.add(place)
@@ -391,7 +387,7 @@ def test_turn_begins_only_if_all_of_it_fits(files: dict[str, str], folders: dict
     r = collected(world(files, folders["gpt2"], turns=turns))
     lengths = r.inputs["prompt_mask"].sum(-1) + (r.mask.flip(-1).cumsum(-1).flip(-1) > 0).sum(-1)
     assert lengths.max() <= 120
-    assert r.metrics["turns"] < 4  # type: ignore[operator]
+    assert r.metrics["turns"] < 4
 
 
 # ---- rewards ------------------------------------------------------------------------------------------------------------
@@ -531,13 +527,12 @@ def test_gold_and_rewards_skip_failed_conversations(files: dict[str, str], folde
     reward = {"tolerated": 0.4, "missing_eos": "none", "gold": function, "terms": [{"function": function}]}
     made = world(files, folders["llama"], "Wordy", reward=reward)
     r = collected(made)
-    assert made.gold is not None
     failed = ~r.mask.any(-1)
     assert 0 < failed.sum() < 6
     assert [sample["gold"] is None for sample in made.collector.last_samples] == failed.tolist()
     scored = [sample["gold"] for sample in made.collector.last_samples if sample["gold"] is not None]
     assert r.metrics["gold"] == pytest.approx(sum(scored) / len(scored))
-    assert set(made.gold.function.__globals__["seen"]) == {12 - int(failed.sum())}, "failed conversations are not passed to it"  # type: ignore[attr-defined]
+    assert set(made.gold.function.__globals__["seen"]) == {12 - int(failed.sum())}, "failed conversations are not passed to it"
 
 
 @pytest.mark.parametrize(
@@ -578,14 +573,12 @@ def test_failed_conversation_may_be_longer_than_all_scored_ones() -> None:
     actual = add_turn_rewards(scatter_scores(scores, [0], 2), [fine, failed], (2, 6))
     assert actual.total.tolist() == [1.25, 0.0]
     assert actual.valid.tolist() == [True, False]
-    assert actual.dense is not None
     assert actual.dense.tolist() == [[0.5, 0.75, 0, 0, 0, 0], [0] * 6]
 
 
 def test_every_environment_is_closed_even_after_a_failure(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"], "Closes", reward={"tolerated": 0.6, "missing_eos": "none"})
     assert collected(made).metrics["without_score"] > 0
-    assert made.environments is not None
     assert len(made.environments.make.opened) == 12
     assert made.environments.make.closed
     assert set(made.environments.make.closed) == set(made.environments.make.opened)
@@ -623,7 +616,7 @@ def test_traces_evaluation_and_samples_contain_whole_conversations(
         received = "".join(t for t, own in zip(row.about["tokens"], row.mask.tolist(), strict=True) if not own)
         assert "and then?" in received
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert 1 <= metrics["turns"] <= 3  # type: ignore[operator]
+    assert 1 <= metrics["turns"] <= 3
     assert metrics["held_out_turns"] is not None
     report = evaluate_run(tmp_path / "run")
     (best,) = (int(path.name) for path in (tmp_path / "run" / "best").iterdir())

@@ -72,9 +72,7 @@ class Bench:
         return table | changes
 
     def recipe(self, *arguments: Any, **changes: Any) -> LanguageRecipe:
-        recipe = make_recipe({"kind": "language", **self.table(*arguments, **changes)})
-        assert isinstance(recipe, LanguageRecipe)
-        return recipe
+        return make_recipe({"kind": "language", **self.table(*arguments, **changes)})
 
     def engine(self, longest: int = 64, **server: Any) -> VllmServer:
         recipe = self.recipe(server)
@@ -155,7 +153,7 @@ def test_an_adapter_is_sent_merged_into_its_dequantised_base(quantize: str | Non
     if quantize:
         pytest.importorskip("bitsandbytes")
     rollout = collected(bench.recipe(adapter={"rank": 2, "quantize": quantize}), lambda model: moved(model, ".lora_B"))
-    assert rollout.metrics["sampler_gap"] < 1e-4  # type: ignore[operator]
+    assert rollout.metrics["sampler_gap"] < 1e-4
 
 
 def test_server_token_is_sent_with_every_request(server: StandIn, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +229,7 @@ def test_responses_sampled_ahead_use_the_previous_weights(bench: Bench) -> None:
     assert [row["sampler_lag"] for row in rows] == [0, 4, 4]
     assert [row["data_epochs"] for row in rows] == [16 / 40, 32 / 40, 48 / 40]
     settings["sampling"]["ahead"] = 0
-    first = LanguageWorld(make_recipe({"kind": "language", **settings, "server": None}))  # type: ignore[arg-type]
+    first = LanguageWorld(make_recipe({"kind": "language", **settings, "server": None}))
     state = LearnerState.seeded(1, 48)
     for row in rows[:2]:  # no update between them
         assert first.collector.collect(state).metrics["reward"] == pytest.approx(row["reward"], abs=1e-3)
@@ -407,7 +405,7 @@ def test_server_samples_every_turn_and_unanswered_conversations_are_masked(serve
     server.fault = lambda number, path, body: aborted if number == lost else None
     with_loss = collected(bench.recipe(**table))
     assert torch.equal(served.actions, alone.actions), "the same conversations as with in-process sampling"
-    assert served.metrics["turns"] == alone.metrics["turns"] > 1  # type: ignore[operator]
+    assert served.metrics["turns"] == alone.metrics["turns"] > 1
     assert served.metrics["responses_missing"] == 0
     assert with_loss.metrics["responses_missing"] == 1 / 4
     assert with_loss.mask.any(-1).sum() == 3

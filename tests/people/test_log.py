@@ -283,7 +283,6 @@ def test_no_acknowledged_label_is_lost_by_kills(here: Round) -> None:
     for _ in range(5):
         words = [sys.executable, "-c", LABELLER, str(here.folder)]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             assert int(process.stdout.readline()) > said
             time.sleep(draw.random() / 20)
             os.kill(process.pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ HOSTILE = "<img src=x onerror=document.title='taken'>"
 def pairs(tmp_path: Path) -> Path:
     """Twenty pairs of which "good" is the better answer, all of which would like to be markup."""
     rows = [{"prompt": f"{n} {HOSTILE}", "a": "good" if n % 2 else "bad", "b": "bad" if n % 2 else "good"} for n in range(20)]
-    rows[3]["prompt"] = [{"role": "user", "content": HOSTILE}]  # type: ignore[assignment]
+    rows[3]["prompt"] = [{"role": "user", "content": HOSTILE}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "pairs.jsonl"
 
@@ -37,7 +37,6 @@ def served(*words: str | Path) -> Iterator[tuple[str, Any]]:
     """A command that serves a page; its address and its process."""
     command = [sys.executable, "-m", "surefoot", *map(str, words), "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             yield process.stdout.readline().strip(), process
         finally:

@@ -183,7 +183,6 @@ def test_a_sandbox_dies_with_the_process_that_started_it(source: str) -> None:
 def started(source: str) -> tuple[subprocess.Popen[bytes], int]:
     """A process that runs a program in a sandbox, and the sandboxed Python below it."""
     process = subprocess.Popen([sys.executable, "-c", CHILD.format(source)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
     assert process.stdout.readline() == b"goes\n"
     ends = time.monotonic() + 60
     while time.monotonic() < ends:

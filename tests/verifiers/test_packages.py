@@ -18,7 +18,7 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _leave_no_process():  # type: ignore[no-untyped-def]
+def _leave_no_process():
     yield
     processes.close()
 
