@@ -347,6 +347,16 @@ def count_layers(policy: LanguagePolicy, counts: list[int]) -> None:
             part.mlp.register_forward_pre_hook(seen)
 
 
+def test_dropout_is_off_in_train_mode() -> None:
+    """GPT-2 has dropout, and transformers checkpoints layers only in train mode."""
+    model = make("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5, scale=20.0)
+    policy, batch = policy_of(model, checkpointing=True).train(), text()
+    expected = naive(model.eval(), batch)[0]
+    policy.train()
+    near(policy(*batch).log_probs, expected)
+    assert not any(module.training for module in policy.modules())
+
+
 def test_a_cache_works_after_a_checkpointed_pass() -> None:
     """transformers drops the cache of a checkpointed layer, which would silently corrupt sampling."""
     policy = policy_of(make("llama"), checkpointing=True)
