@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 
 from surefoot.errors import SurefootError
 from surefoot.language.data import cache, datasets, preparation, processes, sources
-from surefoot.language.data.datasets import demonstrations, pairs, prompts
+from surefoot.language.data.datasets import Prompts, demonstrations, labelled, pairs, prompts
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pocket import pocket
@@ -151,19 +152,18 @@ def test_a_damaged_cache_is_made_again(damage: str, large: Path, monkeypatch: py
     assert len(calls) == 4
 
 
-def prompts_and_their_hash(path: str, tokens: Tokens, longest: int) -> Any:
-    made = prompts(open_rows(path), tokens, longest)
+def prompts_and_their_hash(made: Prompts, pad_id: int) -> Any:
     return SimpleNamespace(hash=prompts_hash(made), lengths=made.dropped, trained=None)
 
 
 PAIR, LABELLED = ("prompt", "chosen", "rejected"), ("prompt", "completion", "label")
-RUNS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "sft": (demonstration_rows, ("prompt", "completion")),
-    "dpo": (dpo_rows, PAIR),
-    "reward": (pair_rows, PAIR),
-    "kto": (kto_rows, LABELLED),
-    "labelled reward": (scored_rows, LABELLED),
-    "language": (prompts_and_their_hash, ("prompt",)),
+RUNS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
+    "sft": (demonstrations, demonstration_rows, ("prompt", "completion")),
+    "dpo": (pairs, dpo_rows, PAIR),
+    "reward": (pairs, pair_rows, PAIR),
+    "kto": (labelled, partial(kto_rows, path="rows.jsonl", limit=50), LABELLED),
+    "labelled reward": (labelled, scored_rows, LABELLED),
+    "language": (prompts, prompts_and_their_hash, ("prompt",)),
 }
 
 
@@ -172,13 +172,17 @@ def test_facts_about_all_rows_are_computed_once(kind: str, large: Path, monkeypa
     """Hashes and lengths: those of a cache equal those of memory, and a warm start reads no row."""
     rows = [row for row in ROWS if row["chosen"] != row["rejected"]] * 2
     rows = [{**row, "prompt": f"{row['prompt']}{index}", "label": bool(index % 2)} for index, row in enumerate(rows)]
-    make, names = RUNS[kind]
+    read, rows_of, names = RUNS[kind]
+
+    def make() -> Any:
+        return rows_of(read(open_rows(large), TOKENS, 50), TOKENS.pad_id)
+
     large.write_text("".join(json.dumps({name: row[name] for name in names}) + "\n" for row in rows))
     monkeypatch.setattr(preparation, "LARGE", 10**9)
-    memory = make(str(large), TOKENS, 50)
+    memory = make()
     monkeypatch.setattr(preparation, "LARGE", 0)
     for _ in range(2):
-        made = make(str(large), TOKENS, 50)
+        made = make()
         assert (made.hash, made.lengths, made.trained) == (memory.hash, memory.lengths, memory.trained)
         monkeypatch.setattr(cache.Ragged, "__getitem__", None)  # the second time
 

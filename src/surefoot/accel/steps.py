@@ -58,7 +58,7 @@ def compiled_stepper(
     return FittingStepper(NaturalStepper(of_natural, natural, by_adam or eager.critic, parameters), eager, rows)
 
 
-class FittingStepper:
+class FittingStepper(Stepper):
     """Compiled steps on batches of exactly ``rows`` rows without a mask, as shapes are static; eager steps on any other."""
 
     def __init__(self, compiled: Stepper, eager: Stepper, rows: int) -> None:
@@ -96,7 +96,7 @@ class CompiledPass:
     """for each minibatch: terms, metrics, smallest and largest ρ, norm of each gradient"""
 
 
-class CompiledStepper(Flat):
+class CompiledStepper(Flat, Stepper):
     """The steps of Adam on batches of exactly ``rows`` rows, in minibatches of equal size.
 
     The first step of a pass runs the program for all of them. It ends after a step that the learner does not take: its KL is
@@ -111,10 +111,6 @@ class CompiledStepper(Flat):
     ) -> None:
         super().__init__(passes.policy, passes.objective, [*optimizers.values()], fixed)
         self.optimizers, self.rows = optimizers, rows
-
-    def simplified(self, batch: Batch) -> Batch:
-        """The batch itself."""
-        return batch
 
     def steps(self, batch: Batch, context: UpdateContext) -> Iterator[PendingStep]:
         """In each epoch the rows in a new random order."""

@@ -169,7 +169,6 @@ class AuxiliaryLoss(Protocol):
 
     def add_gradient(self) -> dict[str, float]:
         """Add its gradient to ``.grad`` of the parameters. Return its terms over all ranks, by name."""
-        ...
 
 
 class Collector(Protocol):
@@ -177,15 +176,12 @@ class Collector(Protocol):
 
     def collect(self, state: "LearnerState") -> Rollout:
         """Sample with the current policy. Running statistics change only after the last sample."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which collecting continues exactly."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        ...
 
 
 @dataclass
@@ -253,73 +249,57 @@ class World(Protocol):
     @property
     def policy(self) -> Policy:
         """The policy to train."""
-        ...
 
     @property
     def collector(self) -> Collector:
         """The source of rollouts."""
-        ...
 
     @property
     def auxiliary_loss(self) -> AuxiliaryLoss | None:
         """A loss on other data, added to every update of the policy; None without one."""
-        ...
 
     @property
     def result(self) -> Any:
         """What ``train`` returns."""
-        ...
 
     @property
     def exports_model(self) -> bool:
         """Whether ``finish`` writes a model, without which the run is not finished."""
-        ...
 
     @property
     def model_summary(self) -> Sequence[str]:
         """Lines about the model that a run prints first, if only a part of it is trained."""
-        ...
 
     @property
     def warnings(self) -> Sequence[str]:
         """Lines to print before training: dropped rows, memory that may not suffice."""
-        ...
 
     def arithmetic(self) -> list[str]:
         """Parameter counts and the batch arithmetic, for a dry run."""
-        ...
 
     def try_longest(self, learner: Any) -> Sequence[str]:
         """Train on the longest micro-batch before the first rollout, without a step, if memory may be short.
 
         Returns lines to print. Raises SurefootError if the memory does not suffice.
         """
-        ...
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """The contents of a checkpoint that load without the run: weights, and what is needed to use them."""
-        ...
 
     def load(self, parts: dict[str, Any], where: Path, allow_changes: bool) -> list[str]:
         """Continue from a checkpoint's parts; return one line for each thing that could not be restored exactly."""
-        ...
 
     def evaluate(self) -> EvaluationReport | None:
         """Evaluate the policy; None without data to evaluate on."""
-        ...
 
     def samples(self) -> list[dict[str, Any]]:
         """Responses of the policy with their scores, one row each; empty if it writes no text or has not yet."""
-        ...
 
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """Plain values that describe some steps of a row in a trace: the prompt and tokens, or the episode and seed."""
-        ...
 
     def finish(self, folder: Path) -> list[str]:
         """Write the final files into the folder of a finished run; return lines to print."""
-        ...
 
     def close(self) -> None:
         """Close processes and windows."""
-        ...

@@ -82,11 +82,10 @@ class Stepper(Protocol):
 
     def steps(self, batch: Batch, context: UpdateContext) -> Iterator[PendingStep]:
         """All steps on a batch. Each is computed from the present θ, so the one before it must have been taken."""
-        ...
 
     def simplified(self, batch: Batch) -> Batch:
-        """The batch in the simplest form that has the same loss."""
-        ...
+        """The batch in the simplest form that has the same loss: itself, unless the steps need another."""
+        return batch
 
 
 class Passes(Protocol):
@@ -101,15 +100,12 @@ class Passes(Protocol):
         self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
     ) -> "LossSums":
         """Add the gradient of the loss to ``.grad`` of ``parameters``, or of all parameters if None."""
-        ...
 
     def evaluate(self, rows: Batch, denominator: Tensor) -> "LossSums":
         """The loss at the present θ. Its metrics end with those of ``objective.further_sums``."""
-        ...
 
     def curvature(self, rows: Batch, denominator: Tensor, parameters: Sequence[nn.Parameter]) -> Callable[[Tensor], Tensor]:
         """v -> H v, with H the Hessian at θ_old of the rows' part of the mean KL(π_old‖π_θ).   [n] -> [n]"""
-        ...
 
 
 @dataclass(frozen=True)

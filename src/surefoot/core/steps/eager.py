@@ -11,7 +11,7 @@ from surefoot.core.minibatches import Minibatch, micro_batches, row_range, shuff
 from surefoot.core.objective import Batch, further_sums, loss, mean_old_kl, ratio_range
 from surefoot.core.optimizer import Optimizer
 from surefoot.core.rollout import Policy
-from surefoot.core.steps import LossSums, Passes, PendingStep, UpdateContext
+from surefoot.core.steps import LossSums, Passes, PendingStep, Stepper, UpdateContext
 from surefoot.functional import fisher_vector_product
 from surefoot.ranks.collectives import all_max, exchanging
 
@@ -112,7 +112,7 @@ class EagerPasses:
         return matvec
 
 
-class EagerStepper:
+class EagerStepper(Stepper):
     """Steps of Adam along the gradient of each minibatch.
 
     optimizers   the optimizers to step
@@ -123,10 +123,6 @@ class EagerStepper:
         self, passes: Passes, optimizers: Mapping[str, Optimizer], parameters: Sequence[nn.Parameter] | None = None
     ) -> None:
         self.passes, self.optimizers, self.parameters = passes, optimizers, parameters
-
-    def simplified(self, batch: Batch) -> Batch:
-        """The batch itself."""
-        return batch
 
     def steps(self, batch: Batch, context: UpdateContext) -> Iterator[PendingStep]:
         """In each epoch the rows in a new random order, one step per minibatch."""

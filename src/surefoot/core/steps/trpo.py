@@ -39,7 +39,7 @@ class Surrogate:
     """the smallest and the largest ρ of this rank's samples"""
 
 
-class NaturalStepper:
+class NaturalStepper(Stepper):
     """One step of the policy on the whole batch, then the steps of the critic.
 
     own          the policy's parameters
@@ -57,10 +57,6 @@ class NaturalStepper:
         assert passes.objective.constraint is not None
         self.passes, self.natural, self.critic, self.parameters = passes, natural, critic, parameters
         self.constraint: Constraint = passes.objective.constraint
-
-    def simplified(self, batch: Batch) -> Batch:
-        """The batch itself."""
-        return batch
 
     def steps(self, batch: Batch, context: UpdateContext) -> Iterator[PendingStep]:
         """The natural step, with the gradient of the loss at θ_old; the line search runs when it is taken."""

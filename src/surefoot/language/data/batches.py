@@ -66,6 +66,20 @@ class EpochSampler:
         self._order = self._order_of(self.epoch)
 
 
+class FromData:
+    """What has read the rows up to a position, which is all of its state."""
+
+    sampler: EpochSampler
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position."""
+        self.sampler.load_state_dict(state)
+
+
 def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Prompts as one batch.   ids [B, P] and mask [B, P], True where real; the last column is real in every row"""
     return _padded(rows, pad, left=True)

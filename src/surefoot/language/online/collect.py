@@ -28,7 +28,7 @@ from surefoot.functional import (
     successor_values,
 )
 from surefoot.functional.masking import keep_only
-from surefoot.language.data.batches import EpochSampler, pack_batch, row_lengths
+from surefoot.language.data.batches import EpochSampler, FromData, pack_batch, row_lengths
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.metrics import distinct_n, eos_rate, mean_length, repeated_share
@@ -94,7 +94,7 @@ class SampledBatch:
     seconds_scoring: float
 
 
-class LanguageCollector:
+class LanguageCollector(FromData):
     """Samples responses to the next prompts with the current policy, and scores them.
 
     reward   ``FunctionReward`` in ``rewards/terms.py`` calls a Python function, ``ModelReward`` in ``rewards/model.py`` a model
@@ -495,14 +495,6 @@ class LanguageCollector:
             "seconds_scoring": batch.seconds_scoring,
             "tokens_per_second": sum_count(int(samples.mask.sum()), samples.mask) / batch.seconds_sampling,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data; random numbers are derived from the seed and the number of responses."""
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position."""
-        self.sampler.load_state_dict(state)
 
 
 def _sampler_metrics(gap: float | None, behaviour: Tensor | None, log_probs: Tensor, mask: Tensor) -> Metrics:

@@ -19,7 +19,7 @@ from surefoot.language.sampling.vllm import VllmServer
 from surefoot.recipes.language import LanguageRecipe
 
 
-class InProcess:
+class InProcess(Engine):
     """The engines "packed" and "model": decode with the trainer's own weights in this process.
 
     name   None: packed weights if they are exact
@@ -33,7 +33,6 @@ class InProcess:
         self, model: Any, name: Literal["packed", "model"] | None = None, rows: int | None = None, bf16: bool = False
     ) -> None:
         self.model, self.requested, self.rows, self.bf16 = model, name, rows, bf16 and name != "packed"
-        self.version: int | None = None
         self.memory = total_memory(str(model.device))
         with self._computing():
             why_not = why_not_packed(model)
@@ -45,9 +44,6 @@ class InProcess:
             if name
             else why_not or f"small {model.config.model_type} in {model.dtype}".replace("torch.", "")
         )
-
-    def use(self, version: int | None) -> None:
-        self.version = version
 
     def sample(self, request: Request) -> Samples:
         path: Any = "model" if self.requested == "model" else None
@@ -68,9 +64,6 @@ class InProcess:
 
     def _computing(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16)
-
-    def close(self) -> None:
-        pass
 
 
 def make_engine(recipe: LanguageRecipe, model: Any, tokens: Tokens, longest: int) -> Engine:

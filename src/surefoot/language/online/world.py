@@ -252,9 +252,10 @@ class LanguageWorld:
         return [*function_rewards(self.reward), *([] if self.gold is None else [self.gold])]
 
     def _demonstrations(self, path: str, context: int | None) -> Rows:
-        rows = demonstration_rows(path, self.tokens, *data.token_limit(sys.maxsize, context))
-        self.warnings += rows.notes
-        return rows
+        limits = data.token_limit(sys.maxsize, context)
+        made = data.demonstrations(open_rows(path), self.tokens, *limits)
+        self.warnings += data.drop_notes(path, limits[0], made)
+        return demonstration_rows(made, self.tokens.pad_id)
 
     def _mixed_tokens(self, rows: Rows) -> tuple[int, int]:
         """Tokens of the longest demonstration that is certainly mixed in, and the mean number of trained tokens."""

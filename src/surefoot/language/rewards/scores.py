@@ -79,7 +79,6 @@ class Reward(Protocol):
 
         ``tokens`` is passed when one of the rewards is dense; a dense reward then returns ``Scores.dense``.
         """
-        ...
 
 
 def mean_and_std(scores: Scores, x: Tensor) -> tuple[float | None, float | None]:

@@ -10,7 +10,7 @@ import torch
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.language import quiet_transformers
-from surefoot.language.sampling.engines import EngineName, Request, Samples, check_request, samples_of
+from surefoot.language.sampling.engines import Engine, EngineName, Request, Samples, check_request, samples_of
 from surefoot.language.sampling.sampler import eval_mode
 
 PAGE = 256
@@ -19,7 +19,7 @@ ROWS = 256
 """responses in progress at a time"""
 
 
-class Continuous:
+class Continuous(Engine):
     """Samples with ``model.generate_batch``. All responses to a request share one random stream, whose seed comes from theirs.
 
     rows   most responses in progress; None: ``ROWS``
@@ -31,16 +31,11 @@ class Continuous:
 
     def __init__(self, model: Any, rows: int | None = None) -> None:
         self.model, self.rows = model, rows or ROWS
-        self.version: int | None = None
         if not callable(getattr(model, "generate_batch", None)):
             raise SurefootError(
                 f"sampling.engine='continuous': {type(model).__name__} has no generate_batch; set engine = 'auto', or install "
                 "the pinned transformers"
             )
-
-    def use(self, version: int | None) -> None:
-        """The weights are the trainer's own."""
-        self.version = version
 
     def sample(self, request: Request) -> Samples:
         """Raises SurefootError when ``transformers`` fails, or can't batch this model's attention or cache."""
@@ -91,6 +86,3 @@ class Continuous:
                 auto_switch_to_flash=False,  # it may download kernels
             ),
         }
-
-    def close(self) -> None:
-        """Each request releases its cache."""

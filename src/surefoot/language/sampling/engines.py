@@ -102,6 +102,8 @@ class Engine(Protocol):
     exact: bool
     """whether a response depends only on its prompt, its seed and the weights, and its log-probabilities are the trainer's in
     float32, up to rounding"""
+    version: int | None = None
+    """of the weights in use"""
 
     def use(self, version: int | None) -> None:
         """Sample from the present weights from now on.
@@ -111,15 +113,14 @@ class Engine(Protocol):
 
         Raises SurefootError when the engine can't take them.
         """
-        ...
+        self.version = version
 
     def sample(self, request: Request) -> Samples:
         """One response to each prompt and sample. Raises SurefootError for an invalid request, or when the engine fails."""
-        ...
 
     def close(self) -> None:
-        """Release what the engine holds."""
-        ...
+        """Release what the engine holds; by default nothing."""
+        return
 
 
 def check_request(model: Any, request: Request) -> None:

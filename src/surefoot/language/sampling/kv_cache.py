@@ -29,11 +29,9 @@ class Decoder(Protocol):
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits after one more token in each of the n slots.   [n] -> [n, vocabulary]"""
-        ...
 
     def shrink(self, count: int, holes: Tensor, movers: Tensor) -> None:
         """Keep ``count`` slots: slot ``movers[i]`` (>= count) takes the place of ``holes[i]`` (< count)."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,16 @@ from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import HttpClient, is_local
 from surefoot.language.models.loading import save_model
 from surefoot.language.sampling.ends import Ends
-from surefoot.language.sampling.engines import Answer, EngineName, Request, Samples, check_request, detector_for, samples_of
+from surefoot.language.sampling.engines import (
+    Answer,
+    Engine,
+    EngineName,
+    Request,
+    Samples,
+    check_request,
+    detector_for,
+    samples_of,
+)
 from surefoot.language.sampling.sampler import eval_mode, log_softmax
 from surefoot.ranks.collectives import from_first, rank
 from surefoot.recipes.language import LanguageRecipe, ServerSettings
@@ -44,7 +53,7 @@ POLL = 0.2
 """seconds between two looks at the version of the server's weights"""
 
 
-class VllmServer:
+class VllmServer(Engine):
     """Samples on a vLLM server with the trainer's weights; of several ranks, the first sends weights and all sample.
 
     longest   tokens of the longest prompt with its response
@@ -61,7 +70,6 @@ class VllmServer:
         self.model, self.tokens, self.temperature = model, tokens, recipe.sampling.temperature
         self.longest = longest
         self.command = serve_command(recipe, folder, longest)
-        self.version: int | None = None
         self.run = from_first(secrets.token_hex(4))
         """part of every version, so that weights of another run are not taken for this run's"""
         self.sent, self.label = 0, ""

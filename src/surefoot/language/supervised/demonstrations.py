@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +11,16 @@ from surefoot.core.minibatches import groups_by_length, select_rows
 from surefoot.core.rollout import Policy, map_tensors
 from surefoot.functional import aggregate
 from surefoot.language.data import datasets as data
-from surefoot.language.data.batches import EpochSampler, left_padded, right_padded, row_lengths
+from surefoot.language.data.batches import EpochSampler, FromData, left_padded, right_padded, row_lengths
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
-from surefoot.language.data.sources import open_rows
-from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.passes import in_micro_batches
 from surefoot.ranks.collectives import all_max, all_sum, exchanging
-from surefoot.recipes.rows import RowSettings
 from surefoot.sharding import is_sharded
 
 Batch = tuple[dict[str, Tensor], Tensor, Tensor]
 """inputs of the policy, actions [B, T], mask [B, T]"""
-DEFAULT_ROWS = RowSettings()
 RowTensors = Callable[[Sequence[int]], Batch]
 """makes the tensors of some rows, by index"""
 
@@ -36,19 +31,11 @@ class Rows:
     hash      of their content
     lengths   tokens of each row; of a pair, the longer answer's
     trained   the number of them that are trained
-    notes     a line for each reason why rows or columns of the file are left out
     """
 
-    def __init__(
-        self,
-        tensors: RowTensors,
-        hash: str,
-        lengths: Sequence[int],
-        trained: Sequence[int],
-        notes: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, tensors: RowTensors, hash: str, lengths: Sequence[int], trained: Sequence[int]) -> None:
         self.count, self.tensors, self.hash = len(lengths), tensors, hash
-        self.lengths, self.trained, self.notes = lengths, trained, notes
+        self.lengths, self.trained = lengths, trained
 
     def sizes(self, count: int) -> tuple[int, int, int]:
         """Of the first ``count`` rows, or all if fewer: how many, and the most tokens and trained tokens in a row."""
@@ -62,25 +49,14 @@ def batches(tensors: RowTensors, count: int, batch: int, device: str) -> Iterato
         yield map_tensors(lambda x: x.to(device), tensors(range(start, min(start + batch, count))))
 
 
-def demonstration_rows(
-    path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS
-) -> Rows:
-    """The demonstrations in a file with at most ``limit`` tokens.
-
-    limit_reason   how messages call the limit (``data.token_limit``)
-    settings       names of columns, and the treatment of control tokens
-
-    Raises SurefootError, with file and line, for an invalid file, and when every row is too long.
-    """
-    rows = open_rows(path, settings.columns)
-    demonstrations = data.demonstrations(rows, tokens, limit, limit_reason, settings.control_tokens)
+def demonstration_rows(demonstrations: data.Demonstrations, pad_id: int) -> Rows:
+    """The rows of demonstrations."""
     facts = demonstrations.facts
     return Rows(
-        partial(demonstration_tensors, demonstrations, pad_id=tokens.pad_id),
+        partial(demonstration_tensors, demonstrations, pad_id=pad_id),
         facts.once("hash", lambda: rows_hash(zip(demonstrations.ids, demonstrations.trained, strict=True))),
         lengths_of(demonstrations.ids),
         facts.once("trained", lambda: [sum(trained) for trained in demonstrations.trained]),
-        data.drop_notes(path, limit, demonstrations),
     )
 
 
@@ -106,7 +82,7 @@ def row_log_probs(
         yield in_micro_batches(policy, inputs, actions, mask, tokens, size, policy.costs(inputs, mask)).log_probs, mask
 
 
-class SftLoss:
+class SftLoss(FromData):
     """The loss −mean log π on the next demonstrations, added to every update (PPO-ptx).
 
     Ouyang et al. 2022 (arXiv 2203.02155), section 3.5, with rows of the pretraining data.
@@ -159,11 +135,3 @@ class SftLoss:
         costs: Tensor = row_lengths(batch[0], batch[2])
         for group in groups_by_length(costs, sys.maxsize if self.tokens is None else self.tokens, self.size):
             yield select_rows(batch, group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data."""
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position."""
-        self.sampler.load_state_dict(state)

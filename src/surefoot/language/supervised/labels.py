@@ -23,14 +23,11 @@ from surefoot.functional import kto_loss
 from surefoot.language.data import datasets as data
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
-from surefoot.language.data.sources import open_rows
-from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pair_policy import ANSWER, MISMATCHED
 from surefoot.language.models.policy.passes import TextPolicy, in_micro_batches
-from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
+from surefoot.language.supervised.demonstrations import Batch, Rows, batches, demonstration_tensors
 from surefoot.language.supervised.preferences import REFERENCE, scored_side, side_of, side_tensors
 from surefoot.ranks.collectives import all_sum, in_float64
-from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
 
 BASELINE = "baseline"
@@ -136,25 +133,11 @@ def label_weights(settings: PreferenceSettings) -> tuple[float, float]:
 # ---- rows ---------------------------------------------------------------------------------------------------------------
 
 
-def kto_rows(
-    path: str,
-    tokens: Tokens,
-    limit: int,
-    limit_reason: str = "",
-    settings: RowSettings = DEFAULT_ROWS,
-    weights: tuple[float, float] | None = None,
-) -> Rows:
-    """The labelled answers in a file with at most ``limit`` tokens each, prompt included, and a mismatched answer for each.
+def kto_rows(answers: data.Labelled, pad_id: int, path: str, limit: int) -> Rows:
+    """The rows of labelled answers in a file, and a mismatched answer of at most ``limit`` tokens for each.
 
-    limit_reason, settings   see ``demonstration_rows``
-    weights        of good and of bad answers, if they are to learn from
-
-    Raises SurefootError, with file and line, for an invalid file, and when every answer is too long, or all have one prompt, or
-    one label to learn from.
+    Raises SurefootError if all have one prompt.
     """
-    answers = data.labelled(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
-    if weights is not None:
-        _check_both_labels("KTO", path, answers)
     starts = answers.facts.once("starts", lambda: [trained.index(True) for trained in answers.trained])
 
     def mismatches() -> list[int]:
@@ -171,15 +154,14 @@ def kto_rows(
 
     def tensors(rows: Sequence[int]) -> Batch:
         ids, trained = zip(*map(mismatched, rows), strict=True)
-        inputs = side_tensors(ANSWER, demonstration_tensors(answers, rows, tokens.pad_id))
+        inputs = side_tensors(ANSWER, demonstration_tensors(answers, rows, pad_id))
         other = data.Demonstrations(ids, trained)
-        inputs |= side_tensors(MISMATCHED, demonstration_tensors(other, range(len(rows)), tokens.pad_id))
+        inputs |= side_tensors(MISMATCHED, demonstration_tensors(other, range(len(rows)), pad_id))
         return inputs, labels_of(answers, rows), torch.ones(len(rows), 1, dtype=torch.bool)
 
     content = answers.facts.once("hash", lambda: rows_hash(zip(answers.ids, answers.trained, answers.good, strict=True)))
     counts = answers.facts.once("trained", lambda: [sum(trained) for trained in answers.trained])
-    notes = notes_of(path, limit, answers, weights)
-    return Rows(tensors, content, longest, counts, notes)
+    return Rows(tensors, content, longest, counts)
 
 
 def next_with_another(prompts: Sequence[tuple[int, ...]], path: str) -> list[int]:
@@ -203,35 +185,20 @@ def next_with_another(prompts: Sequence[tuple[int, ...]], path: str) -> list[int
     return others
 
 
-def scored_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
-    """The labelled answers in a file with at most ``limit`` tokens each, for a reward model.
-
-    limit_reason, settings   see ``demonstration_rows``
-
-    Raises SurefootError, with file and line, for an invalid file, when every answer is too long, and when all have one label.
-    """
-    answers = data.labelled(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
-    _check_both_labels("a reward model", path, answers)
+def scored_rows(answers: data.Labelled, pad_id: int) -> Rows:
+    """The rows of labelled answers for a reward model."""
 
     def tensors(rows: Sequence[int]) -> Batch:
         sides = [answers.ids[row] for row in rows], [answers.trained[row] for row in rows]
-        return scored_side(ANSWER, *sides, tokens.pad_id), labels_of(answers, rows), torch.ones(len(rows), 1, dtype=torch.bool)
+        return scored_side(ANSWER, *sides, pad_id), labels_of(answers, rows), torch.ones(len(rows), 1, dtype=torch.bool)
 
     content = answers.facts.once("hash-of-answers", lambda: rows_hash(zip(answers.ids, answers.good, strict=True)))
     lengths = lengths_of(answers.ids)
-    return Rows(tensors, content, lengths, [0] * len(lengths), notes_of(path, limit, answers))
+    return Rows(tensors, content, lengths, [0] * len(lengths))
 
 
-def _check_both_labels(learner: str, path: str, answers: data.Labelled) -> None:
-    """Raise SurefootError when all answers to learn from have one label: there is nothing to tell apart."""
-    if all(answers.good) or not any(answers.good):
-        label = "good" if answers.good[0] else "bad"
-        raise SurefootError(f"{path}: all {len(answers.good)} answers are {label}; {learner} needs good and bad ones")
-
-
-def good_answers(path: str, tokens: Tokens, limit: int, settings: RowSettings) -> tuple[list[list[int]], list[list[bool]]]:
-    """The ids of the good answers in a file, with their prompts, and which of them are the answer's."""
-    answers = data.labelled(open_rows(path, settings.columns), tokens, limit, control=settings.control_tokens)
+def good_answers(answers: data.Labelled) -> tuple[list[list[int]], list[list[bool]]]:
+    """The ids of the good answers, with their prompts, and which of them are the answer's."""
     good = [row for row, good in enumerate(answers.good) if good]
     return [answers.ids[row] for row in good], [answers.trained[row] for row in good]
 
@@ -241,15 +208,22 @@ def labels_of(answers: data.Labelled, rows: Sequence[int]) -> Tensor:
     return torch.tensor([[GOOD if answers.good[row] else BAD] for row in rows])
 
 
-def notes_of(path: str, limit: int, answers: data.Labelled, weights: tuple[float, float] | None = None) -> list[str]:
-    """How many answers have each label, with advice where one label outweighs the other; dropped rows; unused columns.
+def label_notes(path: str, answers: data.Labelled, learner: str = "", weights: tuple[float, float] | None = None) -> list[str]:
+    """How many answers have each label, with advice where one label outweighs the other.
+
+    learner   what learns from them, if anything does
+    weights   of good and of bad answers
+
+    Raises SurefootError when all answers to learn from have one label: there is nothing to tell apart.
 
     The advice is Ethayarajh et al.'s (section 4): the good answers together weigh as much as the bad ones, or up to 4/3 of it.
     """
     good = sum(answers.good)
     bad, advice = len(answers.good) - good, ""
+    if learner and not (good and bad):
+        label = "good" if good else "bad"
+        raise SurefootError(f"{path}: all {len(answers.good)} answers are {label}; {learner} needs good and bad ones")
     if weights is not None and good and bad and not 1 <= (share := weights[GOOD] * good / (weights[BAD] * bad)) <= 4 / 3:
         name, weight = ("undesirable", weights[GOOD] * good / bad) if share > 1 else ("desirable", weights[BAD] * bad / good)
         advice = f", weighing {share:.2g} : 1; for 1 : 1 set preference.{name}_weight={weight:.3g}"
-    notes = [f"{path}: {good:,} good and {bad:,} bad answers{advice}"]
-    return notes + data.drop_notes(path, limit, answers)
+    return [f"{path}: {good:,} good and {bad:,} bad answers{advice}"]

@@ -27,13 +27,10 @@ from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import right_padded
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
-from surefoot.language.data.sources import open_rows
-from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pair_policy import CHOSEN, MISMATCHED, REJECTED
 from surefoot.language.models.policy.passes import TextPolicy, in_micro_batches
-from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows, batches, demonstration_tensors
+from surefoot.language.supervised.demonstrations import Batch, Rows, batches, demonstration_tensors
 from surefoot.ranks.collectives import in_float64
-from surefoot.recipes.rows import RowSettings
 from surefoot.recipes.supervised import DpoRecipe
 
 REFERENCE = "reference"
@@ -43,18 +40,11 @@ REFERENCE = "reference"
 # ---- reward models ------------------------------------------------------------------------------------------------------
 
 
-def pair_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
-    """The pairs in a file whose answers have at most ``limit`` tokens each, for a reward model.
-
-    limit_reason, settings   see ``demonstration_rows``
-
-    Raises SurefootError, with file and line, for an invalid file, and when every pair is too long.
-    """
-    pairs = data.pairs(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
+def pair_rows(pairs: data.Pairs, pad_id: int) -> Rows:
+    """The rows of pairs for a reward model."""
     both = pairs.facts.once("hash-of-answers", lambda: rows_hash(zip(pairs.chosen, pairs.rejected, strict=True)))
     longest = _longest(pairs)
-    tensors = partial(pair_tensors, pairs, pad_id=tokens.pad_id)
-    return Rows(tensors, both, longest, [0] * len(longest), data.drop_notes(path, limit, pairs))
+    return Rows(partial(pair_tensors, pairs, pad_id=pad_id), both, longest, [0] * len(longest))
 
 
 def _longest(pairs: data.Pairs) -> list[int]:
@@ -207,14 +197,8 @@ def trained_tokens(inputs: Mapping[str, Tensor]) -> float:
     return float(sum(inputs[f"{side}_mask"].sum() for side in sides if side != MISMATCHED))
 
 
-def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", settings: RowSettings = DEFAULT_ROWS) -> Rows:
-    """The pairs in a file whose answers have at most ``limit`` tokens each, prompt included, for DPO.
-
-    limit_reason, settings   see ``demonstration_rows``
-
-    Raises SurefootError, with file and line, for an invalid file, and when every pair is too long.
-    """
-    pairs = data.pairs(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens)
+def dpo_rows(pairs: data.Pairs, pad_id: int) -> Rows:
+    """The rows of pairs for DPO."""
     sides = {
         CHOSEN: data.Demonstrations(pairs.chosen, pairs.chosen_trained),
         REJECTED: data.Demonstrations(pairs.rejected, pairs.rejected_trained),
@@ -223,10 +207,10 @@ def dpo_rows(path: str, tokens: Tokens, limit: int, limit_reason: str = "", sett
     def tensors(rows: Sequence[int]) -> Batch:
         inputs: dict[str, Tensor] = {}
         for side, answers in sides.items():
-            inputs |= side_tensors(side, demonstration_tensors(answers, rows, tokens.pad_id))
+            inputs |= side_tensors(side, demonstration_tensors(answers, rows, pad_id))
         return inputs, torch.tensor([[0, 1]]).repeat(len(rows), 1), torch.ones(len(rows), 2, dtype=torch.bool)
 
     sides_of = (pairs.chosen, pairs.rejected, pairs.chosen_trained, pairs.rejected_trained)
     content = pairs.facts.once("hash", lambda: rows_hash(zip(*sides_of, strict=True)))
     trained = pairs.facts.once("trained", lambda: [max(sum(a), sum(b)) for a, b in zip(*sides_of[2:], strict=True)])
-    return Rows(tensors, content, _longest(pairs), trained, data.drop_notes(path, limit, pairs))
+    return Rows(tensors, content, _longest(pairs), trained)

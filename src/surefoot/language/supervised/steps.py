@@ -16,14 +16,11 @@ from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import right_padded
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
-from surefoot.language.data.sources import open_rows
-from surefoot.language.data.tokens import Tokens
 from surefoot.language.models.pair_policy import ANSWER, PairPolicy, trimmed
 from surefoot.language.models.policy.passes import computing
 from surefoot.language.models.reward_model import RewardModel
-from surefoot.language.supervised.demonstrations import DEFAULT_ROWS, Batch, Rows
+from surefoot.language.supervised.demonstrations import Batch, Rows
 from surefoot.language.supervised.labels import BAD, GOOD
-from surefoot.recipes.rows import RowSettings
 
 ENDS = "ends"
 """key of the last token of each step in the inputs   [B, S]"""
@@ -54,36 +51,24 @@ def step_scores(model: RewardModel, inputs: Mapping[str, Tensor], bf16: bool = F
     return everywhere.gather(-1, inputs[ENDS]).float()
 
 
-def step_rows(
-    path: str,
-    tokens: Tokens,
-    limit: int,
-    limit_reason: str = "",
-    settings: RowSettings = DEFAULT_ROWS,
-    separator: str = "\n",
-) -> Rows:
-    """The answers in a file with at most ``limit`` tokens each, prompt included, with a label for each step.
-
-    limit_reason, settings   see ``demonstration_rows``
-    separator      text between two steps
-
-    Raises SurefootError, with file and line, for an invalid file, when every answer is too long, and when all steps have one
-    label.
-    """
-    answers = data.stepped(open_rows(path, settings.columns), tokens, limit, limit_reason, settings.control_tokens, separator)
+def step_notes(path: str, answers: data.Stepped) -> list[str]:
+    """How many steps have each label. Raises SurefootError if all have one."""
     good, count = answers.facts.once("counts", lambda: [sum(map(sum, answers.good)), sum(map(len, answers.good))])
     if good in (0, count):
         label = "good" if good else "bad"
         raise SurefootError(f"{path}: all {count} steps are {label}; a reward model needs good and bad ones")
+    return [f"{path}: {good:,} good and {count - good:,} bad steps"]
+
+
+def step_rows(answers: data.Stepped, pad_id: int) -> Rows:
+    """The rows of answers with a label for each step."""
 
     def tensors(rows: Sequence[int]) -> Batch:
-        ids, mask = right_padded([answers.ids[row] for row in rows], tokens.pad_id)
+        ids, mask = right_padded([answers.ids[row] for row in rows], pad_id)
         ends, kept = right_padded([answers.ends[row] for row in rows], 0)
         labels, _ = right_padded([[GOOD if x else BAD for x in answers.good[row]] for row in rows], GOOD)
         return {ANSWER: ids, f"{ANSWER}_mask": mask, ENDS: ends}, labels, kept
 
     content = answers.facts.once("hash", lambda: rows_hash(zip(answers.ids, answers.ends, answers.good, strict=True)))
     lengths = lengths_of(answers.ids)
-    notes = [f"{path}: {good:,} good and {count - good:,} bad steps"]
-    notes += data.drop_notes(path, limit, answers)
-    return Rows(tensors, content, lengths, [0] * len(lengths), notes)
+    return Rows(tensors, content, lengths, [0] * len(lengths))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollo
 from surefoot.errors import SurefootError
 from surefoot.language.blocks import compile_blocks, eager_blocks
 from surefoot.language.data import datasets as data
-from surefoot.language.data.batches import EpochSampler
+from surefoot.language.data.batches import EpochSampler, FromData
 from surefoot.language.data.rows import check_row_count, check_unchanged
 from surefoot.language.data.sources import open_rows
 from surefoot.language.data.tokens import decode_row
@@ -44,19 +44,28 @@ from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.lengths import check_length
 from surefoot.language.models.reward_model import RewardModel, new_reward_model
 from surefoot.language.supervised.demonstrations import Batch, Rows, batches, demonstration_rows, row_log_probs
-from surefoot.language.supervised.labels import BASELINE, KtoPolicy, good_answers, kto_rows, label_weights, scored_rows
+from surefoot.language.supervised.labels import (
+    BASELINE,
+    KtoPolicy,
+    good_answers,
+    kto_rows,
+    label_notes,
+    label_weights,
+    scored_rows,
+)
 from surefoot.language.supervised.preferences import REFERENCE, DpoPolicy, dpo_rows, pair_rows, scored_side, trained_tokens
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
-from surefoot.language.supervised.steps import StepPolicy, step_rows, step_scores
+from surefoot.language.supervised.steps import StepPolicy, step_notes, step_rows, step_scores
 from surefoot.ranks.collectives import check_device, exchanging, sum_count
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from surefoot.sharding import block_by_block, gathered
 
+Made = TypeVar("Made", bound=data.Tokenised)
 ScoredTexts = tuple[Sequence[list[int]], Sequence[list[bool]]]
 """the ids of texts, and which of them are the answer's"""
 
 
-class RowCollector:
+class RowCollector(FromData):
     """The next rows of the data as a rollout in which every action has reward 1; if the actions are labels, their weight.
 
     label_weights   reward of each label; none: 1
@@ -104,14 +113,6 @@ class RowCollector:
             steps=len(actions),
             metrics={"data_epochs": self.sampler.epochs, "tokens": tokens, **metrics},
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data."""
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position."""
-        self.sampler.load_state_dict(state)
 
 
 class SupervisedWorld:
@@ -225,15 +226,14 @@ class SupervisedWorld:
         if self.recipe.preference.loss == "steps":
             return (), ()  # the steps themselves, of data.train
         if self.recipe.demonstrations is None and self.recipe.preference.loss == "binary":
-            texts = good_answers(settings.train, self.tokens, self.token_limits[0], settings)
+            texts = good_answers(self._read(settings.train, data.labelled))
             if len(texts[0]) < 2:
                 raise SurefootError(
                     f"{settings.train}: one good answer has no standard deviation; add at least one more, or set demonstrations"
                 )
             return texts
         if self.recipe.demonstrations is None:
-            rows_of = open_rows(settings.train, settings.columns)
-            pairs = data.pairs(rows_of, self.tokens, *self.token_limits, control=settings.control_tokens)
+            pairs = self._read(settings.train, data.pairs)
             return pairs.chosen, pairs.chosen_trained
         rows = data.demonstrations(open_rows(self.recipe.demonstrations), self.tokens, *self.token_limits)
         self.warnings += data.drop_notes(self.recipe.demonstrations, self.token_limits[0], rows)
@@ -241,20 +241,38 @@ class SupervisedWorld:
             raise SurefootError(f"{self.recipe.demonstrations}: one row has no standard deviation; add at least one more")
         return rows.ids, rows.trained
 
+    def _read(self, path: str, read: Callable[..., Made], **options: Any) -> Made:
+        """What a file has, as ids of at most as many tokens as a row may have."""
+        settings = self.recipe.data
+        source = open_rows(path, settings.columns)
+        return read(source, self.tokens, *self.token_limits, control=settings.control_tokens, **options)
+
     def _rows(self, path: str) -> Rows:
-        recipe = self.recipe
-        read: Callable[..., Rows] = demonstration_rows
-        if isinstance(recipe, RewardRecipe):
-            read = scored_rows if recipe.preference.loss == "binary" else pair_rows
-            if recipe.preference.loss == "steps":
-                read = partial(step_rows, separator=recipe.preference.separator)
-        elif isinstance(recipe, DpoRecipe):
-            read = dpo_rows
-            if recipe.preference.loss == "kto":
-                weights = label_weights(recipe.preference) if path == recipe.data.train else None
-                read = partial(kto_rows, weights=weights)
-        rows = read(path, self.tokens, *self.token_limits, recipe.data)
-        self.warnings += rows.notes
+        """The rows of a file. Raises SurefootError, with file and line, if it is invalid, if every row is too long, and if what
+        is learned from has one label.
+        """
+        recipe, pad_id = self.recipe, self.tokens.pad_id
+        made: data.Tokenised
+        if isinstance(recipe, RewardRecipe) and recipe.preference.loss == "steps":
+            made = steps = self._read(path, data.stepped, separator=recipe.preference.separator)
+            self.warnings += step_notes(path, steps)
+            rows = step_rows(steps, pad_id)
+        elif isinstance(recipe, RewardRecipe) and recipe.preference.loss == "binary":
+            made = answers = self._read(path, data.labelled)
+            self.warnings += label_notes(path, answers, "a reward model")
+            rows = scored_rows(answers, pad_id)
+        elif isinstance(recipe, DpoRecipe) and recipe.preference.loss == "kto":
+            made = answers = self._read(path, data.labelled)
+            of_training = ("KTO", label_weights(recipe.preference)) if path == recipe.data.train else ()
+            self.warnings += label_notes(path, answers, *of_training)
+            rows = kto_rows(answers, pad_id, path, self.token_limits[0])
+        elif isinstance(recipe, RewardRecipe | DpoRecipe):
+            made = pairs = self._read(path, data.pairs)
+            rows = (pair_rows if self.preference else dpo_rows)(pairs, pad_id)
+        else:
+            made = demonstrations = self._read(path, data.demonstrations)
+            rows = demonstration_rows(demonstrations, pad_id)
+        self.warnings += data.drop_notes(path, self.token_limits[0], made)
         return rows
 
     def arithmetic(self) -> list[str]:
