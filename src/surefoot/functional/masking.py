@@ -25,6 +25,12 @@ def keep_only(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask.bool(), x, torch.zeros_like(x))
 
 
+def last_kept(mask: Tensor) -> Tensor:
+    """True at the last kept entry of each row that has one.   [..., T] -> [..., T] bool"""
+    keep = mask.bool()
+    return keep & (keep.flip(-1).cumsum(-1).flip(-1) == 1)
+
+
 def kept_count(x: Tensor, mask: Tensor | None) -> Tensor:
     """How many entries are kept, as a scalar of x's dtype (float64 for counts that must not round is the caller's choice)."""
     return x.new_tensor(x.numel()) if mask is None else mask.bool().expand_as(x).sum().to(x.dtype)

@@ -7,7 +7,7 @@ observation. ``next_values`` may hold anything where terminated.
 import torch
 from torch import Tensor
 
-from surefoot.functional.masking import keep_only
+from surefoot.functional.masking import keep_only, last_kept
 
 
 def _next_kept(values: Tensor, mask: Tensor, beyond: Tensor) -> Tensor:
@@ -170,8 +170,7 @@ def discounted_returns(
     tensor([1.7500, 1.5000, 1.0000])
     """
     keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool().expand_as(rewards)
-    last_kept = keep & (keep.flip(-1).cumsum(-1).flip(-1) == 1)
     # GAE at λ = 1 of a critic that is zero everywhere, with a value to come only where the trace stops.
-    to_come = torch.where(truncated.bool() | last_kept, next_values, torch.zeros_like(rewards))
+    to_come = torch.where(truncated.bool() | last_kept(keep), next_values, torch.zeros_like(rewards))
     zero = torch.zeros_like(rewards)
     return gae(rewards, zero, to_come, terminated=terminated, truncated=truncated, gamma=gamma, lam=1.0, mask=mask)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from surefoot.functional.kl import kl_k1
-from surefoot.functional.masking import keep_only
+from surefoot.functional.masking import keep_only, last_kept
 
 
 def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
@@ -15,9 +15,7 @@ def place_scores(scores: Tensor, mask: Tensor) -> Tensor:
     >>> place_scores(torch.tensor([5.0]), torch.tensor([[True, True, False]]))
     tensor([[0., 5., 0.]])
     """
-    keep = mask.bool()
-    last = keep & (keep.flip(-1).cumsum(-1).flip(-1) == 1)
-    return torch.where(last, scores.unsqueeze(-1), torch.zeros((), dtype=scores.dtype, device=scores.device))
+    return torch.where(last_kept(mask), scores.unsqueeze(-1), torch.zeros((), dtype=scores.dtype, device=scores.device))
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: float) -> Tensor:

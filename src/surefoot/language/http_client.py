@@ -101,12 +101,10 @@ class HttpClient:
         *,
         url: str | None = None,
         method: str = "POST",
-        repeat: bool = True,
     ) -> "httpx2.Response":
         """The server's response to a request, retried until it succeeds, the retries are used up or the deadline is near.
 
-        ends     the time by ``time.monotonic`` until which the response must be there
-        repeat   False: no retries, for a request that must not reach the server twice
+        ends   the time by ``time.monotonic`` until which the response must be there
 
         Raises SurefootError when the server can't be reached or rejects the request; DeadlineExceeded when it is too slow.
         """
@@ -136,7 +134,7 @@ class HttpClient:
                     remedy = self._status_remedy(response.status_code)
                     raise SurefootError(f"{problem}{self.excerpt(response)}; {remedy}, {self.then}")
                 requested_wait = retry_after(response.headers.get("Retry-After"))
-            if attempts > self.retries or not repeat:
+            if attempts > self.retries:
                 raise SurefootError(f"{problem}, {attempts} times; check that the server runs, {self.then}")
             pause = max(requested_wait, backoff(attempts))
             if time.monotonic() + pause >= ends:

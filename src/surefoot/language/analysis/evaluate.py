@@ -12,6 +12,7 @@ from torch import Tensor
 from surefoot.errors import SurefootError
 from surefoot.files import read_table, read_toml
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
+from surefoot.functional.masking import last_kept
 from surefoot.language.analysis.accuracy import Attempts, attempt_lines, measure_attempts
 from surefoot.language.data import datasets as data_rows
 from surefoot.language.data.rows import check_unchanged
@@ -327,7 +328,7 @@ def calibration(world: LanguageWorld, responses: Responses) -> dict[str, Any] | 
     ref_log_probs = world.collector.reference_log_probs(inputs, samples.actions, mask)
     if ref_log_probs is not None:
         rewards = kl_shaped_rewards(rewards, evaluation.log_probs, ref_log_probs, mask, world.collector.beta)
-    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    last = last_kept(mask)
     gamma, none = recipe.objective.gamma, torch.zeros_like(mask)
     earned = discounted_returns(rewards, torch.zeros_like(rewards), terminated=last, truncated=none, gamma=gamma, mask=mask)
     kept = scores.valid & (samples.ended | (recipe.reward.missing_eos != "bootstrap"))

@@ -27,7 +27,7 @@ from surefoot.functional import (
     proportional_kl_control,
     successor_values,
 )
-from surefoot.functional.masking import keep_only
+from surefoot.functional.masking import keep_only, last_kept
 from surefoot.language.data.batches import EpochSampler, FromData, pack_batch, row_lengths
 from surefoot.language.data.datasets import Prompts, repeat_prompts
 from surefoot.language.data.tokens import Tokens
@@ -47,7 +47,7 @@ from surefoot.language.online.responses import (
     token_rewards,
     with_signal,
 )
-from surefoot.language.online.turns import Conversation, Environments, as_samples, mean_turns, tool_metrics
+from surefoot.language.online.turns import Conversation, Environments, as_samples, tool_metrics
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.rewards.scores import Reward, Scores, concat_scores, mean_and_std
 from surefoot.language.rewards.terms import FunctionReward, function_rewards, parts_of
@@ -168,7 +168,7 @@ class LanguageCollector(FromData):
             reward_parts["kl"] = kl_k1(log_probs, ref_log_probs)
 
         values = torch.zeros_like(rewards) if old is None or old.values is None else old.values
-        last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+        last = last_kept(mask)
         beyond, truncated = torch.zeros_like(rewards[:, 0]), torch.zeros_like(mask)
         if recipe.reward.missing_eos == "bootstrap":
             beyond, cut = self._truncation(samples, inputs, mask, valid)
@@ -466,8 +466,9 @@ class LanguageCollector(FromData):
             metrics["gold"] = mean_and_std(gold, gold.total)[0]
         self.last_samples = responses.rows(columns)
         if responses.conversations is not None:
-            metrics["turns"] = mean_over_ranks(mean_turns(responses.conversations), count)
-            metrics |= {name: mean_over_ranks(x, count) for name, x in tool_metrics(responses.conversations).items()}
+            turns = sum(len(one.turns) for one in responses.conversations) / count
+            numbers = {"turns": turns} | tool_metrics(responses.conversations)
+            metrics |= {name: mean_over_ranks(x, count) for name, x in numbers.items()}
         if self.recipe.reward.overlong is not None:
             metrics["overlong_penalty"] = mean_over_ranks(float(length_penalty(responses.samples, self.recipe).mean()), count)
         if self.recipe.objective.compares_in_groups:

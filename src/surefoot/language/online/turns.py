@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from surefoot.calls import DeadlineExceeded, in_threads, left_behind, settled
 from surefoot.core.seeding import any_algorithm, derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.files import read_table
-from surefoot.language.data.batches import left_padded, right_padded
+from surefoot.language.data.batches import right_padded
 from surefoot.language.data.chat import Dialogue, Messages, options_of
 from surefoot.language.data.rows import CALLS, TOOLS, fault_in
 from surefoot.language.data.tokens import Tokens
@@ -34,7 +34,7 @@ from surefoot.language.online.tools import (
 )
 from surefoot.language.rewards.scores import Prompt, Scores
 from surefoot.language.sampling.ends import Ends
-from surefoot.language.sampling.engines import DecodedBy, Samples
+from surefoot.language.sampling.engines import DecodedBy, Samples, padded_samples
 from surefoot.recipes.callables import TURNS, Functions, load_function
 from surefoot.recipes.language import TurnSettings
 
@@ -148,34 +148,19 @@ class Conversation:
 
 def as_samples(conversations: Sequence[Conversation], tokens: Tokens, device: torch.device) -> Samples:
     """Conversations as rows, with the mask True at the model's tokens; one that never began is an empty row."""
-    prompt, prompt_mask = left_padded([conversation.prompt or [tokens.eos_id] for conversation in conversations], tokens.pad_id)
-    actions, by_policy = right_padded([conversation.ids or [tokens.pad_id] for conversation in conversations], tokens.pad_id)
-    by_policy &= torch.tensor([bool(conversation.ids) for conversation in conversations]).unsqueeze(-1)
-    mask, log_probs = torch.zeros_like(by_policy), torch.zeros(by_policy.shape)
-    for row, conversation in enumerate(conversations):
-        mask[row, : len(conversation.ids)] = torch.tensor(conversation.own, dtype=torch.bool)
-        log_probs[row, : len(conversation.ids)] = torch.tensor(conversation.log_probs)
-    missing = torch.tensor([conversation.failure == NO_RESPONSE for conversation in conversations], device=device)
-    return Samples(
-        prompt=prompt.to(device),
-        prompt_mask=prompt_mask.to(device),
-        actions=actions.to(device),
-        mask=mask.to(device),
-        log_probs=log_probs.to(device),
-        ended=torch.tensor([conversation.ended for conversation in conversations], device=device),
-        path=conversations[0].path,
-        real=by_policy.to(device),
-        missing=missing if missing.any() else None,
-    )
+    prompts = [one.prompt or [tokens.eos_id] for one in conversations]
+    responses = [(one.ids, one.log_probs) for one in conversations]
+    ended, missing = [one.ended for one in conversations], [one.failure == NO_RESPONSE for one in conversations]
+    made = padded_samples(prompts, responses, ended, missing, conversations[0].path, tokens.pad_id, device)
+    own, _ = right_padded([one.own or [False] for one in conversations], 0)
+    return replace(made, mask=own.bool().to(device), real=made.mask)
 
 
 def last_turn(mask: Tensor) -> Tensor:
     """The model's tokens that no token of the environment separates from its last one.   [N, T] -> [N, T]"""
     mask = mask.bool()
     after = mask.flip(-1).cumsum(-1).flip(-1)  # the model's tokens from here on
-    others = (
-        (~mask & (after > 0)).flip(-1).cumsum(-1).flip(-1)
-    )  # the environment's from here on that one of the model's follows
+    others = (~mask & (after > 0)).flip(-1).cumsum(-1).flip(-1)  # the environment's that one of the model's follows
     return mask & (others == 0)
 
 
@@ -200,11 +185,6 @@ def add_turn_rewards(scores: Scores, conversations: Sequence[Conversation], shap
     return Scores(
         (scores.total + earned).where(valid, 0.0), {PART: earned, **scores.parts}, valid, dense.where(valid.unsqueeze(-1), 0.0)
     )
-
-
-def mean_turns(conversations: Sequence[Conversation]) -> float:
-    """The model's turns per conversation."""
-    return sum(len(conversation.turns) for conversation in conversations) / len(conversations)
 
 
 def _messages(reply: str | Messages) -> Messages:

@@ -45,16 +45,6 @@ class Signature:
     parameters: tuple[str, ...] | None
     required: tuple[str, ...]
 
-    @property
-    def reserved(self) -> tuple[str, ...]:
-        """The names of arguments that are no columns."""
-        return RESERVED[self.style]
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Columns with a default, which rows may lack."""
-        return tuple(DEFAULTS) if self.style == "verifiers" else ()
-
     def arguments(self, prompts: Sequence[Prompt], responses: Sequence[str], columns: Columns) -> dict[str, list[Any]]:
         """Every argument that the function may take, as lists with an entry for each response."""
         tools = [options_of(prompt).get(TOOLS) for prompt in prompts]

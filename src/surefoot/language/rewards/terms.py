@@ -20,6 +20,7 @@ from surefoot.calls import DeadlineExceeded, left_behind, with_deadline
 from surefoot.core.seeding import any_algorithm
 from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
 from surefoot.files import read_toml
+from surefoot.functional.masking import keep_only
 from surefoot.language.data.steps import split_steps
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.http_client import REPEAT, RESUME
@@ -40,7 +41,7 @@ from surefoot.language.rewards.scores import (
     to_list,
     to_number,
 )
-from surefoot.language.rewards.signatures import signature_of
+from surefoot.language.rewards.signatures import DEFAULTS, RESERVED, signature_of
 from surefoot.recipes.callables import Functions, find_function, import_object, term_field
 from surefoot.recipes.reading import parse_flag
 from surefoot.recipes.rewards import RewardTerm, term_error, term_from_text
@@ -196,13 +197,13 @@ class FunctionReward:
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise SurefootError if a column has a reserved name, or the function requires an argument that does not exist."""
         extra = ["tokens"] if self.per == "token" else ["steps"] if self.separator is not None else []
-        reserved = {*self.signature.reserved, *extra}
+        reserved = {*RESERVED[self.signature.style], *extra}
         if taken := [name for name in columns if name in reserved]:
             raise self._error(f"the rows have a column {taken[0]!r}, which is the name of another argument; rename the column")
         for name in self.arguments:
             if name in {*reserved, *columns}:
                 raise self._error(f"argument {name!r} is also a column of the rows; remove one of them")
-        available = {*reserved, *columns, *self.signature.optional, *self.arguments}
+        available = {*reserved, *columns, *self.arguments, *(DEFAULTS if self.signature.style == "verifiers" else ())}
         missing = [name for name in self.signature.required if name not in available]
         if missing:
             raise self._error(f"requires {missing[0]!r}; available: {', '.join(sorted(available))}")
@@ -291,8 +292,8 @@ class WeightedSum:
         dense = None
         if tokens is not None and any(score.dense is not None for score in scores):
             dense = torch.stack([score.per_token(tokens) for score in scores]).sum(0)
-            dense = torch.where(valid.unsqueeze(-1), dense, torch.zeros_like(dense))
-        return Scores(torch.where(valid, total, torch.zeros_like(total)), parts, valid, dense)
+            dense = keep_only(dense, valid.unsqueeze(-1))
+        return Scores(keep_only(total, valid), parts, valid, dense)
 
 
 class NoReward:
@@ -309,7 +310,6 @@ def load_reward(
     *,
     deadline: float = 60.0,
     tolerated: float = 0.1,
-    device: str = "cpu",
     read: Callable[[str], RewardModel | None] | None = None,
     functions: Functions | None = None,
     as_stored: bool = False,
@@ -318,7 +318,6 @@ def load_reward(
     """The reward of a recipe's ``reward.terms``.
 
     deadline, tolerated   of each function and url
-    device                where models run
     read                  returns a model that need not be loaded separately, and None for any other
     functions             functions that were passed as objects, by field
     as_stored             keep models that are stored in bfloat16 or float16 so
@@ -332,7 +331,7 @@ def load_reward(
         if complaint := term_error(term):
             raise SurefootError(f"{field}{complaint}")
         function = None if term.function is None else find_function(term_field(place), term.function, functions or {})
-        of_models = {"device": device, "read": read, "as_stored": as_stored, "bf16": bf16}
+        of_models = {"read": read, "as_stored": as_stored, "bf16": bf16}
         rewards.append(_load_term(term, field, function, deadline, tolerated, of_models))
     return rewards[0] if len(rewards) == 1 else WeightedSum(rewards)
 

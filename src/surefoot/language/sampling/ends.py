@@ -112,27 +112,23 @@ class EndDetector:
 
     def stopped(self, actions: Tensor, slots: list[int], first: int) -> list[list[bool]]:
         """Whether the decoded text of each slot's response contains a stop string, up to each token from ``first`` on."""
-        assert self.decode is not None
-        stopped = []
-        for step, tokens in enumerate(actions[first:].tolist(), first):
-            row = []
-            for slot in slots:
-                text = self.decode(actions[: step + 1, slot].tolist()) if self.may_complete(tokens[slot]) else ""
-                row.append(any(word in text for word in self.stop))
-            stopped.append(row)
-        return stopped
+        return [
+            [self.may_complete(tokens[slot]) and self.has_stop(actions[: step + 1, slot].tolist()) for slot in slots]
+            for step, tokens in enumerate(actions[first:].tolist(), first)
+        ]
 
     def length(self, ids: Sequence[int]) -> int:
         """The tokens of a response up to its end by EOS or a stop string; 0 if it has none."""
-        for place, token in enumerate(ids):
-            if token in self.eos_ids:
-                return place + 1
-            if self.stop and self.may_complete(token):
-                assert self.decode is not None
-                text = self.decode(ids[: place + 1])
-                if any(word in text for word in self.stop):
-                    return place + 1
+        for place, token in enumerate(ids, 1):
+            if token in self.eos_ids or (self.stop and self.may_complete(token) and self.has_stop(ids[:place])):
+                return place
         return 0
+
+    def has_stop(self, ids: Sequence[int]) -> bool:
+        """Whether the decoded text contains a stop string."""
+        assert self.decode is not None
+        text = self.decode(ids)
+        return any(word in text for word in self.stop)
 
     def may_complete(self, token: int) -> bool:
         """False if the token's own text rules out that a stop string ends in it; this saves decoding the response.

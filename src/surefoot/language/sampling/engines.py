@@ -5,12 +5,13 @@ trainer computes log-probabilities again; those of an engine that is not exact a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from surefoot.core.rollout import map_tensors
 from surefoot.errors import NotFiniteError, SurefootError
 from surefoot.files import check_flags, check_whole
 from surefoot.language.data.batches import left_padded, right_padded
@@ -184,23 +185,30 @@ def samples_of(
                 f"max_tokens={request.max_tokens}; give the engine room for the longest prompt and response"
             )
     kept = [([], []) if a is None else (a[0][:n], a[1][:n]) for a, n in zip(answers, lengths, strict=True)]
-    width = max(1, *lengths)
-    log_probs = torch.tensor([[*numbers, *[0.0] * (width - len(numbers))] for _, numbers in kept])
-    if not log_probs.isfinite().all():
-        raise NotFiniteError(f"sampling.engine={name!r} returned log-probabilities that are NaN or infinite; check its weights")
     prompts = [prompt for prompt in request.prompts for _ in range(request.samples)]
-    prompt, prompt_mask = left_padded(prompts, request.pad_id)
-    actions, mask = right_padded([ids or [request.pad_id] for ids, _ in kept], request.pad_id)
-    mask &= torch.tensor([length > 0 for length in lengths]).unsqueeze(-1)
-    missing = torch.tensor([answer is None for answer in answers])
-    return Samples(
-        prompt=prompt.to(device),
-        prompt_mask=prompt_mask.to(device),
-        actions=actions.to(device),
-        mask=mask.to(device),
-        log_probs=log_probs.to(device),
-        ended=torch.tensor(ended).to(device),
-        path=name,
-        missing=missing.to(device) if missing.any() else None,
-        version=version,
-    )
+    drawn = padded_samples(prompts, kept, ended, [answer is None for answer in answers], name, request.pad_id, device)
+    if not drawn.log_probs.isfinite().all():
+        raise NotFiniteError(f"sampling.engine={name!r} returned log-probabilities that are NaN or infinite; check its weights")
+    return replace(drawn, version=version)
+
+
+def padded_samples(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[tuple[list[int], list[float]]],
+    ended: list[bool],
+    missing: list[bool],
+    path: DecodedBy,
+    pad_id: int,
+    device: torch.device,
+) -> Samples:
+    """Responses, each with its log-probabilities, as a batch; the mask has no token of an empty one."""
+    prompt, prompt_mask = left_padded(prompts, pad_id)
+    actions, mask = right_padded([ids or [pad_id] for ids, _ in responses], pad_id)
+    mask &= torch.tensor([bool(ids) for ids, _ in responses]).unsqueeze(-1)
+    log_probs = torch.zeros(mask.shape)
+    for row, (_, numbers) in enumerate(responses):
+        log_probs[row, : len(numbers)] = torch.tensor(numbers)
+    lost = torch.tensor(missing) if any(missing) else None
+    made = Samples(prompt, prompt_mask, actions, mask, log_probs, torch.tensor(ended), path, missing=lost)
+    on_device: Samples = map_tensors(lambda x: x.to(device), made)
+    return on_device

@@ -14,7 +14,7 @@ unknown families and models with hooks.
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +26,17 @@ PACKED_LIMIT = 64_000_000
 """parameters of all layers above which the model's own forward pass is used: arithmetic dominates there, and packing copies"""
 
 
-@dataclass(frozen=True)
-class PackedLayer:
-    """The four matrices of a layer, each [in, out], and their biases [out]; ``None`` means no bias."""
+Linear = tuple[Tensor, Tensor | None]
+"""a matrix [in, out] and its bias [out]; None means no bias"""
 
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    up: Tensor
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+
+class PackedLayer(NamedTuple):
+    """The four matrices of a layer."""
+
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True)
@@ -113,21 +112,21 @@ class FastDecoder:
         keys, values = cached[:, 0].transpose(-1, -2).unbind(), cached[:, 1].unbind()
         hidden = None if self.hidden is None else self.hidden[:n, ..., : self.length].flatten(0, 1)
         for i, layer in enumerate(model.layers):
-            qkv = product(model.normalised(x), layer.qkv, layer.qkv_bias).view(n, heads + 2 * kv_heads, width)
+            qkv = product(model.normalised(x), *layer.qkv).view(n, heads + 2 * kv_heads, width)
             if turn is not None:
                 torch.view_as_complex(qkv[:, : heads + kv_heads].view(n, -1, width // 2, 2)).mul_(turn)
             fresh[i].copy_(qkv[:, heads:].view(n, 2, kv_heads, width))
             query = qkv[:, :heads].reshape(n * kv_heads, heads // kv_heads, width)
             scores = torch.bmm(query, keys[i]) if hidden is None else torch.baddbmm(hidden, query, keys[i])
             mixed = torch.bmm(scores.softmax(-1), values[i]).view(n, heads * width)
-            x = torch.addmm(x if layer.out_bias is None else x + layer.out_bias, mixed, layer.out)
-            wide = product(model.normalised(x), layer.up, layer.up_bias)
+            x = add_product(x, mixed, *layer.out)
+            wide = product(model.normalised(x), *layer.up)
             if model.gated:
                 gate, up = wide.chunk(2, -1)
                 wide = model.activation(gate).mul_(up)
             else:
                 wide = model.activation(wide)
-            x = torch.addmm(x if layer.down_bias is None else x + layer.down_bias, wide, layer.down)
+            x = add_product(x, wide, *layer.down)
         places.add_(1)
         logits: Tensor = model.head(model.norm(x))
         return logits
@@ -144,6 +143,11 @@ class FastDecoder:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · weight + bias.   [n, in], [in, out], [out] -> [n, out]"""
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x + y · weight + bias.   [n, out], [n, in], [in, out], [out] -> [n, out]"""
+    return torch.addmm(x if bias is None else x + bias, y, weight)
 
 
 def fast_decoder(model: nn.Module, prompts: Prompts, logits: Tensor, past: Any, samples: int, more: int) -> FastDecoder | None:
@@ -221,7 +225,7 @@ def merged_layer(module: Any) -> Any:
     return SimpleNamespace(weight=weight, bias=module.base_layer.bias)
 
 
-def joined_layers(parts: list[Any], scale: Tensor) -> tuple[Tensor, Tensor | None]:
+def joined_layers(parts: list[Any], scale: Tensor | float = 1.0) -> Linear:
     """Linear layers of one input as one matrix [in, out] and bias [out]; the input's scale [in] is multiplied in."""
     parts = [merged_layer(part) for part in parts]
     weight = torch.cat([part.weight for part in parts])
@@ -246,17 +250,12 @@ def pack_llama(model: Any) -> PackedModel:
         scale = torch.ones(len(order), 1, dtype=qkv.dtype, device=qkv.device)
         scale[:heads] = attention.scaling
         scale = scale.expand(-1, width).flatten()
-        up, up_bias = joined_layers([mlp.gate_proj, mlp.up_proj], one + block.post_attention_layernorm.weight)
         layers.append(
             PackedLayer(
-                qkv=qkv[:, order.flatten()] * scale,
-                qkv_bias=None if bias is None else bias[order.flatten()] * scale,
-                out=merged_layer(attention.o_proj).weight.t().contiguous(),
-                out_bias=merged_layer(attention.o_proj).bias,
-                up=up,
-                up_bias=up_bias,
-                down=merged_layer(mlp.down_proj).weight.t().contiguous(),
-                down_bias=merged_layer(mlp.down_proj).bias,
+                qkv=(qkv[:, order.flatten()] * scale, None if bias is None else bias[order.flatten()] * scale),
+                out=joined_layers([attention.o_proj]),
+                up=joined_layers([mlp.gate_proj, mlp.up_proj], one + block.post_attention_layernorm.weight),
+                down=joined_layers([mlp.down_proj]),
             )
         )
 
@@ -295,14 +294,10 @@ def pack_gpt2(model: Any) -> PackedModel:
         scale[: config.hidden_size] = attention.scaling
         layers.append(
             PackedLayer(
-                qkv=block.ln_1.weight.unsqueeze(-1) * qkv.weight * scale,
-                qkv_bias=(block.ln_1.bias @ qkv.weight + qkv.bias) * scale,
-                out=out.weight,
-                out_bias=out.bias,
-                up=block.ln_2.weight.unsqueeze(-1) * up.weight,
-                up_bias=block.ln_2.bias @ up.weight + up.bias,
-                down=down.weight,
-                down_bias=down.bias,
+                qkv=(block.ln_1.weight.unsqueeze(-1) * qkv.weight * scale, (block.ln_1.bias @ qkv.weight + qkv.bias) * scale),
+                out=(out.weight, out.bias),
+                up=(block.ln_2.weight.unsqueeze(-1) * up.weight, block.ln_2.bias @ up.weight + up.bias),
+                down=(down.weight, down.bias),
             )
         )
     return PackedModel(

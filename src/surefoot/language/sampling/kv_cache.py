@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from surefoot.language.data.batches import positions
 from surefoot.language.models.policy.lengths import by_length
 
-T = TypeVar("T")
 CACHE_TOLERANCE = 1e-2
 """largest difference of a log-probability, in float32, between a cached row and a single one that counts as rounding"""
 ROUGH_TOLERANCE = 0.02
@@ -97,22 +96,15 @@ def cache_name(model: nn.Module) -> str:
 def read_prompts(model: nn.Module, prompts: Prompts) -> tuple[Tensor, Any]:
     """The model's logits after each prompt [G, vocabulary] and its cache; None if there is none, or if it fails."""
     mask = prompts.mask if prompts.padded else None
-    output = _attempt(lambda: forward(model, prompts.ids, mask, positions(prompts.mask), keep=1))
-    if output is None:
+    try:
+        output = forward(model, prompts.ids, mask, positions(prompts.mask), keep=1)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
         output = forward(model, prompts.ids, prompts.mask, positions(prompts.mask), keep=1, caching=False)
     past = getattr(output, cache_name(model), None)
     usable = all(hasattr(layer, "reorder_cache") for layer in getattr(past, "layers", [None]))
     return output.logits[:, -1], past if usable else None
-
-
-def _attempt(call: Callable[[], T]) -> T | None:
-    """What a call returns; None if it raises, except for lack of memory."""
-    try:
-        return call()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        return None
 
 
 @cache

@@ -13,10 +13,10 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -66,7 +66,7 @@ class VllmServer(Engine):
     exact = False
 
     def __init__(self, recipe: LanguageRecipe, model: Any, tokens: Tokens, folder: str, longest: int) -> None:
-        self.settings = recipe.server or ServerSettings()
+        settings = self.settings = recipe.server or ServerSettings()
         self.model, self.tokens, self.temperature = model, tokens, recipe.sampling.temperature
         self.longest = longest
         self.command = serve_command(recipe, folder, longest)
@@ -76,12 +76,10 @@ class VllmServer(Engine):
         """how many weights were sent, and the name of the last ones on the server"""
         self.checksum: int | None = None
         """of the weights that were sent"""
-        self.weights = None if self.settings.weights is None else Path(self.settings.weights).expanduser()
+        self.weights = None if settings.weights is None else Path(settings.weights).expanduser()
         self.remove: Any = None
         """removes a temporary folder of weights"""
-        settings = self.settings
-        limit = f"server.timeout={settings.timeout:g} s"
-        then = f"or start it: {self.command}"
+        limit, then = f"server.timeout={settings.timeout:g} s", f"or start it: {self.command}"
         self.http = HttpClient(settings.url, token_from=settings.token_from, retries=settings.retries, limit=limit, then=then)
         try:
             self.http.ready("sampling.engine = 'vllm'")
@@ -94,9 +92,9 @@ class VllmServer(Engine):
         self.client: httpx2.Client | None = None
         """while something is asked of the server"""
         with self._connected():
-            found = self._get("version").get("version", "of unknown version")
-            self._check_model(longest)
-            self._get("weight_info")
+            found = self._ask("GET", "version").get("version", "of unknown version")
+            self._check_model()
+            self._ask("GET", "weight_info")
         self.reason = f"vLLM {found} at {self.http.url}"
 
     # ---- weights ----
@@ -115,31 +113,28 @@ class VllmServer(Engine):
             elif (label := self._label_on_server()) != self.label:
                 if not fresh and label != UNNAMED:
                     raise self._other_weights(label)
-                self._send_by_folder()
+                self._send()
                 self._probe()
         self.version = version
 
-    def _send_by_folder(self) -> None:
+    def _send(self) -> None:
+        """Let the server load the weights from the folder, while it samples nothing, and name them."""
         folder = self._weights_folder() / self.label
         before = [path for path in folder.parent.iterdir() if path.name.startswith(f"{self.run}-")]
         save_model(self.model, self.tokens.tokenizer, folder)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
-        self._replace_weights(lambda: self._post("collective_rpc", reload))
-        for old in before:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def _replace_weights(self, load: Callable[[], Any]) -> None:
-        """Load weights while the server samples nothing, and name them."""
-        self._post("pause?mode=abort")
+        self._ask("POST", "pause?mode=abort")
         try:
-            load()
-            self._post("reset_prefix_cache")
-            self._post("update_weight_version", {"new_version": self.label})
+            self._ask("POST", "collective_rpc", reload)
+            self._ask("POST", "reset_prefix_cache")
+            self._ask("POST", "update_weight_version", {"new_version": self.label})
         except SurefootError:
             with suppress(SurefootError):
-                self._post("resume")
+                self._ask("POST", "resume")
             raise
-        self._post("resume")
+        self._ask("POST", "resume")
+        for old in before:
+            shutil.rmtree(old, ignore_errors=True)
 
     def _weights_folder(self) -> Path:
         if self.weights is None:
@@ -157,7 +152,7 @@ class VllmServer(Engine):
             time.sleep(POLL)
 
     def _label_on_server(self) -> str:
-        return str(self._get("weight_info").get("weight_version"))
+        return str(self._ask("GET", "weight_info").get("weight_version"))
 
     def _other_weights(self, label: str) -> SurefootError:
         what = "it was started again" if label == UNNAMED else "another run uses it; give each run its own server"
@@ -293,8 +288,8 @@ class VllmServer(Engine):
 
     # ---- requests ----
 
-    def _check_model(self, longest: int) -> None:
-        table = self._get("v1/models")
+    def _check_model(self) -> None:
+        table = self._ask("GET", "v1/models")
         served = {str(model.get("id")): model for model in table.get("data", []) if isinstance(model, dict)}
         if self.settings.model not in served:
             raise self._error(
@@ -302,9 +297,9 @@ class VllmServer(Engine):
                 f"it: {self.command}"
             )
         context = served[self.settings.model].get("max_model_len")
-        if isinstance(context, int) and context < longest:
+        if isinstance(context, int) and context < self.longest:
             raise self._error(
-                f"has a context of {context} tokens, and prompts with their responses have up to {longest}; start it: "
+                f"has a context of {context} tokens, and prompts with their responses have up to {self.longest}; start it: "
                 f"{self.command}"
             )
 
@@ -318,17 +313,12 @@ class VllmServer(Engine):
     def _url(self, path: str) -> str:
         return f"{self.http.url.rstrip('/')}/{path}"
 
-    def _get(self, path: str) -> dict[str, Any]:
-        return self._table(path, "GET", None)
-
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._table(path, "POST", json.dumps({} if body is None else body).encode())
-
-    def _table(self, path: str, method: str, body: bytes | None) -> dict[str, Any]:
+    def _ask(self, method: Literal["GET", "POST"], path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What the server answers; nothing if that is no table."""
         assert self.client is not None
-        ends = time.monotonic() + self.settings.timeout
+        ends, content = time.monotonic() + self.settings.timeout, None if method == "GET" else json.dumps(body or {}).encode()
         try:
-            response = self.http.request(self.client, ends, body, url=self._url(path), method=method)
+            response = self.http.request(self.client, ends, content, url=self._url(path), method=method)
         except DeadlineExceeded:
             raise self._error(f"did not answer /{path} within {self.http.limit}; check the server, or raise it") from None
         except SurefootError as error:

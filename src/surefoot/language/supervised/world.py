@@ -16,6 +16,7 @@ from torch import Tensor
 from surefoot.core.learner import Learner
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, map_tensors
 from surefoot.errors import SurefootError
+from surefoot.functional.masking import last_kept
 from surefoot.language.blocks import compile_blocks, eager_blocks
 from surefoot.language.data import datasets as data
 from surefoot.language.data.batches import EpochSampler, FromData
@@ -97,7 +98,7 @@ class RowCollector(FromData):
         metrics: Metrics = {}
         if self.complete is not None:
             inputs, metrics = self.complete(inputs)
-        last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+        last = last_kept(mask)
         zeros = torch.zeros(mask.shape, device=mask.device)
         return Rollout(
             inputs=inputs,
