@@ -486,10 +486,7 @@ def list_tasks() -> None:
     """List the tasks of "surefoot data make"."""
     from surefoot.language.tasks import GAMES, TASKS
 
-    for name, task in TASKS.items():
+    for name, task in (TASKS | GAMES).items():
         least, greatest = task.difficulties
         echo(f"{name:<10} {task.about} ({least} to {greatest}, usually {task.usual})")
-    for name, game in GAMES.items():
-        least, greatest = game.DIFFICULTIES
-        echo(f"{name:<10} {game.ABOUT} ({least} to {greatest}, usually {game.USUAL})")
     echo("reasoning_gym/NAME: tasks of that package with one right answer (extra reasoning-gym)")

@@ -12,7 +12,7 @@ from typing import Any
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, did_you_mean, require_package
 from surefoot.language.tasks import calculator, countdown, guess, successors
-from surefoot.language.tasks.task import ADDITION, BRACKETS, COUNTING, HELD_OUT, REVERSING, SORTING, Row, Task, is_answer
+from surefoot.language.tasks.task import ADDITION, BRACKETS, COUNTING, HELD_OUT, REVERSING, SORTING, Game, Row, Task, is_answer
 
 TASKS: dict[str, Task] = {
     "sorting": SORTING,
@@ -23,7 +23,7 @@ TASKS: dict[str, Task] = {
     "countdown": countdown.TASK,
     "successors": successors.TASK,
 }
-GAMES = {"guess": guess, "calculator": calculator}
+GAMES = {"guess": guess.GAME, "calculator": calculator.GAME}
 """tasks of several turns: an environment scores them, not ``verify``"""
 REASONING_GYM = "reasoning_gym/"
 """prefix of that package's tasks. Only those with one right answer: others score a response with a program that may run it"""
@@ -45,13 +45,9 @@ def rows(name: str, count: int, seed: int = 0, difficulty: int | None = None, *,
             raise SurefootError(f"difficulty={difficulty}: {name} has none here; leave it out")
         return _reasoning_gym_rows(name, count, derived_seed(seed, "problems", name), test=test)
     if name in GAMES:
-        games: list[Row] = GAMES[name].rows(count, derived_seed(seed, "test") if test else seed, difficulty)
-        return games
+        return GAMES[name].rows(count, derived_seed(seed, "test") if test else seed, _level(name, GAMES[name], difficulty))
     task = get_task(name)
-    level = task.usual if difficulty is None else difficulty
-    least, greatest = task.difficulties
-    if not least <= level <= greatest:
-        raise SurefootError(f"difficulty={level}: out of range for {name}; choose {least} to {greatest}")
+    level = _level(name, task, difficulty)
     problems = _problems(task, random.Random(derived_seed(seed, "problems", name, level)), level, test)
     made = [row | {"task": name} for row, _ in zip(problems, range(count), strict=False)]
     if len(made) < count:
@@ -72,9 +68,8 @@ def demonstrations(
     if name.startswith(REASONING_GYM) and sloppy:
         raise SurefootError(f"sloppy={sloppy}: {name} has right answers only; set 0")
     if name in GAMES:
-        game_seed = derived_seed(seed, "test") if test else seed
-        played: list[Row] = GAMES[name].demonstrations(count, game_seed, difficulty, sloppy=sloppy)
-        return played
+        game_seed, level = derived_seed(seed, "test") if test else seed, _level(name, GAMES[name], difficulty)
+        return GAMES[name].demonstrations(count, game_seed, level, sloppy)
     draw = random.Random(derived_seed(seed, "teacher", name))
     return [
         {"prompt": row["prompt"], "completion": get_task(name).slip(draw, row) if draw.random() < sloppy else row["answer"]}
@@ -103,6 +98,14 @@ def get_task(name: str) -> Task:
         choices = f"; choose one of {', '.join((*TASKS, *GAMES))}, or {REASONING_GYM}NAME"
         raise SurefootError(f"task={name!r}: is unknown{did_you_mean(name, (*TASKS, *GAMES)) or choices}")
     return TASKS[name]
+
+
+def _level(name: str, task: Task | Game, difficulty: int | None) -> int:
+    """The difficulty, or the task's default. Raises SurefootError if it is out of range."""
+    level, (least, greatest) = task.usual if difficulty is None else difficulty, task.difficulties
+    if not least <= level <= greatest:
+        raise SurefootError(f"difficulty={level}: out of range for {name}; choose {least} to {greatest}")
+    return level
 
 
 def _problems(task: Task, draw: random.Random, level: int, test: bool) -> Iterator[Row]:

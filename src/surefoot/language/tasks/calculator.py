@@ -10,13 +10,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from surefoot.core.seeding import derived_seed
-from surefoot.errors import SurefootError
-from surefoot.language.tasks.task import Row
-
-ABOUT = "multiply a=347,b=862 by calling the tool multiply; two turns"
-DIFFICULTIES = (1, 6)
-"""digits"""
-USUAL = 3
+from surefoot.language.tasks.task import Game, Row
 
 
 def multiply(a: int, b: int) -> int:
@@ -34,24 +28,18 @@ def right(responses: Sequence[str], answer: Sequence[str]) -> list[float]:
     return [float(response.strip() == wanted) for response, wanted in zip(responses, answer, strict=True)]
 
 
-def rows(count: int, seed: int = 0, difficulty: int | None = None) -> list[Row]:
-    """``count`` problems ``{"prompt", "answer"}``.
-
-    Raises SurefootError for a difficulty out of range.
-    """
-    return [{"prompt": f"a={a},b={b}", "answer": str(a * b)} for a, b in _factors(count, seed, difficulty)]
+def rows(count: int, seed: int, digits: int) -> list[Row]:
+    """``count`` problems ``{"prompt", "answer"}``."""
+    return [{"prompt": f"a={a},b={b}", "answer": str(a * b)} for a, b in _factors(count, seed, digits)]
 
 
-def demonstrations(count: int, seed: int = 0, difficulty: int | None = None, *, sloppy: float = 0.6) -> list[Row]:
+def demonstrations(count: int, seed: int, digits: int, sloppy: float) -> list[Row]:
     """A teacher's solutions as ``messages``; in a share ``sloppy`` of the problems the teacher guesses instead of calling."""
     draw = random.Random(derived_seed(seed, "guesses"))
-    return [{"messages": _solution(draw, a, b, sloppy)} for a, b in _factors(count, seed, difficulty)]
+    return [{"messages": _solution(draw, a, b, sloppy)} for a, b in _factors(count, seed, digits)]
 
 
-def _factors(count: int, seed: int, difficulty: int | None) -> list[tuple[int, int]]:
-    digits = USUAL if difficulty is None else difficulty
-    if not DIFFICULTIES[0] <= digits <= DIFFICULTIES[1]:
-        raise SurefootError(f"difficulty={digits}: out of range for calculator; choose {DIFFICULTIES[0]} to {DIFFICULTIES[1]}")
+def _factors(count: int, seed: int, digits: int) -> list[tuple[int, int]]:
     draw, numbers = random.Random(derived_seed(seed, "problems", digits)), range(10 ** (digits - 1), 10**digits)
     drawn = ((draw.choice(numbers), draw.choice(numbers)) for _ in repeat(None))
     return list(islice(((a, b) for a, b in drawn if a * b >= 10 ** (2 * digits - 1)), count))
@@ -69,3 +57,6 @@ def _solution(draw: random.Random, a: int, b: int, sloppy: float) -> list[dict[s
         {"role": "tool", "name": "multiply", "content": answer},
         {"role": "assistant", "content": answer},
     ]
+
+
+GAME = Game("multiply a=347,b=862 by calling the tool multiply; two turns", (1, 6), 3, rows, demonstrations)

@@ -10,12 +10,8 @@ from typing import Any
 
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
-from surefoot.language.tasks.task import Row
+from surefoot.language.tasks.task import Game, Row
 
-ABOUT = "guess a number from 1 to 2^d - 1, with hints higher or lower; several turns"
-DIFFICULTIES = (2, 6)
-"""turns that binary search needs"""
-USUAL = 3
 _TURNS = 12
 """after which the teacher stops"""
 
@@ -56,22 +52,19 @@ def hint(guess: int, secret: int) -> dict[str, str]:
     return {"role": "user", "content": "higher" if secret > guess else "lower"}
 
 
-def rows(count: int, seed: int = 0, difficulty: int | None = None) -> list[Row]:
-    """``count`` games ``{"secret", "highest"}``; training and test draw from the same numbers.
-
-    Raises SurefootError for a difficulty out of range.
-    """
-    highest = _highest(difficulty)
+def rows(count: int, seed: int, turns: int) -> list[Row]:
+    """``count`` games ``{"secret", "highest"}``, of ``turns`` by binary search; training and test have the same numbers."""
+    highest = 2**turns - 1
     draw = random.Random(derived_seed(seed, "games", highest))
     return [{"secret": draw.randint(1, highest), "highest": highest} for _ in range(count)]
 
 
-def demonstrations(count: int, seed: int = 0, difficulty: int | None = None, *, sloppy: float = 0.6) -> list[Row]:
+def demonstrations(count: int, seed: int, turns: int, sloppy: float) -> list[Row]:
     """A teacher's games as ``messages``: binary search, with a random guess in the remaining range in a share ``sloppy`` of the
     turns.
     """
     draw = random.Random(derived_seed(seed, "player"))
-    return [{"messages": _play(draw, row["secret"], row["highest"], sloppy)} for row in rows(count, seed, difficulty)]
+    return [{"messages": _play(draw, row["secret"], row["highest"], sloppy)} for row in rows(count, seed, turns)]
 
 
 def _play(draw: random.Random, secret: int, highest: int, sloppy: float) -> list[dict[str, str]]:
@@ -86,8 +79,4 @@ def _play(draw: random.Random, secret: int, highest: int, sloppy: float) -> list
     return messages
 
 
-def _highest(difficulty: int | None) -> int:
-    level = USUAL if difficulty is None else difficulty
-    if not DIFFICULTIES[0] <= level <= DIFFICULTIES[1]:
-        raise SurefootError(f"difficulty={level}: out of range for guess; choose {DIFFICULTIES[0]} to {DIFFICULTIES[1]}")
-    return int(2**level - 1)
+GAME = Game("guess a number from 1 to 2^d - 1, with hints higher or lower; several turns", (2, 6), 3, rows, demonstrations)

@@ -46,6 +46,22 @@ class Task:
         return derived_seed("held out", self.key(row)) % HELD_OUT == 0
 
 
+@dataclass(frozen=True)
+class Game:
+    """A task of several turns, which an environment scores."""
+
+    about: str
+    """one line, with an example"""
+    difficulties: tuple[int, int]
+    """the smallest and the largest"""
+    usual: int
+    """the default difficulty"""
+    rows: Callable[[int, int, int], list[Row]]
+    """so many rows, by seed and difficulty"""
+    demonstrations: Callable[[int, int, int, float], list[Row]]
+    """the same of a teacher's games, as ``messages``, with the share in which the teacher is careless"""
+
+
 # ---- sorting: 52814= is 12458 -------------------------------------------------------------------------------------------
 
 
