@@ -67,16 +67,6 @@ def test_forbidden_choices_get_no_probability_and_no_gradient(temperature: float
     assert F.token_log_probs(logits, torch.tensor(1), temperature).item() == -math.inf
 
 
-@given(seeds)
-def test_log_prob_has_the_score_as_gradient(seed: int) -> None:
-    """∂ log π(a) / ∂ logit_i = 1[a=i] − π_i: zero in expectation."""
-    logits = random(seed, 4).requires_grad_()
-    share = probabilities(logits.tolist(), 1.0)
-    for a in range(4):
-        (gradient,) = torch.autograd.grad(F.token_log_probs(logits, torch.tensor(a)), logits)
-        assert gradient.tolist() == pytest.approx([(a == i) - share[i] for i in range(4)], abs=1e-11)
-
-
 # ---- in chunks ----------------------------------------------------------------------------------------------------------
 
 

@@ -197,21 +197,6 @@ def test_micro_batches_with_the_global_count_add_up_to_the_whole(
     torch.testing.assert_close(by_parts, at_once, **CLOSE)
 
 
-def test_modes_differ_on_ragged_rows() -> None:
-    loss, ragged = torch.tensor([[4.0, 4.0], [1.0, 1.0]]), torch.tensor([[1, 1], [1, 0]])
-    assert [F.aggregate(loss, ragged, mode).item() for mode in MODES] == [3.0, 2.5, 4.5, 2.25]
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean"])
-def test_a_fully_masked_batch_has_zero_loss_and_gradient(mode: F.Aggregation) -> None:
-    loss = torch.full((2, 3), math.nan, requires_grad=True)
-    total = F.aggregate(loss, torch.zeros(2, 3), mode)
-    total.backward()
-    assert total.item() == 0
-    assert loss.grad is not None
-    assert (loss.grad == 0).all()
-
-
 def test_an_unknown_mode_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match=r"'mean'.*token-mean, sequence-mean, sequence-sum, constant"):
         F.aggregate(torch.zeros(1, 1), None, "mean")  # type: ignore[arg-type]

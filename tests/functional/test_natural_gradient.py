@@ -60,27 +60,6 @@ def test_fisher_vector_product_is_hessian_times_vector_plus_damping(seed: int, d
     assert not ours.requires_grad
 
 
-def test_both_directions_of_exact_kl_have_the_same_curvature_at_the_old_policy() -> None:
-    flat, states, v = setting(2)
-    expected = fisher(flat, states) @ v
-    for there in (True, False):
-        leaf = flat.clone().requires_grad_()
-        old, new = network(flat, states), network(leaf, states)
-        kl = (F.categorical_kl(old, new) if there else F.categorical_kl(new, old)).mean()
-        torch.testing.assert_close(F.fisher_vector_product(kl, [leaf], 0.0)(v), expected, rtol=1e-9, atol=1e-10)
-
-
-def test_fisher_of_a_gaussian_is_its_known_matrix() -> None:
-    """1/σ² for the mean and 2 for the log-deviation."""
-    mean, log_std = torch.tensor([0.3], dtype=DOUBLE), torch.tensor([-0.5], dtype=DOUBLE)
-    leaves = [mean.clone().requires_grad_(), log_std.clone().requires_grad_()]
-    kl = F.gaussian_kl(mean, log_std, *leaves)
-    matvec = F.fisher_vector_product(kl, leaves, 0.0)
-    columns = [matvec(v).tolist() for v in torch.eye(2, dtype=DOUBLE)]
-    assert columns[0] == pytest.approx([math.exp(1.0), 0.0])
-    assert columns[1] == pytest.approx([0.0, 2.0])
-
-
 def test_several_parameters_are_one_flat_vector_in_their_order() -> None:
     flat, states, v = setting(1)
     leaves = [

@@ -54,27 +54,6 @@ def test_importance_ratio_of_improbable_actions_is_a_number() -> None:
     assert F.importance_ratio(far + 1, far).item() == pytest.approx(math.e, rel=1e-4)
 
 
-# The four quadrants.
-
-
-@pytest.mark.parametrize(
-    ("a", "ratio", "value", "gradient", "active"),
-    [
-        (1.5, 1.5, 1.8, 0.0, True),  # already pushed the right way
-        (1.5, 0.5, 0.75, 1.5, False),  # moved the wrong way, let it come back
-        (-0.8, 1.5, -1.2, -0.8, False),  # moved the wrong way
-        (-0.8, 0.5, -0.64, 0.0, True),  # already pushed the right way
-    ],
-)
-def test_four_quadrants(a: float, ratio: float, value: float, gradient: float, active: bool) -> None:
-    rho = one(ratio)
-    surrogate = F.clipped_surrogate(rho, one(a), 0.2)
-    assert surrogate.item() == pytest.approx(value)
-    assert slope(surrogate, rho) == gradient
-    assert F.clip_active(rho, one(a), 0.2).item() is active
-    assert F.ratio_outside(rho, 0.2).item() is True
-
-
 bounds = st.floats(0.05, 0.6)
 dual_bounds = st.none() | st.floats(1.7, 4)  # above every 1 + ε_high, as it must be
 
@@ -90,17 +69,6 @@ def test_clip_is_active_exactly_where_the_gradient_is_zero(
     assert gradient == (0.0 if active.item() else a)
 
 
-@pytest.mark.parametrize(("dtype", "dual"), [(torch.float32, 3.0), (DOUBLE, None)], ids=["float32", "float64"])
-def test_clip_is_active_exactly_where_the_gradient_is_zero_on_a_fine_grid(dtype: torch.dtype, dual: float | None) -> None:
-    ratio = torch.linspace(0.02, 4, 997, dtype=dtype).expand(4, -1).clone().requires_grad_()
-    a = torch.tensor([[-2.0], [-0.5], [0.5], [2.0]], dtype=dtype).expand_as(ratio)
-    (gradient,) = torch.autograd.grad(F.clipped_surrogate(ratio, a, 0.2, 0.28, dual).sum(), ratio)
-    active = F.clip_active(ratio, a, 0.2, 0.28, dual)
-    assert torch.equal(gradient == 0, active)
-    assert torch.equal(gradient[~active], a[~active])
-    assert 0 < active.sum() < active.numel()
-
-
 def test_at_advantage_zero_there_is_no_gradient_and_no_clip_to_report() -> None:
     ratio = torch.tensor([0.5, 1.0, 1.5, 4.0], requires_grad=True)
     surrogate = F.clipped_surrogate(ratio, torch.zeros(4), 0.2, dual_clip=3.0)
@@ -114,9 +82,6 @@ def test_ratio_outside_looks_at_the_band_alone(ratio: float, clip: float, clip_h
     outside = F.ratio_outside(one(ratio), clip, clip_high)
     assert outside.dtype == torch.bool
     assert outside.item() is (ratio < 1 - clip or ratio > 1 + (clip if clip_high is None else clip_high))
-
-
-# Clip-higher and dual clip.
 
 
 # What the gradient is. A softmax small enough to sum over every action: no sampling, no tolerance for noise.
