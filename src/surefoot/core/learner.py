@@ -301,7 +301,11 @@ class UpdateMetrics:
 
 def credit_metrics(rollout: Rollout, credit: Credit, critic: bool) -> Metrics:
     """Mean and standard deviation of the advantages, and the explained variance of the critic, over all ranks."""
-    metrics: Metrics = {"explained_variance": _explained_variance(rollout, credit)} if critic else {}
+    metrics: Metrics = {}
+    if critic:  # 1 − Var(R̂ − V) / Var(R̂)
+        residual = merge_across_ranks(masked_moments(credit.returns - rollout.values, rollout.mask))
+        spread = merge_across_ranks(masked_moments(credit.returns, rollout.mask))
+        metrics["explained_variance"] = finite_or_none(1 - residual.var / spread.var) if spread.var > 0 else None
     moments = merge_across_ranks(masked_moments(credit.advantages, rollout.mask))
     return metrics | {"advantage_mean": finite_or_none(moments.mean), "advantage_std": finite_or_none(moments.var.sqrt())}
 
@@ -337,13 +341,6 @@ def rounding(rollout: Rollout) -> float:
     terms = rollout.old_log_probs.abs() if magnitude is None else magnitude(rollout.actions)
     largest = float(all_max(keep_only(terms, rollout.mask).amax()))
     return ROUNDING * torch.finfo(rollout.old_log_probs.dtype).eps * largest
-
-
-def _explained_variance(rollout: Rollout, credit: Credit) -> float | None:
-    """1 − Var(R̂ − V) / Var(R̂) of the rollout's values, over all ranks."""
-    residual = merge_across_ranks(masked_moments(credit.returns - rollout.values, rollout.mask))
-    spread = merge_across_ranks(masked_moments(credit.returns, rollout.mask))
-    return finite_or_none(1 - residual.var / spread.var) if spread.var > 0 else None
 
 
 def range_over_ranks(smallest: float, largest: float) -> tuple[float, float]:

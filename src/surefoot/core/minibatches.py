@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from surefoot.core.objective import Batch
 from surefoot.core.rollout import Credit, Rollout, Shared, map_tensors
 from surefoot.errors import SurefootError
 from surefoot.functional import Moments, covariance_terms, largest_share, masked_moments, whiten
-from surefoot.ranks.collectives import all_sum, exchange, in_float64, merge_across_ranks, rank, world_size
+from surefoot.ranks.collectives import all_max, all_sum, exchange, in_float64, merge_across_ranks, rank, world_size
+
+Rows = TypeVar("Rows")
 
 
 def rows_of(rollout: Rollout, credit: Credit, numbered: bool = False) -> Batch:
@@ -86,6 +88,20 @@ def micro_batches(
     step = size or total
     for start in range(0, total, step):
         yield row_range(batch, start, min(start + step, total)) if step < total else batch
+
+
+def evened(parts: Iterable[Rows], whole: Rows, sharded: bool) -> Iterator[tuple[Rows, bool]]:
+    """The micro-batches of some rows, and whether each counts. The passes of a sharded model are exchanges, so a rank with
+    fewer micro-batches than another repeats a row that does not count.
+    """
+    spare = 0
+    if sharded:
+        parts = list(parts)
+        spare = int(all_max(torch.tensor(len(parts)))) - len(parts)
+    for part in parts:
+        yield part, True
+    for _ in range(spare):
+        yield map_tensors(lambda x: x[:1], whole), False
 
 
 def groups_by_length(costs: Tensor, tokens: int, size: int | None = None, shared: Shared | None = None) -> list[Tensor]:

@@ -31,18 +31,14 @@ def last_kept(mask: Tensor) -> Tensor:
     return keep & (keep.flip(-1).cumsum(-1).flip(-1) == 1)
 
 
-def kept_count(x: Tensor, mask: Tensor | None) -> Tensor:
-    """How many entries are kept, as a scalar of x's dtype (float64 for counts that must not round is the caller's choice)."""
-    return x.new_tensor(x.numel()) if mask is None else mask.bool().expand_as(x).sum().to(x.dtype)
-
-
 def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """Mean of the kept entries; 0 where none is kept.   [...] -> []
 
     >>> masked_mean(torch.tensor([1.0, 3.0, torch.nan]), torch.tensor([True, True, False]))
     tensor(2.)
     """
-    return keep_only(x, mask).sum() / kept_count(x, mask).clamp(min=1)
+    count = x.new_tensor(x.numel()) if mask is None else mask.bool().expand_as(x).sum().to(x.dtype)
+    return keep_only(x, mask).sum() / count.clamp(min=1)
 
 
 def masked_var(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -133,13 +133,11 @@ class Verifiers:
             tools.register(self.server)
         self.schemas = [_schema(tool) for tool in settled(self.server.list_tools())]
         data = self.task.data
-        prompt = data.prompt
-        asked = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else [m.model_dump(exclude_none=True) for m in prompt]
-        )
-        self.start = [{"role": "system", "content": data.system_prompt}] * bool(data.system_prompt) + asked
+        self.start = [{"role": "system", "content": data.system_prompt}] * bool(data.system_prompt)
+        if isinstance(data.prompt, str):
+            self.start.append({"role": "user", "content": data.prompt})
+        else:
+            self.start += [message.model_dump(exclude_none=True) for message in data.prompt]
         return self.start
 
     async def call(self, name: str, arguments: Row) -> str:

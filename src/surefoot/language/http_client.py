@@ -87,10 +87,8 @@ class HttpClient:
         """A client whose connections several threads may share; close it."""
         import httpx2
 
-        limits, remote = (
-            httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
-            not is_local(self.url),
-        )
+        remote = not is_local(self.url)
+        limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
         return httpx2.Client(headers=self.headers, verify=_certificates(remote), trust_env=remote, limits=limits)
 
     def request(

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from surefoot.core.algorithms import Objective
-from surefoot.core.minibatches import Minibatch, micro_batches, row_range, shuffled, with_global_numbers
+from surefoot.core.minibatches import Minibatch, evened, micro_batches, shuffled, with_global_numbers
 from surefoot.core.objective import Batch, further_sums, loss, mean_old_kl, ratio_range
 from surefoot.core.optimizer import Optimizer
 from surefoot.core.rollout import Policy
 from surefoot.core.steps import LossSums, Passes, PendingStep, Stepper, UpdateContext
 from surefoot.functional import fisher_vector_product
-from surefoot.ranks.collectives import all_max, exchanging
+from surefoot.ranks.collectives import exchanging
 
 
 class EagerPasses:
@@ -36,21 +36,6 @@ class EagerPasses:
             costs, shared = self.policy.costs(batch.inputs, batch.mask), self.policy.shared(batch.inputs, batch.mask)
         return micro_batches(batch, self.micro_batch, self.micro_batch_tokens, costs, shared)
 
-    def _evened(self, parts: Iterable[Batch], minibatch: Batch) -> Iterator[tuple[Batch, bool]]:
-        """The micro-batches, and whether each counts. The passes of a sharded model are exchanges, so a rank with fewer
-        micro-batches than another repeats a row that does not count.
-        """
-        if not self.policy.sharded:
-            for part in parts:
-                yield part, True
-            return
-        own = list(parts)
-        most = int(all_max(torch.tensor(len(own))))
-        for part in own:
-            yield part, True
-        for _ in range(most - len(own)):
-            yield row_range(minibatch, 0, 1), False
-
     def add(
         self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
     ) -> LossSums:
@@ -63,7 +48,7 @@ class EagerPasses:
             parts = list(parts)
             with self.policy.gathered():
                 self.policy.prepare([(part.inputs, part.actions, part.mask) for part in parts])
-        for part, counts in self._evened(parts, rows):
+        for part, counts in evened(parts, rows, self.policy.sharded):
             with exchanging():
                 with timer.detail("forward"):
                     evaluation = self.policy(part.inputs, part.actions, part.mask)

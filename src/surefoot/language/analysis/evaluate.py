@@ -134,9 +134,9 @@ def _answers(
     prompts = data_rows.prompts(found, model.tokens, NO_LIMIT)
     room = (context_length(model.model) or NO_LIMIT) - max(map(len, prompts.ids))
     texts, ended = model.generate_ended(prompts.prompts, max_tokens=max(1, min(MAX_TOKENS, room)), seed=seed)
-    lengths, ids = zip(*((len(ids), ids) for ids in map(model.tokens.encode_completion, texts)), strict=True)
+    ids = list(map(model.tokens.encode_completion, texts))
     metrics: dict[str, Any] = {
-        "held_out_length": sum(lengths) / len(lengths),
+        "held_out_length": sum(map(len, ids)) / len(ids),
         "held_out_eos_rate": sum(ended) / len(ended),
         "held_out_distinct_2": distinct_n(ids, 2),
     }
@@ -357,29 +357,15 @@ def success(predicted: Tensor, right: Tensor) -> dict[str, Any]:
     p, right = in_float64(predicted).clamp(0, 1), in_float64(right)
     share = right.mean()
     which = (p * BINS).long().clamp(max=BINS - 1)
-    table = []
-    for index in range(BINS):
-        here = which == index
-        count = int(here.sum())
-        table.append(
-            {
-                "from": index / BINS,
-                "to": (index + 1) / BINS,
-                "count": count,
-                "predicted": float(p[here].mean()) if count else None,
-                "observed": float(right[here].mean()) if count else None,
-            }
-        )
-    any_pairs = len(p) > 0
-    return {
-        "kind": "success",
-        "count": len(p),
-        "predicted": float(p.mean()) if any_pairs else None,
-        "observed": float(share) if any_pairs else None,
-        "brier": float(((p - right) ** 2).mean()) if any_pairs else None,
-        "brier_baseline": float(share * (1 - share)) if any_pairs else None,
-        "bins": table,
-    }
+
+    def fit(here: Tensor) -> dict[str, Any]:
+        count, means = int(here.sum()), (p[here].mean(), right[here].mean())
+        predicted, observed = map(float, means) if count else (None, None)
+        return {"count": count, "predicted": predicted, "observed": observed}
+
+    table = [{"from": index / BINS, "to": (index + 1) / BINS, **fit(which == index)} for index in range(BINS)]
+    brier, baseline = (float(((p - right) ** 2).mean()), float(share * (1 - share))) if len(p) else (None, None)
+    return {"kind": "success", **fit(which >= 0), "brier": brier, "brier_baseline": baseline, "bins": table}
 
 
 def returns(predicted: Tensor, earned: Tensor) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A group has a learning signal if its scores differ; DAPO's dynamic sampling fill
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -116,18 +116,15 @@ class ScoredResponses:
 
 def concat_scored(parts: Sequence[ScoredResponses]) -> ScoredResponses:
     """The responses of several ranks."""
-    first = parts[0]
-    tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("total", "valid", "lengths", "ended")}
-    kl = [part.kl for part in parts if part.kl is not None]
-    gold = [part.gold for part in parts if part.gold is not None]
-    return ScoredResponses(
-        **tensors,
-        kl=torch.cat(kl) if kl else None,
-        gold=(torch.cat([x for x, _ in gold]), torch.cat([valid for _, valid in gold])) if gold else None,
-        ids=[ids for part in parts for ids in part.ids],
-        turns=None if first.turns is None else [turns for part in parts for turns in part.turns or ()],
-        rows=[row for part in parts for row in part.rows],
-    )
+
+    def joined(values: Sequence[Any]) -> Any:
+        if values[0] is None:
+            return None
+        if isinstance(values[0], tuple):
+            return tuple(map(joined, zip(*values, strict=True)))
+        return torch.cat(list(values)) if isinstance(values[0], Tensor) else [one for value in values for one in value]
+
+    return ScoredResponses(**{each.name: joined([getattr(part, each.name) for part in parts]) for each in fields(parts[0])})
 
 
 def final_rewards(scores: Scores, samples: Samples, recipe: LanguageRecipe) -> Tensor:

@@ -343,9 +343,8 @@ class LanguageWorld:
         iterations = -(-recipe.steps // recipe.responses)
         answers = ", ".join([*filter(None, [recipe.turns.environment]), *recipe.turns.tools])
         turns = [f"turns: at most {recipe.turns.max_turns} per conversation, with {answers}"] if answers else []
-        at_most = (
-            f", fewer with more than one of sampling.rounds = {recipe.sampling.rounds}" if recipe.sampling.rounds > 1 else ""
-        )
+        rounds = recipe.sampling.rounds
+        at_most = f", fewer with more than one of sampling.rounds = {rounds}" if rounds > 1 else ""
         mixed = []
         if self.auxiliary_loss is not None:
             mixed = [f"mixed in: {recipe.mixed_batch} of {self.auxiliary_loss.rows.count:,} demonstrations per update"]

@@ -166,8 +166,8 @@ def fast_decoder(model: nn.Module, prompts: Prompts, logits: Tensor, past: Any, 
     rows, steps = prompts.shortest_and_longest(), min(2, more)
     few = prompts.at(rows)
     probe = FastDecoder(packed, few, [(keys[rows], values[rows]) for keys, values in states], samples=1, more=steps)
-    apart = difference_from_single_rows(model, logits[rows], probe, few, steps)
-    return FastDecoder(packed, prompts, states, samples, more) if apart.largest <= TOLERANCE else None
+    largest, _ = difference_from_single_rows(model, logits[rows], probe, few, steps)
+    return FastDecoder(packed, prompts, states, samples, more) if largest <= TOLERANCE else None
 
 
 def model_type(model: Any) -> str:

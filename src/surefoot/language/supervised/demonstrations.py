@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from surefoot.core.minibatches import groups_by_length, select_rows
+from surefoot.core.minibatches import evened, groups_by_length, select_rows
 from surefoot.core.rollout import Policy, map_tensors
 from surefoot.functional import aggregate
 from surefoot.language.data import datasets as data
@@ -16,7 +16,7 @@ from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
 from surefoot.language.models.policy import LanguagePolicy
 from surefoot.language.models.policy.passes import in_micro_batches
-from surefoot.ranks.collectives import all_max, all_sum, exchanging
+from surefoot.ranks.collectives import all_sum, exchanging
 from surefoot.sharding import is_sharded
 
 Batch = tuple[dict[str, Tensor], Tensor, Tensor]
@@ -115,15 +115,10 @@ class SftLoss(FromData):
         mask = batch[2]
         count = all_sum(mask.sum().float()).clamp(min=1)
         total = torch.zeros((), device=mask.device)
-        parts = list(self._parts(batch))
-        # Passes of a sharded model are exchanges: a rank with fewer parts repeats a row that does not count.
-        passes = int(all_max(torch.tensor(len(parts)))) if is_sharded(self.policy) else len(parts)
-        row: Batch = map_tensors(lambda x: x[:1], batch)
-        for place in range(passes):
-            inputs, actions, kept = parts[place] if place < len(parts) else row
+        for (inputs, actions, kept), counts in evened(self._parts(batch), batch, is_sharded(self.policy)):
             with self.policy.as_in_sft(), exchanging():
                 log_probs = self.policy(inputs, actions, kept).log_probs
-                loss = aggregate(-log_probs, kept, "token-mean", count) * (place < len(parts))
+                loss = aggregate(-log_probs, kept, "token-mean", count) * counts
                 (self.coefficient * loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return {"sft_loss": float(all_sum(total))}
