@@ -309,10 +309,6 @@ class Environments:
     def _place(self) -> str:
         return f"{self.field}={self.path!r}"
 
-    def _make(self) -> Any:
-        made = self.make(**self.settings.arguments)
-        return made if self.schemas is None else ToolEnvironment(made, self.functions, self.schemas, self.settings)
-
     def _checked(self, call: Callable[[], T], message: str) -> T:
         """A call for one object; the cause of an error takes the place of ``{}`` in the message."""
         try:
@@ -323,7 +319,8 @@ class Environments:
             raise self._error(message.format(cause_of(error))) from None
 
     def _reset(self, conversation: Conversation) -> None:
-        conversation.environment = self._make()
+        made, schemas = self.make(**self.settings.arguments), self.schemas
+        conversation.environment = made if schemas is None else ToolEnvironment(made, self.functions, schemas, self.settings)
         row = deepcopy(dict(conversation.row))  # environments may change it, and others have the same
         start = _text_or_messages(conversation.environment.reset({**row, SEED: derived_seed(conversation.seed, PART)}), "reset")
         if not start or (not isinstance(start, str) and start[-1]["role"] == "assistant"):
@@ -332,7 +329,7 @@ class Environments:
 
     def _encode_start(self, conversation: Conversation, tokens: Tokens) -> None:
         """A tokenizer serves one thread at a time."""
-        conversation.prompt = self._encoded(lambda: tokens.encode_prompt(conversation.start))
+        conversation.prompt = tokens.encode_prompt(conversation.start)
         if len(conversation.prompt) > self.token_limits[0]:
             raise InvalidReply(
                 f"the prompt after reset has {len(conversation.prompt)} tokens; data.max_length, or the context, "
@@ -348,7 +345,10 @@ class Environments:
         options = dict(options_of(conversation.start))
         calls = conversation.messages[-1].get(CALLS) if conversation.messages else None
         called = calls[0]["function"]["name"] if calls else None
-        new = self._encoded(lambda: ends.tokens.encode_reply(conversation.replies[-1], own, ends.ids, options, called))
+        try:
+            new = ends.tokens.encode_reply(conversation.replies[-1], own, ends.ids, options, called)
+        except SurefootError as error:
+            raise self._error(str(error)) from None
         length = len(conversation.prompt) + len(conversation.ids) + len(new)
         if length > self.token_limits[1]:  # not added for V either: it may not fit into the context
             return False
@@ -356,12 +356,6 @@ class Environments:
         conversation.own += [False] * len(new)
         conversation.log_probs += [0.0] * len(new)
         return turn < self.settings.max_turns
-
-    def _encoded(self, encode: Callable[[], list[int]]) -> list[int]:
-        try:
-            return encode()
-        except SurefootError as error:
-            raise self._error(str(error)) from None
 
     def _each(
         self,

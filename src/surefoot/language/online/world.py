@@ -209,16 +209,15 @@ class LanguageWorld:
         evaluated = 0 if held_out is None else min(len(held_out.ids), recipe.evaluation.rows)
         calls = [(self.prompts, -(-recipe.sampling.prompts // world_size()) * recipe.sampling.samples)]  # of each rank
         calls += [] if held_out is None else [(held_out, evaluated)]
-        for model in (part for part in parts_of(self.reward) if isinstance(part, ModelReward)):
-            for prompts, _ in calls:
+        for prompts, _ in calls:
+            for model in (part for part in parts_of(self.reward) if isinstance(part, ModelReward)):
                 model.check_prompts(prompts.prompts)
-        for function in self._functions():
-            for prompts, _ in calls:
+            for function in self._functions():
                 function.check_rows(prompts.columns)
-            self.warnings += function.deadline_notes(*((count, prompts.columns) for prompts, count in calls))
-        if self.environments is not None:
-            for prompts, _ in calls:
+            if self.environments is not None:
                 self.environments.check_columns(prompts.columns)
+        for function in self._functions():
+            self.warnings += function.deadline_notes(*((count, prompts.columns) for prompts, count in calls))
         if self.environments is None:
             lengths = [*lengths_of(self.prompts.ids), *([] if held_out is None else lengths_of(held_out.ids))]
             self.longest = max(lengths) + recipe.sampling.max_tokens

@@ -68,7 +68,9 @@ class Judge(Endpoint):
             for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
         bodies = [[self._request(question) for question in of_row] for of_row in questions]
-        self._ask({body: None for of_row in bodies for body in of_row if body not in self.answers})
+        if new := list(dict.fromkeys(body for of_row in bodies for body in of_row if body not in self.answers)):
+            replies = self._replies(new, time.monotonic() + self.deadline)
+            self.answers |= dict(zip(new, map(self._answer, replies), strict=True))
         scores = [self._score([self.answers[body] for body in of_row]) for of_row in bodies]
         unread = [row for row, score in enumerate(scores) if score is None]
         if len(unread) > self.tolerated * len(scores) + 1e-9:
@@ -103,14 +105,6 @@ class Judge(Endpoint):
     def _request(self, question: str) -> bytes:
         body = {"model": self.settings.model, "messages": [{"role": "user", "content": question}], **self.arguments}
         return json.dumps(body, sort_keys=True).encode()
-
-    def _ask(self, bodies: Mapping[bytes, None]) -> None:
-        """Send new requests, ``judge.in_flight`` at a time, and keep the answers."""
-        if not bodies:
-            return
-        distinct = list(bodies)
-        replies = self._replies(distinct, time.monotonic() + self.deadline)
-        self.answers |= dict(zip(distinct, map(self._answer, replies), strict=True))
 
     def _answer(self, response: "httpx2.Response") -> str:
         try:

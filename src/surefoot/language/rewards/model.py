@@ -110,8 +110,11 @@ class ModelReward:
         raw, dense = torch.zeros(len(rows)), None
         if self.per == "response":
             for chosen, ids, mask in self._batches(rows):
-                answer = _behind([len(rows[index][0]) for index in chosen], mask)
-                raw[chosen] = self._scores(ids, mask, answer).float().cpu()
+                starts = torch.tensor([len(rows[index][0]) for index in chosen], device=mask.device)
+                answer = mask & (torch.arange(mask.shape[1], device=mask.device) >= starts.unsqueeze(-1))
+                inputs = (ids, mask, answer) if isinstance(self.model, RewardModel) else (ids, mask)
+                with computing(self.model, False, self.bf16):
+                    raw[chosen] = self.model(*inputs).float().cpu()
         else:
             marks = self._marks(rows, responses)
             raw = torch.tensor([sum(score for _, score in of_row) for of_row in marks], dtype=torch.float32)
@@ -159,18 +162,8 @@ class ModelReward:
             return ids[: trained.index(True)], ids[trained.index(True) :]
         return [], self.tokens.render(whole)
 
-    def _scores(self, *inputs: Tensor) -> Tensor:
-        with computing(self.model, False, self.bf16):
-            scores: Tensor = self.model(*inputs[: None if isinstance(self.model, RewardModel) else 2])
-        return scores
-
     def _error(self, what: str) -> SurefootError:
         return SurefootError(f"{self.field}={self.path!r}: {what}")
-
-
-def _behind(lengths: Sequence[int], mask: Tensor) -> Tensor:
-    """True at the real tokens after the first ``lengths`` of each row.   [B], [B, L] -> [B, L]"""
-    return mask & (torch.arange(mask.shape[1], device=mask.device) >= torch.tensor(lengths, device=mask.device).unsqueeze(-1))
 
 
 def longest_text(model: RewardModel | TextClassifier) -> int | None:

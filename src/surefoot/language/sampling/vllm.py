@@ -119,7 +119,11 @@ class VllmServer(Engine):
 
     def _send(self) -> None:
         """Let the server load the weights from the folder, while it samples nothing, and name them."""
-        folder = self._weights_folder() / self.label
+        if self.weights is None:
+            self.weights = Path(tempfile.mkdtemp(prefix="surefoot-weights-"))
+            self.remove = weakref.finalize(self, shutil.rmtree, self.weights, ignore_errors=True)
+        self.weights.mkdir(parents=True, exist_ok=True)
+        folder = self.weights / self.label
         before = [path for path in folder.parent.iterdir() if path.name.startswith(f"{self.run}-")]
         save_model(self.model, self.tokens.tokenizer, folder)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
@@ -135,13 +139,6 @@ class VllmServer(Engine):
         self._ask("POST", "resume")
         for old in before:
             shutil.rmtree(old, ignore_errors=True)
-
-    def _weights_folder(self) -> Path:
-        if self.weights is None:
-            self.weights = Path(tempfile.mkdtemp(prefix="surefoot-weights-"))
-            self.remove = weakref.finalize(self, shutil.rmtree, self.weights, ignore_errors=True)
-        self.weights.mkdir(parents=True, exist_ok=True)
-        return self.weights
 
     def _wait_for_label(self) -> None:
         """Wait until the first rank has sent the weights."""

@@ -29,6 +29,7 @@ from surefoot.language.supervised.demonstrations import Batch, Rows, batches, de
 from surefoot.language.supervised.preferences import REFERENCE, scored_side, side_of, side_tensors
 from surefoot.ranks.collectives import all_sum, in_float64
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
+from surefoot.sharding import gathered
 
 BASELINE = "baseline"
 """key of z₀ in the inputs   [B]"""
@@ -80,7 +81,8 @@ class KtoPolicy(TextPolicy):
 
     def with_baseline(self, inputs: Mapping[str, Tensor], recipe: DpoRecipe) -> tuple[dict[str, Tensor], Metrics]:
         """The inputs with z₀, the mean over the rows of all ranks, in place of the mismatched answers; and z₀ as a metric."""
-        moved = in_float64(self.log_ratios(inputs, recipe, MISMATCHED))
+        with gathered(self):
+            moved = in_float64(self.log_ratios(inputs, recipe, MISMATCHED))
         total, count = all_sum(torch.stack([moved.sum(), torch.ones_like(moved).sum()]))
         baseline = (total / count).clamp(min=0)
         kept = {name: x for name, x in inputs.items() if not name.startswith(MISMATCHED)}

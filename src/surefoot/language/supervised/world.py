@@ -59,7 +59,7 @@ from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
 from surefoot.language.supervised.steps import StepPolicy, step_notes, step_rows, step_scores
 from surefoot.ranks.collectives import check_device, exchanging, sum_count
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
-from surefoot.sharding import block_by_block, gathered
+from surefoot.sharding import block_by_block
 
 Made = TypeVar("Made", bound=data.Tokenised)
 ScoredTexts = tuple[Sequence[list[int]], Sequence[list[bool]]]
@@ -171,7 +171,7 @@ class SupervisedWorld:
                 self.reference = self._reference(recipe, train, None if self.base is None else (model, self.base))
             if recipe.preference.loss == "kto":
                 self.policy = KtoPolicy(self.policy, recipe.reference.beta)
-                weights, complete = label_weights(recipe.preference), partial(self._with_baseline, self.policy, recipe=recipe)
+                weights, complete = label_weights(recipe.preference), partial(self.policy.with_baseline, recipe=recipe)
             else:
                 preference = recipe.preference
                 self.policy = DpoPolicy(self.policy, recipe.reference.beta, preference.loss, preference.margin)
@@ -213,12 +213,6 @@ class SupervisedWorld:
         batches = -(-recipe.steps // recipe.data.batch)
         read = EpochSampler(train.count, recipe.seed).first(batches * recipe.data.batch)
         return ReferenceLogProbs(train, reference.log_probs, read)
-
-    def _with_baseline(
-        self, policy: KtoPolicy, inputs: Mapping[str, Tensor], recipe: DpoRecipe
-    ) -> tuple[dict[str, Tensor], Metrics]:
-        with gathered(policy):
-            return policy.with_baseline(inputs, recipe=recipe)
 
     def _standardised_on(self) -> ScoredTexts:
         """The texts on which a reward model's scores get mean 0 and standard deviation 1."""
