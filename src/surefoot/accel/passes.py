@@ -135,7 +135,6 @@ class CompiledPasses(Flat):
     def add(
         self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
     ) -> LossSums:
-        """Add the gradient to that of each group that moves."""
         numbers = torch.stack([denominator, denominator.new_tensor(context.clip_scale), denominator.new_tensor(context.beta)])
         values, shown = self.values(), []
         for part in self._parts(rows):
@@ -151,14 +150,12 @@ class CompiledPasses(Flat):
         return self._sums(shown, self.metrics)
 
     def evaluate(self, rows: Batch, denominator: Tensor) -> LossSums:
-        """The loss at the present θ."""
         values, shown = self.values(), []
         for part in self._parts(rows):
             shown += self.run("evaluation of a natural step", self._evaluation, rows, [*values, denominator, *part])
         return self._sums(shown, [*self.metrics, *self.further])
 
     def curvature(self, rows: Batch, denominator: Tensor, parameters: Sequence[nn.Parameter]) -> Callable[[Tensor], Tensor]:
-        """v -> H v."""
         values, parts = self.values(), self._parts(rows)
 
         def matvec(v: Tensor) -> Tensor:

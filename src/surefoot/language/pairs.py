@@ -13,31 +13,15 @@ if TYPE_CHECKING:
 Prompt = str | Messages
 Pair = tuple[Any, str, str]
 """a prompt and two answers"""
+AT_ONCE = 400
+"""prompts that are answered at a time"""
 
 
-def sample_pairs(
-    model: "LanguageModel",
-    prompts: Sequence[Any],
-    *,
-    max_tokens: int,
-    seed: int,
-    temperature: float = 1.0,
-    stop: Sequence[str] = (),
-    special_tokens: bool = False,
-    size: int = 400,
-) -> list[Pair]:
-    """Sample two answers to each prompt, for ``size`` prompts at a time."""
+def sample_pairs(model: "LanguageModel", prompts: Sequence[Any], *, seed: int, **options: Any) -> list[Pair]:
+    """Sample two answers to each prompt, with other options of ``LanguageModel.generate``."""
     answers: list[str] = []
-    for start in range(0, len(prompts), size):
-        answers += model.generate(
-            prompts[start : start + size],
-            samples=2,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed + start,
-            stop=stop,
-            special_tokens=special_tokens,
-        )
+    for start in range(0, len(prompts), AT_ONCE):
+        answers += model.generate(prompts[start : start + AT_ONCE], samples=2, seed=seed + start, **options)
     return list(zip(prompts, answers[::2], answers[1::2], strict=True))
 
 

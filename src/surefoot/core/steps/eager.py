@@ -39,7 +39,6 @@ class EagerPasses:
     def add(
         self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None
     ) -> LossSums:
-        """Add the gradient of the loss to ``.grad`` of ``parameters``, or of all parameters if None."""
         timer = context.state.timer
         sums: list[Tensor] = []
         extremes: list[Tensor] = []
@@ -66,7 +65,6 @@ class EagerPasses:
 
     @torch.no_grad()
     def evaluate(self, rows: Batch, denominator: Tensor) -> LossSums:
-        """The loss at the present θ."""
         sums: list[Tensor] = []
         extremes: list[Tensor] = []
         for part in self.parts(rows):

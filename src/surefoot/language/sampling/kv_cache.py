@@ -170,7 +170,6 @@ class CachedDecoder:
                 layer.reorder_cache(repeated)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits after one more token.   [n] -> [n, vocabulary]"""
         self.length += 1
         # a recurrent state contains no padding; such a model would apply the mask to the new token
         state_space = cache_name(self.model) == "cache_params"
@@ -181,7 +180,6 @@ class CachedDecoder:
         return logits
 
     def shrink(self, count: int, holes: Tensor, movers: Tensor) -> None:
-        """Drop the finished slots from the cache, the mask and the positions."""
         kept = torch.arange(count, device=holes.device)
         kept[holes] = movers
         for layer in self.past.layers:
@@ -268,7 +266,6 @@ class RecomputingDecoder:
         self.ids = nn.functional.pad(prompts.ids.gather(-1, order), (0, more)).repeat_interleave(samples, 0)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits after one more token.   [n] -> [n, vocabulary]"""
         self.ids[torch.arange(len(tokens), device=tokens.device), self.lengths] = tokens
         self.lengths, self.length = self.lengths + 1, self.length + 1
         return self.logits()
@@ -291,7 +288,6 @@ class RecomputingDecoder:
         return logits[torch.arange(len(ids), device=ids.device), lengths - ids.shape[1] + logits.shape[1] - 1]
 
     def shrink(self, count: int, holes: Tensor, movers: Tensor) -> None:
-        """Drop the finished slots."""
         for buffer in (self.ids, self.lengths):
             buffer[holes] = buffer[movers]
         self.ids, self.lengths = self.ids[:count], self.lengths[:count]

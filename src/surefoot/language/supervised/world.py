@@ -346,7 +346,6 @@ class SupervisedWorld:
         return EvaluationReport(likelihood, metrics)  # for pairs too: it is finer than the accuracy
 
     def samples(self) -> list[dict[str, Any]]:
-        """None: nothing is sampled."""
         return []
 
     def try_longest(self, learner: Learner) -> list[str]:
