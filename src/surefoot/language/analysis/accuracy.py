@@ -19,7 +19,7 @@ from surefoot.language.language_model import LanguageModel
 from surefoot.language.metrics import pass_at_k
 from surefoot.language.online.responses import Responses, with_signal
 from surefoot.language.online.world import LanguageWorld
-from surefoot.language.rewards.scores import Reward, Scores
+from surefoot.language.rewards.scores import Reward, Scores, mean_of
 from surefoot.language.rewards.terms import check_special_texts
 from surefoot.ranks.collectives import in_float64
 from surefoot.verifiers.answers import following
@@ -109,7 +109,7 @@ def measure_accuracy(
     sampled, rewards, ended = responses(samples, greedy=False)
     greedy, best, _ = responses(1, greedy=True)
     mixed = float(with_signal(rewards, sampled.valid, samples).float().mean())
-    means = greedy.mean_of(best) or 0.0, sampled.mean_of(rewards) or 0.0
+    means = mean_of(best, greedy.valid) or 0.0, mean_of(rewards, sampled.valid) or 0.0
     return Accuracy(count, samples, *means, mixed, 1 - float(ended.float().mean()), max_tokens, keep_cut)
 
 

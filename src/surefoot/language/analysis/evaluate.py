@@ -321,7 +321,9 @@ def calibration(world: LanguageWorld, responses: Responses) -> dict[str, Any] | 
     total = final_rewards(scores, samples, recipe)
     valid = total[scores.valid]
     at_end = scores.dense is None or bool((scores.dense == place_scores(scores.total, mask)).all())
-    binary = keeps_binary(recipe) and at_end and bool(((valid == 0) | (valid == 1)).all())
+    settings = recipe.reward  # a reward of 0 or 1 stays so for truncated and long responses, whatever the samples are
+    kept = settings.missing_eos is None or (settings.missing_eos != "bootstrap" and settings.missing_eos_value == 0)
+    binary = settings.overlong is None and kept and at_end and bool(((valid == 0) | (valid == 1)).all())
     if binary and recipe.objective.gamma == 1:
         return {name: success(values[name][scores.valid], valid == 1) for name in MOMENTS}
     rewards = token_rewards(scores, total, samples, recipe)
@@ -331,16 +333,11 @@ def calibration(world: LanguageWorld, responses: Responses) -> dict[str, Any] | 
     last = last_kept(mask)
     gamma, none = recipe.objective.gamma, torch.zeros_like(mask)
     earned = discounted_returns(rewards, torch.zeros_like(rewards), terminated=last, truncated=none, gamma=gamma, mask=mask)
-    kept = scores.valid & (samples.ended | (recipe.reward.missing_eos != "bootstrap"))
+    counted = scores.valid & (samples.ended | (settings.missing_eos != "bootstrap"))
     return {
-        name: returns(values[name][kept], earned.gather(-1, at.unsqueeze(-1)).squeeze(-1)[kept]) for name, at in places.items()
+        name: returns(values[name][counted], earned.gather(-1, at.unsqueeze(-1)).squeeze(-1)[counted])
+        for name, at in places.items()
     }
-
-
-def keeps_binary(recipe: LanguageRecipe) -> bool:
-    """Whether a reward of 0 or 1 stays so for truncated and long responses, by the recipe: independent of the samples."""
-    treatment, value = recipe.reward.missing_eos, recipe.reward.missing_eos_value
-    return recipe.reward.overlong is None and (treatment is None or (treatment != "bootstrap" and value == 0))
 
 
 def index_of_token(mask: Tensor, number: Tensor) -> Tensor:

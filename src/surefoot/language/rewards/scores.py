@@ -45,10 +45,6 @@ class Scores:
     dense: Tensor | None = None
     """[N, T] where a term scores steps or tokens: ``total`` token by token; a score of the whole response is on its last one"""
 
-    def mean_of(self, x: Tensor) -> float | None:
-        """The mean over the responses with a score; None without any.   [N]"""
-        return mean_of(x, self.valid)
-
     def column(self, x: Tensor) -> list[float | None]:
         """Number by number, None where a response has no score.   [N]"""
         return [value if valid else None for value, valid in zip(x.tolist(), self.valid.tolist(), strict=True)]
@@ -84,7 +80,7 @@ class Reward(Protocol):
 def mean_and_std(scores: Scores, x: Tensor) -> tuple[float | None, float | None]:
     """Mean and standard deviation over the responses of all ranks with a score; None without any.   [N]"""
     if world_size() == 1:
-        return scores.mean_of(x), float(x[scores.valid].std(correction=0)) if scores.valid.any() else None
+        return mean_of(x, scores.valid), float(x[scores.valid].std(correction=0)) if scores.valid.any() else None
     exact = in_float64(x)
     moments = merge_across_ranks(masked_moments(exact, scores.valid.to(exact.device)))
     return (float(moments.mean), float(moments.var.sqrt())) if moments.n else (None, None)
