@@ -29,14 +29,20 @@ class Flat:
 
     moving   the parameters that move
     fixed    those that don't; together they are all of the policy's
+    rows     of a batch
 
     Raises SurefootError if there is neither a compiler nor a compiled program in the cache.
     """
 
     def __init__(
-        self, policy: Policy, objective: Objective, moving: Sequence[FlatParameters], fixed: Sequence[FlatParameters]
+        self,
+        policy: Policy,
+        objective: Objective,
+        moving: Sequence[FlatParameters],
+        fixed: Sequence[FlatParameters],
+        rows: int,
     ) -> None:
-        self.policy, self.objective, self.moving, self.fixed = policy, objective, moving, fixed
+        self.policy, self.objective, self.moving, self.fixed, self.rows = policy, objective, moving, fixed, rows
         self.groups = [*moving, *fixed]
         self.terms: list[str] = []
         """names of the loss's terms, in their order"""
@@ -120,17 +126,6 @@ class CompiledPasses(Flat):
 
     A micro-batch whose activations stay in a core's cache takes about half the time per row of a large minibatch.
     """
-
-    def __init__(
-        self,
-        policy: Policy,
-        objective: Objective,
-        moving: Sequence[FlatParameters],
-        fixed: Sequence[FlatParameters],
-        rows: int,
-    ) -> None:
-        super().__init__(policy, objective, moving, fixed)
-        self.rows = rows
 
     def add(
         self, rows: Batch, denominator: Tensor, context: UpdateContext, parameters: Sequence[nn.Parameter] | None

@@ -109,8 +109,8 @@ class CompiledStepper(Flat, Stepper):
     def __init__(
         self, passes: Passes, optimizers: Mapping[str, FlatOptimizer], fixed: Sequence[FlatParameters], rows: int
     ) -> None:
-        super().__init__(passes.policy, passes.objective, [*optimizers.values()], fixed)
-        self.optimizers, self.rows = optimizers, rows
+        super().__init__(passes.policy, passes.objective, [*optimizers.values()], fixed, rows)
+        self.optimizers = optimizers
 
     def steps(self, batch: Batch, context: UpdateContext) -> Iterator[PendingStep]:
         """In each epoch the rows in a new random order."""

@@ -24,6 +24,14 @@ wÂ log π with a clipped weight w; 0, of a response that is left out"""
 WITH_GRADIENT = (True, False, False, True, True, False)
 """whether gradient flows through each of them"""
 
+OF_OBJECTIVE = ("gamma", "gae_lambda", "baseline", "ratio", "max_weight", "importance_cap", "importance_mode")
+"""what a trace has of the objective"""
+OF_ROLLOUT = (
+    *("mask", "rewards", "values", "next_values", "terminated", "truncated"),
+    *("old_log_probs", "ref_log_probs", "behaviour_log_probs"),
+)
+"""what a traced row has of the rollout, if that has it"""
+
 RowDetails = Callable[[Rollout, int, slice], dict[str, Any]]
 
 
@@ -242,18 +250,12 @@ class Recording:
         return Trace(
             iteration=state.iteration,
             steps=state.steps,
-            gamma=objective.gamma,
-            gae_lambda=objective.gae_lambda,
-            baseline=objective.baseline,
             clip=low,
             clip_high=high,
             dual_clip=dual_clip,
             beta=self.beta,
             rows=self._rows(),
-            ratio=objective.ratio,
-            max_weight=objective.max_weight,
-            importance_cap=objective.importance_cap,
-            importance_mode=objective.importance_mode,
+            **{name: getattr(objective, name) for name in OF_OBJECTIVE},
         )
 
     def _rows(self) -> list[TracedRow]:
@@ -275,20 +277,12 @@ class Recording:
                     start=steps.start,
                     about=about,
                     actions=rollout.actions[row, steps].cpu(),
-                    mask=cut(rollout.mask),
-                    rewards=cut(rollout.rewards),
                     reward_parts={name: cut(part) for name, part in rollout.reward_parts.items()},
-                    values=cut(rollout.values),
-                    next_values=cut(rollout.next_values),
-                    terminated=cut(rollout.terminated),
-                    truncated=cut(rollout.truncated),
                     td_residuals=cut(residuals),
                     advantages=cut(credit.advantages),
                     returns=cut(credit.returns),
                     visits=Visits(**{name: x[:, offset:end] for name, x in visits.items()}),
-                    old_log_probs=None if rollout.old_log_probs is None else cut(rollout.old_log_probs),
-                    ref_log_probs=None if rollout.ref_log_probs is None else cut(rollout.ref_log_probs),
-                    behaviour_log_probs=None if rollout.behaviour_log_probs is None else cut(rollout.behaviour_log_probs),
+                    **{name: cut(x) for name in OF_ROLLOUT if (x := getattr(rollout, name)) is not None},
                 )
             )
             offset = end

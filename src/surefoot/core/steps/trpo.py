@@ -6,8 +6,8 @@ rank takes the same one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +23,16 @@ from surefoot.functional import conjugate_gradient, line_search
 from surefoot.ranks.collectives import all_sum
 
 
-@dataclass(frozen=True)
-class Surrogate:
-    """The surrogate objective of a policy on a batch, over all ranks."""
+class Surrogate(NamedTuple):
+    """The surrogate objective of a policy on a batch, over all ranks; what else the loss has is as in ``PendingStep``."""
 
     gain: float
     """the maximised sum: J plus the entropy bonus, minus the KL to a reference"""
     kl: float
     """mean KL(π_old‖π_θ), exact if the distributions are known"""
     terms: dict[str, float]
-    """of the loss"""
     metrics: dict[str, float]
-    """of the loss"""
     ratios: tuple[float, float]
-    """the smallest and the largest ρ of this rank's samples"""
 
 
 class NaturalStepper(Stepper):

@@ -62,9 +62,6 @@ class Game:
     """the same of a teacher's games, as ``messages``, with the share in which the teacher is careless"""
 
 
-# ---- sorting: 52814= is 12458 -------------------------------------------------------------------------------------------
-
-
 def _draw_sorting(draw: random.Random, difficulty: int) -> Row:
     digits = "".join(draw.choices("0123456789", k=difficulty))
     return {"prompt": f"{digits}=", "answer": "".join(sorted(digits))}
@@ -84,9 +81,6 @@ SORTING = Task(
     slip=_slip_sorting,
     key=lambda row: row["answer"],  # the multiset: the same digits in another order are the same problem
 )
-
-
-# ---- addition: 27+58= is 85 ---------------------------------------------------------------------------------------------
 
 
 def _draw_addition(draw: random.Random, difficulty: int) -> Row:
@@ -112,9 +106,6 @@ ADDITION = Task(
 )
 
 
-# ---- counting: a in abacab= is 3 ----------------------------------------------------------------------------------------
-
-
 def _draw_counting(draw: random.Random, difficulty: int) -> Row:
     word, letter = "".join(draw.choices(LETTERS, k=difficulty)), draw.choice(LETTERS)
     return {"prompt": f"{letter} in {word}=", "answer": str(word.count(letter))}
@@ -135,9 +126,6 @@ COUNTING = Task(
 )
 
 
-# ---- reversing: horse= is esroh -----------------------------------------------------------------------------------------
-
-
 def _draw_reversing(draw: random.Random, difficulty: int) -> Row:
     word = "".join(draw.choices(string.ascii_lowercase, k=difficulty))
     return {"prompt": f"{word}=", "answer": word[::-1]}
@@ -156,9 +144,6 @@ REVERSING = Task(
     usual=6,
     slip=_slip_reversing,
 )
-
-
-# ---- brackets: ([]{= is }) ----------------------------------------------------------------------------------------------
 
 
 def _draw_brackets(draw: random.Random, difficulty: int) -> Row:
