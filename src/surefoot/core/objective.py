@@ -190,10 +190,12 @@ def loss(
     log_probs = kept(evaluation.log_probs)
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else kept(batch.old_log_probs)
     ratio = ratio_of(log_probs, old_log_probs, batch.mask, objective)
+    advantages, entropy = kept(batch.advantages), kept(evaluation.entropy)
+    gain = surrogate(log_probs, ratio, advantages, objective, clip_scale)
+    if objective.drop_above_kl is not None:
+        gain = gain.masked_fill(left_out(log_probs, old_log_probs, advantages, batch.mask, objective), 0)
     weights = sampler_weights(batch, objective)
-    gain = _gain(log_probs, old_log_probs, ratio, weights, batch, objective, clip_scale)
-    entropy = kept(evaluation.entropy)
-    total = -reduced(gain)
+    total = -reduced(gain if weights is None else gain * weights)
     terms, metrics = {"policy_loss": total}, dict[str, Tensor]()
     if objective.penalty is not None:
         terms["penalty_kl"] = mean_old_kl(evaluation, batch, objective, denominator)
@@ -225,23 +227,6 @@ def loss(
             metrics |= _sampler_metrics(weights, batch, objective, denominator)
     terms, metrics = ({name: x.detach() for name, x in of.items()} for of in (terms, metrics))
     return Loss(total, terms, metrics, ratio.detach())
-
-
-def _gain(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    ratio: Tensor,
-    weights: Tensor | None,
-    batch: Batch,
-    objective: Objective,
-    clip_scale: float,
-) -> Tensor:
-    """The surrogate without the responses that are left out, times the weights against the sampler.   [...]"""
-    advantages = keep_only(batch.advantages, batch.mask)
-    gain = surrogate(log_probs, ratio, advantages, objective, clip_scale)
-    if objective.drop_above_kl is not None:
-        gain = gain.masked_fill(left_out(log_probs, old_log_probs, advantages, batch.mask, objective), 0)
-    return gain if weights is None else gain * weights
 
 
 def _old_policy_metrics(
