@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("optuna")
 
 from surefoot import Interrupted, SurefootError
+from surefoot.compare import statistics
 from surefoot.compare.tune import Plan, Study, resume_study, trials, tune
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import EvaluationReport
@@ -234,6 +235,10 @@ def test_the_confirmation_trains_the_best_and_the_initial_recipe_on_new_seeds_an
     assert sorted(recipe["seed"] for recipe in recipes) == [3, 3, 4, 4, 5, 5], "the trials had 1 and 2"
     assert {recipe["evaluation"]["seed"] for recipe in recipes} == {1_000_001}
     assert "on new seeds (3 to 5):" in result.text
+    apart = (sum(best[1]) - sum(initial[1])) / 3
+    (line,) = [line.strip() for line in result.text.splitlines() if "difference: " in line]
+    assert line.startswith(f"difference: {statistics.number(apart)} (")
+    assert line.endswith(": better" if apart > 0.003 else ": these seeds don't separate them"), "seeds differ by thousandths"
     assert "The best of several noisy scores is too high" not in result.text
     assert result.text == studied(tmp_path / "s", trials=8, seeds=2, confirm=3).text
 
