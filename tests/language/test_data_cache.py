@@ -336,5 +336,13 @@ def test_an_interrupt_while_processes_start_ends_them(two: None, started: list[A
     assert all(worker.process.returncode is not None for worker in started)
 
 
-def test_work_that_cannot_be_pickled_is_done_in_this_process(two: None) -> None:
-    assert list(processes.in_processes(lambda rows: sum(rows), range(5), 2)) == [([0, 1, 2], 3), ([3, 4], 7)]
+@pytest.mark.parametrize("work", [sum, lambda rows: sum(rows)], ids=["in processes", "cannot be pickled, so in this one"])
+def test_results_are_those_of_their_rows_and_an_error_of_the_rows_comes_last(work: Any, two: None) -> None:
+    def failing() -> Any:
+        yield from range(7)
+        raise SurefootError("row 8")
+
+    made = []
+    with pytest.raises(SurefootError, match="row 8"):
+        made.extend(processes.in_processes(work, failing(), 2))
+    assert made == [([0, 1, 2], 3), ([3, 4, 5], 12), ([6], 6)]
