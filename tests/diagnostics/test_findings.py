@@ -372,6 +372,14 @@ def test_curves_are_the_finite_values_of_metrics_that_may_begin_late_or_never() 
     assert len(curves["gold"]) == 0
 
 
+def test_the_worst_stretch_decides_and_other_curves_are_read_in_its_steps() -> None:
+    curves = RunCurves(rows := rows_of(100, step_taken=lambda i: float(not 40 < i <= 60)))
+    assert names(rows) == ["no_step_taken"]
+    worst = curves.worst(curves["step_taken"], 0.1, 10, largest=False)
+    assert worst is not None
+    assert curves["step_taken"].during(worst).steps.tolist() == worst.steps.tolist()
+
+
 def test_numbers_are_rounded_before_they_are_abbreviated() -> None:
     text = {999.4: "999", 999.7: "1,000", -999.7: "−1,000", 1234.5: "1,234", 0.00012: "0.00012", 123.45: "123"}
     assert {value: in_words(value) for value in text} == text
