@@ -46,6 +46,12 @@ def test_help_after_a_task_is_that_of_its_kind(words: tuple[str, ...], kind: str
     assert command("train", *words)[1] == command("train", kind, "--help")[1]
 
 
+def test_help_of_a_table_lists_its_fields_and_no_others(command: Any) -> None:
+    _, out, _ = command("train", "--help", "rollout")
+    listed = {word for line in out.splitlines() for word in line.split() if word.startswith("--")}
+    assert listed == {flag(name) for name, _ in recipe_fields() if name.startswith("rollout.")}
+
+
 def test_a_misspelled_topic_gets_one_line(command: Any) -> None:
     code, out, err = command("train", "--help", "rollot")
     assert (code, out) == (2, "")

@@ -274,6 +274,8 @@ def test_the_memory_command_plans_several_ranks(here: Path, command: Any) -> Non
         (["--ranks", "12", "--sharding", "hybrid"], "--ranks 12: is not a multiple of --ranks-per-machine 8"),
         (["--minibatches", "100"], "--minibatches 100: more than the 64 responses of an iteration; use fewer"),
         (["--ranks", "128"], "--ranks 128: more than 64 prompts; use fewer ranks"),
+        (["--quantize", "nf4"], "--quantize nf4: is for the frozen base of adapters; add --adapter 16"),
+        (["--ranks", "2", "--sharding", "full", "--optimizer", "adam-8bit"], "--optimizer adam-8bit: is whole on every rank"),
     ],
 )
 def test_incompatible_rank_options_are_rejected(here: Path, command: Any, options: Any, message: str) -> None:

@@ -14,7 +14,7 @@ from surefoot.recipes.base import nearest_divisor
 from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.fields import KINDS, recipe_fields
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import OTHER_LIBRARIES, flatten, make_recipe, merge_tables, to_table
+from surefoot.recipes.reading import OTHER_LIBRARIES, flatten, make_recipe, merge_tables, named_functions, to_table
 from surefoot.runs import api
 
 
@@ -178,3 +178,16 @@ def test_a_recipe_without_an_algorithm_is_named_after_its_trust_region() -> None
             assert recipe.algorithm == expected
             assert recipe.objective.trust_region == Penalty(beta=1.0)
             assert make_recipe(to_table(recipe)) == recipe
+
+
+def test_every_field_with_a_function_has_its_name() -> None:
+    tables = {"reward": {"terms": ["a:b", "c:d"], "gold": "g:g"}, "turns": {"tools": ["t:u"], "environment": "e:E"}}
+    text = {"kind": "language", "model": "m", "data": {"train": "x"}, **tables, "optimizer": {"schedule": "s:t"}}
+    named = named_functions(make_recipe(text))
+    terms = {"reward.terms[0].function": "a:b", "reward.terms[1].function": "c:d", "reward.gold": "g:g"}
+    turns = {"turns.tools[0]": "t:u", "turns.environment": "e:E"}
+    assert {**terms, **turns, "optimizer.schedule": "s:t"}.items() <= named.items()
+    own = {"network": {"custom": "n:n"}, "rollout": {"symmetry": "m:m"}, "objective": {"trust_region": {"schedule": "c:s"}}}
+    named = named_functions(make_recipe({"task": "CartPole-v1", **own}))
+    fields = ("network.custom", "rollout.symmetry", "objective.trust_region.schedule", "optimizer.schedule")
+    assert [named[field] for field in fields] == ["n:n", "m:m", "c:s", "constant"]
