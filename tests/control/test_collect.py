@@ -44,42 +44,38 @@ def vectorised(single: Sequence[Any], mode: str, steps: int, **fields: Any) -> C
     return world_of(vector, PPO_CLIP, rollout={"environments": len(single), "steps": steps}, **fields)
 
 
-def raw_observations(single: Sequence[Clockwork], rollout: Rollout) -> torch.Tensor:
-    """[B, T, 4] by the environments' own account; for rollouts without masked rows."""
-    return torch.from_numpy(np.stack([[step.observation for step in env.log] for env in single]))[:, : rollout.mask.shape[1]]
-
-
 # ---- what a rollout holds ---------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_holds_what_happened_in_order() -> None:
-    single = clockworks()
-    collector = collecting(single, steps=9).collector
-    for part in range(3):  # rollouts follow on one another without a gap
-        rollout = collector.collect(fresh_state())
-        happened = [env.log[9 * part : 9 * part + 9] for env in single]
-        assert rollout.inputs["observation"].tolist() == [[step.observation.tolist() for step in row] for row in happened]
-        assert rollout.actions.tolist() == [[int(step.action) for step in row] for row in happened]
-        assert rollout.rewards.tolist() == [[step.reward for step in row] for row in happened]
-        assert rollout.terminated.tolist() == [[step.terminated for step in row] for row in happened]
-        assert rollout.truncated.tolist() == [[step.truncated for step in row] for row in happened]
-        assert rollout.mask.all()
-
-
+@pytest.mark.parametrize("box", [False, True], ids=["discrete", "box"])
 @pytest.mark.parametrize("mode", ["looped", "SAME_STEP", "NEXT_STEP", "DISABLED"])
-def test_next_values_are_those_of_the_true_successors_in_every_autoreset_mode(mode: str) -> None:
-    single = clockworks()
-    world = collecting(single, 30) if mode == "looped" else vectorised(single, mode, 30)
-    rollout = world.collector.collect(fresh_state())
-    for b, env in enumerate(single):
-        kept = rollout.mask[b]
-        happened = env.log[: int(kept.sum())]
-        values = world.agent.values(bare(np.stack([step.observation for step in happened])))
-        following = world.agent.values(bare(np.stack([step.successor for step in happened])))
-        torch.testing.assert_close(rollout.values[b][kept], values)
-        goes_on = ~rollout.terminated[b][kept]
-        torch.testing.assert_close(rollout.next_values[b][kept][goes_on], following[goes_on])
-        assert (rollout.truncated[b][kept] & goes_on).any()
+def test_a_rollout_holds_what_happened_and_the_values_of_the_true_successors_in_every_autoreset_mode(
+    mode: str, box: bool
+) -> None:
+    single = clockworks(**({"action_space": spaces.Box(-9, 9, (2,), np.float32)} if box else {}))
+    fields: dict[str, Any] = {"normalise": {"observations": False, "rewards": False, "actions": False}}
+    world = collecting(single, 14, **fields) if mode == "looped" else vectorised(single, mode, 14, **fields)
+    before, ends = [0, 0, 0], set()
+    for _ in range(3):  # rollouts follow on one another without a gap
+        rollout = world.collector.collect(fresh_state())
+        for b, env in enumerate(single):
+            kept = rollout.mask[b]
+            happened = env.log[before[b] : before[b] + int(kept.sum())]
+            before[b] = len(env.log)
+            assert len(happened) == int(kept.sum())
+            assert rollout.inputs["observation"][b][kept].tolist() == [step.observation.tolist() for step in happened]
+            assert rollout.actions[b][kept].tolist() == [step.action.tolist() for step in happened]
+            assert rollout.rewards[b][kept].tolist() == [step.reward for step in happened]
+            ended = torch.stack([rollout.terminated[b][kept], rollout.truncated[b][kept]], -1)
+            assert ended.tolist() == [[step.terminated, step.truncated] for step in happened]
+            ends |= set(map(tuple, ended.tolist()))
+            here = world.agent.values(bare(np.stack([step.observation for step in happened])))
+            torch.testing.assert_close(rollout.values[b][kept], here)
+            following = world.agent.values(bare(np.stack([step.successor for step in happened])))
+            goes_on = ~rollout.terminated[b][kept]
+            torch.testing.assert_close(rollout.next_values[b][kept][goes_on], following[goes_on])
+        assert rollout.mask.all() or mode == "NEXT_STEP"
+    assert len(ends) == 4
 
 
 @pytest.mark.parametrize("action_space", [spaces.Discrete(3), BOX], ids=["discrete", "box"])
@@ -218,9 +214,10 @@ def finished(single: Sequence[Clockwork]) -> list[tuple[float, int]]:
     """(return, length) of every finished episode, in the order in which they ended."""
     rows = []
     for b, env in enumerate(single):
-        for episode in range(env.episode):
+        for episode in range(env.episode + 1):
             steps = [(t, step) for t, step in enumerate(env.log) if step.episode == episode]
-            rows.append((steps[-1][0], b, sum(step.reward for _, step in steps), len(steps)))
+            if steps and (steps[-1][1].terminated or steps[-1][1].truncated):
+                rows.append((steps[-1][0], b, sum(step.reward for _, step in steps), len(steps)))
     return [(total, length) for _, _, total, length in sorted(rows)]
 
 
@@ -256,20 +253,9 @@ def test_masked_rows_of_next_step_environments_count_nowhere() -> None:
     assert normaliser.count == world.agent.reward_normaliser.count == len(seen) == steps
     np.testing.assert_allclose(normaliser.mean, seen.mean(0, dtype=np.float64), rtol=1e-12)
     np.testing.assert_allclose(normaliser.var, seen.var(0, dtype=np.float64), rtol=1e-12)
-    rows = finished_in_vector(single)
+    rows = finished(single)
     assert sorted(row[:2] for row in collector.log.finished) == sorted(rows)
     assert rollout.metrics["episodes"] == len(rows)
-
-
-def finished_in_vector(single: Sequence[Clockwork]) -> list[tuple[float, int]]:
-    """As ``finished``, where the last end may not have been followed by its reset yet."""
-    rows = []
-    for env in single:
-        for episode in range(env.episode + 1):
-            steps = [step for step in env.log if step.episode == episode]
-            if steps and (steps[-1].terminated or steps[-1].truncated):
-                rows.append((sum(step.reward for step in steps), len(steps)))
-    return rows
 
 
 # ---- not finite -------------------------------------------------------------------------------------------------------
@@ -407,10 +393,7 @@ def test_actions_that_are_not_finite_are_reported_as_an_error_of_the_policy(stri
 
 
 def test_two_environments_that_fail_at_once_both_start_new_episodes() -> None:
-    single = [
-        Poisoned(0, ENDS[0]).poison("reward", math.nan, 0, 2),
-        Poisoned(1, ENDS[1]).poison("observation", math.nan, 0, 2),
-    ]
+    single = [Poisoned(0, ENDS[0]).poison("reward", math.nan, 0, 2), Poisoned(1, ENDS[1]).poison("observation", math.nan, 0, 2)]
     world = collecting(single, steps=10)
     with pytest.raises(NotFiniteError, match="the reward of environment 0 at step 2"):
         world.collector.collect(fresh_state())
@@ -493,6 +476,7 @@ def test_a_lost_environment_is_reported_and_its_running_statistics_start_again()
     assert "environments [1]" in lines[0]
     assert "not exact" in lines[0]
     collector = again.collector
+    assert [(record.number, len(record.actions)) for record in again.environments.records] == [(0, 10), (1, 0), (0, 10)]
     assert collector.running_length.tolist() == [10, 0, 10]
     assert collector.running_return.tolist() == [10, 0, 10]
     assert (collector.discounted != 0).tolist() == [True, False, True]
@@ -550,13 +534,10 @@ def test_a_rollout_continues_if_environments_only_reset(algorithm: Any, fields: 
     assert [row["steps"] for row in seen] == list(range(2, 25, 2)), "a step in which all reset counts for nothing"
 
 
-def test_an_impossible_evaluation_is_rejected_before_training() -> None:
+def test_whole_episodes_and_evaluations_of_a_vector_environment_are_rejected_before_training() -> None:
+    with pytest.raises(SurefootError, match=r"task='vector_task'.*whole episodes.*REINFORCE needs them"):
+        surefoot.train(vector_task, REINFORCE, steps=60)
     seen: list[Any] = []
     with pytest.raises(SurefootError, match=r"evaluation\.episodes=10: .*vector environment; set evaluation\.episodes = 0"):
         surefoot.train(vector_task, A2C, steps=60, callback=seen.append)
     assert not seen
-
-
-def test_whole_episodes_of_a_vector_environment_are_rejected_before_training() -> None:
-    with pytest.raises(SurefootError, match=r"task='vector_task'.*whole episodes.*REINFORCE needs them"):
-        surefoot.train(vector_task, REINFORCE, steps=60)
