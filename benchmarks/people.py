@@ -188,7 +188,7 @@ TASKS: dict[str, tuple[str, str | Callable[..., Any]]] = {
 }
 """the id whose tuned recipe is used, and the task"""
 PREFERENCES = {
-    "pendulum": {"labels": 400, "segment": 25, "refits": 10, "until": 0.35},
+    "pendulum": {"labels": 400, "segment": 25, "refits": 10, "until": 0.35, "weight_decay": 1.0},
     "backward": {"labels": 300, "segment": 20},
 }
 ENTROPY = {"pendulum": 0.03, "backward": 0.0}

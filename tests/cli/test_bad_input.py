@@ -35,7 +35,10 @@ CASES = [
     (["train", "cartpol"], ["did you mean 'cartpole'?"]),
     (["train", ""], ["'': no recipe, .toml file or environment id of that name (see: surefoot list)"]),
     (["train", "grpo"], ["'grpo': is an algorithm; run: surefoot train TASK --algorithm GRPO"]),
-    (["train", "language", "--turns.tools", "a.py:f"], ["turns.tools='a.py:f': must be a list; write [\"a.py:f\"]"]),
+    (
+        ["train", "sorting", "--model", "pocket", "--data.train", "rows.jsonl", "--turns.tools", "a.py:f"],
+        ["turns.tools='a.py:f': must be a list; write [\"a.py:f\"]"],
+    ),
     (["train", "CartPole-v1", "--algorithm", "PPO_CLOP"], ["algorithm='PPO_CLOP'", "did you mean 'PPO_CLIP'?"]),
     (["train", "CartPole-v1", "--objective.gae-lamda", "0.9"], ["--objective.gae-lamda", "--objective.gae-lambda"]),
     (["train", "CartPole-v1", "--steps", "many"], ["steps='many': must be a whole number, such as 20_000"]),

@@ -347,10 +347,7 @@ def test_after_a_fault_the_statistics_of_the_other_environments_are_still_right(
         collector.collect(fresh_state())
     for part in range(3):
         collector.collect(fresh_state(part))
-    expected = [row for row in finished(single) if not math.isnan(row[0])]
-    broken = [row for row in expected if row[1] == 3 and row[0] == sum(step.reward for step in single[1].log[:3])]
-    assert len(broken) == 1
-    assert sorted(row[:2] for row in collector.log.finished) == sorted(row for row in expected if row not in broken)
+    assert sorted(row[:2] for row in collector.log.finished) == sorted(finished(single)), "the broken episode has no end"
 
 
 def test_after_a_fault_the_memory_of_the_other_environments_is_still_right() -> None:

@@ -46,7 +46,7 @@ def fitted() -> tuple[RewardModels, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
     x = 3 + 2 * torch.randn(200, 2, 5, 4, generator=draw)
     first, second = x[..., 0].sum(-1).unbind(-1)
-    models = RewardModels(4, seed=1)
+    models = RewardModels(4, seed=1, weight_decay=10.0)
     models.fit(x, (first > second).float(), x.flatten(0, 2), seed=1)
     return models, x.flatten(0, 2)
 

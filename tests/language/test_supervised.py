@@ -20,6 +20,8 @@ from surefoot.runs.factory import make_learner
 from surefoot.store.metrics import read_metrics
 
 SENTENCES = ("the cat sat", "a dog ran", "birds sing", "the sun is up")
+QUICK = {"optimizer": {"learning_rate": 1e-3}}
+"""a rate for small models, of which no warning is due"""
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
@@ -113,7 +115,7 @@ def test_rows_longer_than_the_models_context_are_dropped_and_counted(folders: di
         with path.open("a") as file:
             file.write(json.dumps(long) + "\n")
         settings = {"train": str(path), "max_length": 1024, "batch": 8}
-        made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["gpt2"]), "data": settings}))
+        made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["gpt2"]), "data": settings, **QUICK}))
         assert made.collector.rows.count == 24
         assert made.warnings == [f"{path}: dropped, because longer than 128 tokens: 1 rows"]
 
@@ -134,7 +136,7 @@ def test_dropped_rows_and_unused_columns_are_reported_before_training(
     with path.open("a") as file:
         file.writelines(json.dumps(first | {"rejected": first[key], "source": "web", "tools": []}) + "\n" for _ in range(2))
     settings = {"train": str(path), "max_length": 64, "batch": 8}
-    made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["llama"]), "data": settings}))
+    made = SupervisedWorld(make_recipe({"kind": kind, "model": str(folders["llama"]), "data": settings, **QUICK}))
     equal = f"{path}: dropped, because both answers are the same: 2 rows"
     assert made.collector.rows.count == (26 if kind == "sft" else 24)
     unused = "'rejected', 'source'" if kind == "sft" else "'source'"

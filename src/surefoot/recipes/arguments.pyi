@@ -155,6 +155,7 @@ class ClipPreferencesTable(TypedDict, total=False):
     first: float
     refits: int
     until: float
+    weight_decay: float
     errors: float
     terminations: Literal["reject", "keep"]
 

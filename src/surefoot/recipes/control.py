@@ -181,6 +181,8 @@ class ClipPreferences(Section):
     until: float = Field(0.75, gt=0, le=1)
     """share of the steps over which the refits are spread; less, with an objective.entropy_coefficient, helps where the policy
     stops exploring before it is corrected"""
+    weight_decay: float = Field(10.0, ge=0, le=100)
+    """of the reward models, decoupled; strong decay keeps wrong labels from being learned, and 1 taught the pendulum better"""
     errors: float = Field(0.0, ge=0, lt=0.5)
     """share of wrong labels, of judge = "return" alone"""
     terminations: Literal["reject", "keep"] = "reject"

@@ -30,8 +30,8 @@ POOL = 1500
 CLIPS_PER_LABEL = 0.75
 """clips for each label of the first ones, at least"""
 MEMBERS, WIDTH = 3, 64
-LEARNING_RATE, DECAY = 1e-3, 1.0
-"""of AdamW. With 10 in place of 1, policies forgot late how to swing a pendulum up (docs/benchmarks/people.md)"""
+LEARNING_RATE = 1e-3
+"""of AdamW"""
 FIRST, AGAIN, BATCH = 400, 100, 64
 """gradient steps of the first fit, those of a later one, and pairs in each"""
 WRONG = 0.1
@@ -91,7 +91,7 @@ class Preferences:
         self.send = agent.action_converter()
         shapes = [part.shape for part in agent.parts.values()]
         inputs = sum(map(math.prod, shapes)) + (self.choices or math.prod(action_space.shape or ()))
-        self.models = RewardModels(inputs, seed)
+        self.models = RewardModels(inputs, seed, settings.weight_decay)
         self.generator = stream(seed, "preferences")
         self.nothing = Clips(torch.zeros(0, inputs), torch.zeros(0), torch.zeros(0, 3 if judge else 0, dtype=torch.int64))
         self.open = [self.nothing] * environments.count
@@ -265,7 +265,7 @@ class RewardModels(nn.Module):
     deviation 1, so that neither the offset nor the scale, which comparisons leave open, moves from fit to fit.
     """
 
-    def __init__(self, inputs: int, seed: int) -> None:
+    def __init__(self, inputs: int, seed: int, weight_decay: float) -> None:
         super().__init__()
         draw, sizes = stream(seed, "reward models"), (inputs, WIDTH, WIDTH, 1)
         layers = list(pairwise(sizes))
@@ -274,7 +274,7 @@ class RewardModels(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(MEMBERS, 1, columns) for _, columns in layers)
         self.mean, self.std = nn.Buffer(torch.zeros(inputs)), nn.Buffer(torch.ones(inputs))
         self.shift, self.scale = nn.Buffer(torch.zeros(MEMBERS, 1)), nn.Buffer(torch.ones(MEMBERS, 1))
-        self.adam = torch.optim.AdamW(self.parameters(), LEARNING_RATE, weight_decay=DECAY)
+        self.adam = torch.optim.AdamW(self.parameters(), LEARNING_RATE, weight_decay=weight_decay)
         self.fits = 0
 
     def forward(self, x: Tensor) -> Tensor:
