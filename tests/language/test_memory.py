@@ -415,7 +415,7 @@ def test_resume_is_rejected_unless_check_memory_is_off(here: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_run_that_fits_only_with_short_responses_gets_a_warning(here: Path, set_memory: Any) -> None:
-    recipe = make_recipe(online(here))
+    recipe = make_recipe(online(here) | {"optimizer": {"learning_rate": 1e-3}})
     short = least_needed(estimate(workload_of(recipe, prompt=PROMPT, response=1)))
     assert surefoot.runs.factory.make_world(recipe).warnings == []
     set_memory(short)

@@ -21,7 +21,6 @@ from surefoot.store.metrics import read_metrics
 
 SENTENCES = ("the cat sat", "a dog ran", "birds sing", "the sun is up")
 QUICK = {"optimizer": {"learning_rate": 1e-3}}
-"""a rate for small models, of which no warning is due"""
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
@@ -120,13 +119,7 @@ def test_rows_longer_than_the_models_context_are_dropped_and_counted(folders: di
         assert made.warnings == [f"{path}: dropped, because longer than 128 tokens: 1 rows"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "sft",
-        "dpo",
-    ],
-)
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_dropped_rows_and_unused_columns_are_reported_before_training(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -131,7 +131,7 @@ def test_without_restarts_a_killed_rank_is_one_line_and_the_run_resumes_on_one(t
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.release)])
 def test_a_signal_to_the_command_saves_and_stops_in_one_line(number, tmp_path):
-    run = started(tmp_path, "train", *TASKS["cartpole"], "--ranks", "2", "--quiet", "--name", "run")
+    run = started(tmp_path, "train", *TASKS["cartpole"], "--steps", "100_000", "--ranks", "2", "--quiet", "--name", "run")
     while not (tmp_path / "runs" / "run" / "checkpoints").exists():
         assert run.poll() is None, run.communicate()
         time.sleep(0.05)

@@ -30,8 +30,6 @@ POOL = 1500
 CLIPS_PER_LABEL = 0.75
 """clips for each label of the first ones, at least"""
 MEMBERS, WIDTH = 3, 64
-LEARNING_RATE = 1e-3
-"""of AdamW"""
 FIRST, AGAIN, BATCH = 400, 100, 64
 """gradient steps of the first fit, those of a later one, and pairs in each"""
 WRONG = 0.1
@@ -274,7 +272,7 @@ class RewardModels(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(MEMBERS, 1, columns) for _, columns in layers)
         self.mean, self.std = nn.Buffer(torch.zeros(inputs)), nn.Buffer(torch.ones(inputs))
         self.shift, self.scale = nn.Buffer(torch.zeros(MEMBERS, 1)), nn.Buffer(torch.ones(MEMBERS, 1))
-        self.adam = torch.optim.AdamW(self.parameters(), LEARNING_RATE, weight_decay=weight_decay)
+        self.adam = torch.optim.AdamW(self.parameters(), 1e-3, weight_decay=weight_decay)
         self.fits = 0
 
     def forward(self, x: Tensor) -> Tensor:
