@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from surefoot.cli.main import cli
 from surefoot.demos import Demo, Stage, control, free_folder, in_folder, run_demo, verifier
 from surefoot.demos import language as reviews
 from surefoot.demos.verifier import Sizes, attempts_at, in_groups, write_data
+from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.data.sources import read_rows
 from surefoot.recipes.presets import find_recipe, presets
@@ -55,12 +57,18 @@ def test_all_algorithms_see_as_many_answers_per_iteration() -> None:
     assert (ppo.objective.baseline, grpo.objective.baseline) == ("critic", "group")
 
 
-def test_a_demo_goes_on_where_it_was_stopped_and_never_writes_into_the_folder_of_a_finished_one(tmp_path: Path) -> None:
-    for name, file in (("demo", "demo.json"), ("demo-2", "finished.json")):
-        (tmp_path / name).mkdir()
-        assert free_folder(tmp_path, "demo") == tmp_path / name
-        (tmp_path / name / file).touch()
-    assert free_folder(tmp_path, "demo") == tmp_path / "demo-3"
+def test_a_demo_goes_on_where_it_was_stopped_and_touches_no_finished_one_and_no_other_run(tmp_path: Path) -> None:
+    stage = Stage("cartpole", changes={"steps": 256, "evaluation": {"episodes": 1}})
+    tiny = Demo("demo", (stage,), lambda folder, seed, started: {"seconds": 0.0})
+    for folder in ("demo", "demo-2"):
+        run_demo(tiny, tmp_path, 1, lambda recipe, folder: None)
+        assert (tmp_path / folder / "demo.json").is_file()
+    (tmp_path / "demo-2" / "demo.json").unlink()
+    run_demo(tiny, tmp_path, 1, lambda recipe, folder: None)
+    assert (tmp_path / "demo-2" / "demo.json").is_file(), "killed before its report"
+    (tmp_path / "demo-2" / "demo.json").unlink()
+    with pytest.raises(SurefootError, match="demo-2: is a run of something else; choose another --run-dir"):
+        run_demo(replace(tiny, stages=(replace(stage, preset="acrobot"),)), tmp_path, 1, lambda recipe, folder: None)
 
 
 def test_every_stage_is_a_shipped_preset_with_the_files_of_the_demo(tmp_path: Path) -> None:

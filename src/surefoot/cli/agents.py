@@ -84,10 +84,7 @@ def evaluate(
         else:
             echo(report_table(result))
         return
-    reject_options(
-        ("rows_file", "rows", "rewards", *several),
-        f"{run} is an agent, evaluated with --episodes and --task",
-    )
+    reject_options(("rows_file", "rows", "rewards", *several), f"{run} is an agent, evaluated with --episodes and --task")
     from surefoot.runs import api
 
     with announced(partial(echo, err=True)):
@@ -197,14 +194,7 @@ def export(run: Path, format: str, out: Path | None, checkpoint: str | None) -> 
 @option("--publish", multiple=True, metavar="NAME", help="Publish this argument of the recipe too.")
 @option("--message", default="Upload by surefoot push", help="Message of the commit.")
 def push(
-    run: Path,
-    name: str | None,
-    public: bool,
-    dry_run: bool,
-    out: Path | None,
-    no_samples: bool,
-    message: str,
-    **settings: Any,
+    run: Path, name: str | None, public: bool, dry_run: bool, out: Path | None, no_samples: bool, message: str, **settings: Any
 ) -> None:
     """Upload the agent or model in RUN to the Hugging Face hub, with a model card.
 

@@ -203,13 +203,7 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
 @option("--rung", "rungs", type=IntRange(0, len(LADDER) - 1), multiple=True, help="Only this rung; repeatable.")
 @option("--batches", type=IntRange(2, MAX_COUNT), default=100, help="Batches for the variance, with θ frozen.")
 @comparison_options
-def ladder(
-    task: str,
-    rungs: tuple[int, ...],
-    batches: int,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def ladder(task: str, rungs: tuple[int, ...], batches: int, as_json: bool, **options: Any) -> None:
     """Train TASK from REINFORCE to PPO, step by step.
 
     Each rung of the ladder adds one switch of the objective. Prints tables and saves a plot. Repeat the command to continue.
@@ -224,13 +218,7 @@ def ladder(
 @option("--algorithms", metavar="A,B,C", help="Names, separated by commas (surefoot list).")
 @option("--ablation", is_flag=True, help="PPO without clip, with penalties, with its clip, value loss and entropy bonus.")
 @comparison_options
-def compare_algorithms(
-    task: str,
-    algorithms: str | None,
-    ablation: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def compare_algorithms(task: str, algorithms: str | None, ablation: bool, as_json: bool, **options: Any) -> None:
     """Train several algorithms on TASK and compare them.
 
     All get the same budget and seeds. Prints tables and saves a plot. Repeat the command to continue.

@@ -99,7 +99,7 @@ def generate(
 
     if bool(prompts) == bool(file):
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
-    if named := [prompt for prompt in prompts if prompt.endswith(".jsonl")]:
+    if named := [prompt for prompt in prompts if prompt.endswith(".jsonl") and Path(prompt).is_file()]:
         raise SurefootError(f"--prompt {named[0]}: takes the text of a prompt; for a file: --file {named[0]}")
     from surefoot.language.analysis.best_of import prompts_that_fit
     from surefoot.language.data.tokens import prompt_text
@@ -452,14 +452,7 @@ def accuracy(file: Path, model: str, function: str, arguments: str, trust_remote
 @option("--sloppy", type=FiniteFloat(0, 1), help="Share of careless demonstrations. [default: 0.6]")
 @option("--out", type=PATH, required=True, help="JSONL file to write.")
 def make(
-    task: str,
-    rows: int,
-    seed: int,
-    difficulty: int | None,
-    test: bool,
-    demonstrations: bool,
-    sloppy: float | None,
-    out: Path,
+    task: str, rows: int, seed: int, difficulty: int | None, test: bool, demonstrations: bool, sloppy: float | None, out: Path
 ) -> None:
     """Write problems of TASK, with their answers.
 

@@ -50,11 +50,7 @@ def _keep(context: click.Context, parameter: click.Parameter, value: float | Non
 
 kept: Any = {"callback": _keep, "expose_value": False}
 ranks_option = option(
-    "--ranks",
-    type=Ranks(),
-    metavar="N|auto",
-    help="Train as this many processes; auto: one per GPU. [default: 1]",
-    **kept,
+    "--ranks", type=Ranks(), metavar="N|auto", help="Train as this many processes; auto: one per GPU. [default: 1]", **kept
 )
 rank_options = together(
     option(

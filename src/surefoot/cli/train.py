@@ -162,12 +162,7 @@ def spread(scores: list[float | None]) -> str:
 @option("--allow-changes", is_flag=True, help="Accept changes to config.toml since the checkpoint.")
 @rank_options
 @quiet_option
-def resume(
-    run: Path,
-    steps: int | None,
-    allow_changes: bool,
-    quiet: bool,
-) -> None:
+def resume(run: Path, steps: int | None, allow_changes: bool, quiet: bool) -> None:
     """Resume an interrupted RUN, or extend a finished one.
 
     Training continues exactly from the last checkpoint.
@@ -219,11 +214,7 @@ def verify(ctx: click.Context, run: Path, iteration: int | None, every: bool, as
 @click.command()
 @click.argument("recipe", type=PATH)
 @option("--rounds", "count", type=COUNT, default=3, help="Total number of rounds.")
-@option(
-    "--judge",
-    metavar="TERM",
-    help="Judge of the pairs: people, or a term as in reward.terms. [default: reward.gold]",
-)
+@option("--judge", metavar="TERM", help="Judge of the pairs: people, or a term as in reward.terms. [default: reward.gold]")
 @option("--pairs", type=IntRange(1, MAX_COUNT), default=512, help="Prompts per round, with two answers each.")
 @option(
     "--noise", type=FiniteFloat(min=0), default=0.0, help="Label noise: an answer wins with probability σ(difference / noise)."

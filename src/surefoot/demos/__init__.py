@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from surefoot.errors import Interrupted, SurefootError
 from surefoot.files import read_toml, write_text
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.presets import find_recipe, presets
+from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.reading import FINISHED
 from surefoot.terminal import visible
 
@@ -90,14 +91,21 @@ def run_demo(demo: Demo, run_dir: Path, seed: int, display_for: DisplayFor) -> d
 def _begin(stage: Stage, folder: Path, seed: int, first: bool) -> bool | None:
     """Print the line of a stage, and write its files if it has not begun; whether it has, None if it is finished.
 
-    Raises SurefootError if it has begun with another seed.
+    Raises SurefootError if it has begun with another seed, or is no run of this stage.
     """
     run = folder / stage.name
     begun = bool(stage.preset) and (run / "config.toml").is_file()
-    if begun and (before := read_toml(run / "config.toml")["seed"]) != seed:
-        raise SurefootError(f"seed={seed}: {folder} was begun with {before}; repeat that, or choose another --run-dir")
-    if begun and (run / FINISHED).is_file():
-        return None
+    if begun:
+        before, preset = read_toml(run / "config.toml"), presets()[stage.preset]
+        if any(before.get(name) != preset.get(name) for name in ("kind", "task") if name in preset):
+            raise SurefootError(f"{run}: is a run of something else; choose another --run-dir")
+        if before["seed"] != seed:
+            raise SurefootError(
+                f"seed={seed}: {folder} was begun with {before['seed']}; repeat that, or choose another --run-dir"
+            )
+        reached = max((int(each.name) for each in checkpoints_in(run / "checkpoints")), default=0)
+        if (run / FINISHED).is_file() or ("kind" not in preset and reached >= before["steps"]):
+            return None
     if stage.line:
         print("\n" * (not first) + stage.line, end="\n\n", flush=True)
     if not begun:
@@ -121,7 +129,7 @@ def in_folder(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def free_folder(run_dir: Path, name: str) -> Path:
     """``run_dir/name``, or ``name-2`` and so on if a demo has finished there: one that was stopped goes on."""
     folder, number = run_dir / name, 2
-    while (folder / REPORT).exists() or (folder / FINISHED).exists():
+    while (folder / REPORT).exists():
         folder, number = run_dir / f"{name}-{number}", number + 1
     return folder
 

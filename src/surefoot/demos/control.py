@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 from surefoot.demos import Demo, Stage, command_here
 from surefoot.terminal import visible
@@ -15,7 +16,7 @@ def demo() -> Demo:
     return Demo("demo", (Stage("cartpole"),), report)
 
 
-def report(folder: Path, seed: int, started: float) -> None:
+def report(folder: Path, seed: int, started: float) -> dict[str, Any]:
     """Print the greedy return, and those of training."""
     from surefoot.runs import api
     from surefoot.store.metrics import read_metrics
@@ -36,3 +37,4 @@ def report(folder: Path, seed: int, started: float) -> None:
     print(f"  {here} evaluate {shown} --episodes 100 --json")
     print(f"  {here} train CartPole-v1 --algorithm REINFORCE     # the same task without PPO's five fixes")
     print(f"  {here} train Acrobot-v1 --name swing               # a harder one; kill it, then: {here} resume runs/swing")
+    return {"seconds": seconds, "return": result.mean_return}
