@@ -298,11 +298,10 @@ def test_masks_are_obeyed_and_a_mask_that_allows_nothing_is_one_line(monkeypatch
     world = world_of(lambda: Masked(4), rollout={"environments": 4, "steps": 32})
     rollout = world.collector.collect(fresh_state())
     assert (rollout.old_log_probs == 0).all(), "one action has probability 1"
-    monkeypatch.setattr(Masked, "mask", lambda self: torch.zeros(self.num_envs, 2, dtype=torch.bool))
-    with pytest.raises(SurefootError, match=r"action mask that allows no action \(all false\) for row 0, step 0"):
-        world_of(lambda: Masked(4, max_episode_steps=2), rollout={"environments": 4, "steps": 1}).collector._check_masks(
-            torch.zeros(4, 1, 2, dtype=torch.bool)
-        )
+    for choices, mask in (((2,), [0, 0]), ((2, 3), [0, 1, 0, 0, 0]), ((2, 3), [0, 0, 1, 0, 0])):
+        monkeypatch.setattr(world.environments, "choices", choices)
+        with pytest.raises(SurefootError, match=r"action mask that allows no action \(all false\) for row 0, step 0"):
+            world.collector._check_masks(torch.tensor(mask).bool().expand(4, 1, -1))
 
 
 # ---- nothing waits for the device ----------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_every_number_of_a_trace_follows_from_its_inputs(name: str, unit: str) -
     trace, _ = traced(objective, rollout, policy, micro_batch=5 if unit == "step" else 2)
     met = check_chain(trace, objective.normalise_advantages, objective.leaves_old_policy)
     assert met == branches
-    assert trace.gamma == objective.gamma
+    assert (trace.gamma, trace.clip) == (objective.gamma, objective.clip and objective.clip.clip)
     kept = int(rollout.mask.any(-1).sum())
     assert len({row.row for row in trace.rows}) == len(trace.rows) == kept
     visits = trace.rows[0].visits

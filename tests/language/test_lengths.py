@@ -15,7 +15,7 @@ from surefoot.language.data.rows import write_rows
 from surefoot.language.models.policy import LanguagePolicy, ReferencePolicy
 from surefoot.language.models.reward_model import new_reward_model
 from surefoot.language.sampling.engines import Request
-from surefoot.language.sampling.sampler import sample
+from surefoot.language.sampling.sampler import prompt_groups, sample
 from surefoot.store.metrics import read_metrics
 
 from . import tiny
@@ -114,6 +114,7 @@ def test_responses_of_every_group_have_their_own_seed_and_number() -> None:
     drawn = sample(model, Request(PROMPTS, range(12), 6, eos, 0, samples=2, **report)).responses()
     assert drawn == [sample(model, Request([PROMPTS[row // 2]], [row], 6, eos, 0)).responses()[0] for row in range(12)]
     assert finished == {row: ids for row, ids in enumerate(drawn) if ids[-1] in eos} != {}
+    assert prompt_groups([9, 10, 11, 4], 2, 10) == [[0, 3], [2], [1]]
 
 
 def fields(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -184,8 +184,8 @@ def test_estimates_with_long_demonstrations_are_within_15_percent(here: Path) ->
 
 def test_further_rounds_add_the_memory_of_earlier_samples(here: Path) -> None:
     table = online(here, algorithm="GRPO", sampling={"prompts": 4, "samples": 4, "rounds": 3})
-    setup = workload_of(make_recipe(table), prompt=PROMPT, response=TOKENS)
-    assert setup.rounds == 3
+    setup = workload_of(recipe := make_recipe(table), prompt=PROMPT, response=TOKENS)
+    assert (setup.rounds, setup.rows * recipe.objective.reuse.minibatches) == (3, 16)
     estimated, alone = estimate(setup), estimate(replace(setup, rounds=1))
     world = surefoot.runs.factory.make_world(make_recipe(table))
     drawn = world.collector._respond_to_next(4, 0)[0].samples
