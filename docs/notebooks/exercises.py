@@ -119,8 +119,8 @@ done = grade(globals())
 # %% [markdown]
 # ## Your functions train a policy
 #
-# The line below is CartPole's whole update for one batch, made of your functions; run it when all eight are right. The
-# solutions are in [`surefoot.functional`](../reference/functional.md), with masks and cut episodes.
+# Below is PPO's whole update on one batch of random numbers, made of your functions; run it when all eight are right. The
+# solutions are in [`surefoot.functional`](../reference/functional.md), with masks and truncated episodes.
 
 # %%
 if done:

@@ -71,54 +71,46 @@ def changed(rewards, ends, gamma):
 MISTAKES = [
     ("returns", lambda r, ends, gamma: r.cumsum(-1), "γ = 1"),
     ("returns", lambda r, ends, gamma: returns(r, ends, 1.0), "γ = 0"),
-    ("returns", lambda r, ends, gamma: returns(r * gamma, ends, gamma), "γ = 0"),
     ("returns", lambda r, ends, gamma: returns(r, ends, gamma**2), "γ^k"),
     ("returns", lambda r, ends, gamma: returns(r, ends, gamma, decay_ends=False), "next episode"),
     ("returns", lambda r, ends, gamma: returns(r, ends.roll(1, -1), gamma), "next episode"),
-    ("returns", lambda r, ends, gamma: returns(r, ends, gamma).sum(), "shape"),
     ("returns", changed, "arguments"),
     ("baseline", lambda r: r, "alike"),
     ("baseline", lambda r: (r - r.mean()) / (r.std() + 1e-8), "nothing else"),
-    ("baseline", lambda r: r - r.median(), "whole batch"),
-    ("baseline", lambda r: r - r.mean(-1, keepdim=True), "whole batch"),
+    ("baseline", lambda r: r - r.median(), "mean is subtracted"),
+    ("baseline", lambda r: r - r.mean(0), "each row or step"),
     ("td", lambda r, v, n, ends, gamma: r + gamma * v - n, "δ_t"),
-    ("td", lambda r, v, n, ends, gamma: r + n - v, "δ_t"),
     ("td", lambda r, v, n, ends, gamma: r + gamma * n - v, "counts as 0"),
     ("td", lambda r, v, n, ends, gamma: td(r, v, n, ~ends, gamma), "δ_t"),
     ("td", lambda r, v, n, ends, gamma: (r + gamma * n - v) * ~ends, "counts as 0"),
     ("td", lambda r, v, n, ends, gamma: r + gamma * n * ~ends - v, "NaN"),
     ("gae", lambda d, ends, gamma, lam: returns(d, ends, gamma), "λ = 0"),
     ("gae", lambda d, ends, gamma, lam: returns(d, ends, lam), "γ = 0"),
-    ("gae", lambda d, ends, gamma, lam: (1 - lam) * gae(d, ends, gamma, lam), "γ = 0"),
     ("gae", lambda d, ends, gamma, lam: gae(d, ends, gamma, lam**2), "(γλ)^k"),
     ("gae", lambda d, ends, gamma, lam: gae(d, ends & False, gamma, lam), "across an end"),
-    ("gae", lambda d, ends, gamma, lam: gae(d.masked_fill(ends, 0), ends, gamma, lam), "across an end"),
     ("ratio", lambda new, old: new - old, "not changed"),
-    ("ratio", lambda new, old: new / old, "exp"),
     ("ratio", lambda new, old: (old - new).exp(), "exp"),
     ("ratio", lambda new, old: new.exp() / old.exp(), "rare"),
-    ("ratio", lambda new, old: ratio(new, old).mean(), "shape"),
     ("ratio", lambda new, old: ratio(new, old).detach(), "gradient"),
     ("clipped", lambda ρ, a, clip: ρ * a, "grows no more above"),
     ("clipped", lambda ρ, a, clip: ρ.clamp(1 - clip, 1 + clip) * a, "below 1 − ε it is"),
-    ("clipped", lambda ρ, a, clip: ρ.clamp(max=1 + clip) * a, "Â < 0"),
     ("clipped", lambda ρ, a, clip: torch.maximum(ρ * a, ρ.clamp(1 - clip, 1 + clip) * a), "Â > 0"),
     ("clipped", lambda ρ, a, clip: -clipped(ρ, a, clip), "maximised"),
     ("clipped", lambda ρ, a, clip: clipped(ρ, a, 0.2), "third"),
     ("clipped", lambda ρ, a, clip: clipped(ρ, a, clip).detach(), "gradient"),
     ("kl", lambda p, q: kl(q, p), "each row"),
-    ("kl", lambda p, q: (p - q).sum(-1), "each row"),
     ("kl", lambda p, q: kl(p, q).mean(), "shape"),
     ("kl", lambda p, q: -(p.exp() * q).sum(-1), "equal"),
-    ("kl", lambda p, q: (p.exp() * (p - q)).sum(-1), "NaN"),
+    ("kl", lambda p, q: (p.exp() * (p.clamp(min=-1e9) - q)).sum(-1), "NaN"),
+    ("kl", lambda p, q: (p.exp() * (p.masked_fill_(p == -torch.inf, 0) - q)).sum(-1), "arguments"),
     ("bradley_terry", lambda c, r: bradley_terry(r, c), "mean over pairs"),
-    ("bradley_terry", lambda c, r: -logsigmoid(c - r).sum(), "½"),
     ("bradley_terry", lambda c, r: -logsigmoid(c).mean() - logsigmoid(-r).mean(), "½"),
-    ("bradley_terry", lambda c, r: torch.sigmoid(r - c).mean(), "½"),
-    ("bradley_terry", lambda c, r: -torch.sigmoid(c - r).log().mean(), "finite"),
+    ("bradley_terry", lambda c, r: -torch.sigmoid(c - r).log().mean(), "distance"),
+    ("bradley_terry", lambda c, r: bradley_terry(c, r.detach()), "lowers"),
     ("bradley_terry", lambda c, r: -logsigmoid(c - r), "shape"),
     ("bradley_terry", lambda c, r: float(bradley_terry(c, r)), "tensor"),
-    ("bradley_terry", lambda c, r: c.wrong, "AttributeError"),
+    ("bradley_terry", lambda c, r: c.wrong, "½, so the loss is log 2. Yours raises AttributeError"),
+    ("bradley_terry", lambda c, r: logsigmoid(c.long()), "not implemented for 'Long'"),
 ]
 
 
@@ -133,11 +125,6 @@ def test_each_mistake_breaks_a_law_that_names_it() -> None:
     assert [row for row in found if row[2] is None or row[1] not in row[2]] == []
 
 
-def test_an_answer_that_changes_its_arguments_does_no_harm_to_the_next() -> None:
-    assert "arguments" in (exercises.fault("returns", changed) or "")
-    assert exercises.fault("returns", returns) is None
-
-
 def test_what_is_not_written_yet_is_said(capsys) -> None:
     def td(*_: object) -> None:
         raise NotImplementedError
@@ -145,7 +132,9 @@ def test_what_is_not_written_yet_is_said(capsys) -> None:
     assert not exercises.grade({**RIGHT, "td": td, "gae": ..., "kl": 5})
     with pytest.raises(TypeError, match=r"grade\(globals\(\)\)"):
         exercises.grade(gae)
-    assert "✗ td: to be written\n✗ gae: to be written\n✓ ratio\n✓ clipped\n✗ kl: is a int; write" in capsys.readouterr().out
+    assert (
+        "✗ td: to be written\n✗ gae: to be written\n✓ ratio\n✓ clipped\n✗ kl: is of type int; write" in capsys.readouterr().out
+    )
 
 
 def test_with_all_functions_the_notebooks_last_cell_trains_a_policy(capsys) -> None:

@@ -248,13 +248,14 @@ class Card:
             if language
             else ["surefoot", "reinforcement-learning", self.recipe.algorithm, self.recipe.trained]
         )
+        train = str(self.recipe.table.get("data", {}).get("train"))
         fields = {
             "library_name": "transformers" if language else "surefoot",
             "pipeline_tag": TASKS.get(self.recipe.kind, "text-generation"),
             "tags": tags,
             "license": self.license,
             "base_model": base_model(self.run.recipe) if language else None,
-            "datasets": _datasets(self.recipe) or None,
+            "datasets": [parse_name(train).name] if is_hub_name(train) else None,
         }
         return card_header(self.name.rpartition("/")[2], fields, self._measured())
 
@@ -317,12 +318,6 @@ def base_model(recipe: Recipe) -> str | None:
     if is_hub_name(name):
         return parse_name(name).name
     return name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
-
-
-def _datasets(recipe: Recipe) -> list[str]:
-    """The hub ids of the data sets that a recipe trains on."""
-    train = str(recipe.table.get("data", {}).get("train"))
-    return [parse_name(train).name] if is_hub_name(train) else []
 
 
 def _plain(text: str) -> str:

@@ -212,7 +212,8 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         at = likelihood.part(0, 1), likelihood.last(1)
         if gain(proxy, *at) > CLEAR_CHANGE * noise:
             lost.append(("the language is being forgotten", tuple(curve.evidence("log π per token") for curve in at)))
-    severity: Severity = "serious" if lost or is_learned(recipe) else "warning"
+    learned = isinstance(recipe, LanguageRecipe) and any(term.function is None for term in recipe.reward.terms)
+    severity: Severity = "serious" if lost or learned else "warning"
     if not (lost := lost + alike):
         return None
     return Finding(
@@ -302,11 +303,6 @@ def is_measured(curves: RunCurves, recipe: Recipe | None) -> bool:
     Answers that are alike and truly better are no fault.
     """
     return any(len(curves[gold]) > 0 for gold in GOLD) or is_success(curves, recipe)
-
-
-def is_learned(recipe: Recipe | None) -> bool:
-    """Whether a term of the reward is a model or a server."""
-    return isinstance(recipe, LanguageRecipe) and any(term.function is None for term in recipe.reward.terms)
 
 
 def special_tokens_dropped(curves: RunCurves, recipe: Recipe | None) -> Finding | None:

@@ -36,9 +36,10 @@ RATIOS = _t(0.5, 0.9, 1, 1.1, 1.5)
 OLD = _t(-1, -2, -800)
 NEW = OLD + _t(log(2), -log(4), log(1.5))
 P, Q = _t([0.5, 0.5], [0.9, 0.1]), _t([0.25, 0.75], [0.9, 0.1])
-CHOSEN, REJECTED = _t(2, 0), _t(1, 3)
-LOSS = -torch.sigmoid(CHOSEN - REJECTED).log().mean()
-INPUTS = (R, V, NEXT, NO, ENDS, LATER, RATIOS, OLD, NEW, CHOSEN, REJECTED)
+NEVER = _t([[1, 0], [1, 0]], [[0.5, 0.5], [1, 0]])  # p and q
+CHOSEN, REJECTED = PAIRS = _t([2, 0], [1, 3])
+RIGHT = torch.sigmoid(CHOSEN - REJECTED)  # the probability that the chosen answer wins
+LOSS = -RIGHT.log().mean()
 
 
 def _sums(ends: Tensor, gamma: float) -> Tensor:
@@ -59,8 +60,8 @@ LAWS: dict[str, list[tuple[str, Callable[[Answer], Any], Tensor]]] = {
     ],
     "baseline": [
         ("returns that are all alike carry no signal: 0", lambda f: f(_t(7, 7, 7)), _t(0, 0, 0)),
-        ("the mean is subtracted and nothing else: differences keep their size and sign", lambda f: f(R[0]), R[0] - 3),
-        ("one mean for the whole batch, not one for each row", lambda f: f(R), R - R.mean()),
+        ("the mean is subtracted and nothing else: differences keep their size and sign", lambda f: f(R[1]), R[1] - 0.25),
+        ("one mean for the whole batch, not one for each row or step", lambda f: f(R), R - R.mean()),
     ],
     "td": [
         ("δ_t = r_t + γ V(s_{t+1}) − V(s_t)", lambda f: f(R, V, NEXT, NO, 0.9), _residuals(NO)),
@@ -86,7 +87,7 @@ LAWS: dict[str, list[tuple[str, Callable[[Answer], Any], Tensor]]] = {
     "clipped": [
         (
             "inside the clip it is ρ Â for each step, to be maximised",
-            lambda f: f(RATIOS[1:4], 2 * _t(1, 1, 1), 0.2),
+            lambda f: f(RATIOS[1:4], _t(2, 2, 2), 0.2),
             _t(1.8, 2, 2.2),
         ),
         (
@@ -107,16 +108,20 @@ LAWS: dict[str, list[tuple[str, Callable[[Answer], Any], Tensor]]] = {
         ),
     ],
     "kl": [
-        ("it is 0 where both are equal", lambda f: f(Q.log(), Q.log()), _t(0, 0)),
+        ("it is 0 where both are equal", lambda f: f(Q[0].log(), Q[0].log()), torch.tensor(0.0)),
         ("for each row Σ_a p(a) (log p(a) − log q(a))", lambda f: f(P.log(), Q.log()), (P * (P / Q).log()).sum(-1)),
-        ("an action that p never takes adds 0, not NaN", lambda f: f(_t(1, 0).log(), P[0].log()), torch.tensor(log(2))),
+        ("an action that p never takes adds 0, not NaN, even if q never takes it", lambda f: f(*NEVER.log()), _t(log(2), 0)),
     ],
     "bradley_terry": [
         ("equal scores say ½, so the loss is log 2", lambda f: f(CHOSEN, CHOSEN), torch.tensor(log(2))),
         ("it is the mean over pairs of −log σ(chosen − rejected)", lambda f: f(CHOSEN, REJECTED), LOSS),
         ("only differences count: add a constant to all scores", lambda f: f(CHOSEN + 9, REJECTED + 9), LOSS),
-        ("it is finite for scores that are far apart: logsigmoid", lambda f: f(_t(-1000), _t(1000)), torch.tensor(2000.0)),
-        ("its gradient lifts the chosen score", lambda f: _slope(f, CHOSEN, REJECTED), -torch.sigmoid(REJECTED - CHOSEN) / 2),
+        ("for wrong scores that are far apart it is the distance: logsigmoid", lambda f: f(_t(-1000), _t(1000)), _t(2000)[0]),
+        (
+            "its gradient lifts the chosen score and lowers the rejected one",
+            lambda f: _slope(lambda pairs: f(*pairs), PAIRS),
+            torch.stack((RIGHT - 1, 1 - RIGHT)) / 2,
+        ),
     ],
 }
 
@@ -127,26 +132,32 @@ def fault(name: str, answer: Any) -> str | None:
     Raises KeyError for a name that is not in LAWS.
     """
     if not callable(answer):
-        return "to be written" if answer in (None, ...) else f"is a {type(answer).__name__}; write a function"
-    before = [x.clone() for x in INPUTS]
-    try:
-        for law, given, right in LAWS[name]:
-            value = given(answer)
-            if not all(torch.equal(x, y) for x, y in zip(before, INPUTS, strict=True)):
-                return "it changes its arguments; work on a copy"
-            if not isinstance(value, Tensor):
-                return f"{law}. Yours is a {type(value).__name__}; return a tensor"
-            if value.shape != right.shape:
-                return f"{law}. Yours has the shape {list(value.shape)}, not {list(right.shape)}"
-            if not torch.allclose(value.detach().double(), right.double(), atol=1e-6):
-                return f"{law}. Yours: {_shown(value)}; expected: {_shown(right)}"
-    except NotImplementedError:
-        return "to be written"
-    except Exception as error:  # whatever a reader's code raises is a line of the grader
-        return f"{type(error).__name__}: {error}"
-    finally:
-        for x, y in zip(INPUTS, before, strict=True):
-            x.copy_(y)
+        return "to be written" if answer in (None, ...) else f"is of type {type(answer).__name__}; write a function"
+    changed = False
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal changed
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+        value = answer(*copies)
+        pairs = ((x, y) for x, y in zip(arguments, copies, strict=True) if isinstance(x, Tensor))
+        changed |= not all(torch.allclose(x, y, rtol=0, atol=0, equal_nan=True) for x, y in pairs)
+        return value
+
+    for law, given, right in LAWS[name]:
+        try:
+            value = given(watched)
+        except Exception as error:  # whatever a reader's code raises is a line of the grader
+            if isinstance(error, NotImplementedError) and not str(error):
+                return "to be written"
+            return f"{law}. Yours raises {type(error).__name__}: {error}"
+        if changed:
+            return "it changes its arguments; work on a copy"
+        if not isinstance(value, Tensor):
+            return f"{law}. Yours is a {type(value).__name__}; return a tensor"
+        if value.shape != right.shape:
+            return f"{law}. Yours has the shape {list(value.shape)}, not {list(right.shape)}"
+        if not torch.allclose(value.detach().double(), right.double(), atol=1e-6):
+            return f"{law}. Yours: {_shown(value)}; expected: {_shown(right)}"
     return None
 
 

@@ -156,19 +156,16 @@ def _run_study(study: Study, wanted: int, jobs: int, confirm: int, stderr: bool)
         _work(workers, jobs, progress, folder, lambda: f"{study.ended} of {wanted} trials ended")
         best = study.best
         if best is None:
-            raise SurefootError(f"{folder}: none of {len(study.trials)} trials was completed; {_first_reason(study)}")
+            reasons = (trial.user_attrs.get(name) for trial in study.trials for name in ("error", "rejected"))
+            first = next((f"the first error: {reason}" for reason in reasons if reason), None)
+            why = first or "repeat the command when those in other processes have ended"
+            raise SurefootError(f"{folder}: none of {len(study.trials)} trials was completed; {why}")
         confirmed = _confirm(study, best, confirm, jobs, progress) if confirm else None
     with folder_lock(folder, REQUEST, WAIT):  # another process may end now too
         results = finite(results_of(study, best, confirmed))
         write_text(folder / "results.json", json.dumps(results, allow_nan=False))
         write_text(folder / "best.toml", best_toml(study, best))
     return Result(folder, results, result_text(study, best, confirmed))
-
-
-def _first_reason(study: Study) -> str:
-    reasons = (trial.user_attrs.get(name) for trial in study.trials for name in ("error", "rejected"))
-    first = next((reason for reason in reasons if reason), None)
-    return f"the first error: {first}" if first else "repeat the command when those in other processes have ended"
 
 
 def _work(works: Mapping[str, Any], jobs: int, progress: OverallProgress, folder: Path, state: Any) -> dict[str, Any]:
