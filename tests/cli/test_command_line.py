@@ -272,7 +272,9 @@ def test_a_file_with_one_environment_class_needs_no_name_and_its_run_is_found_fr
 def test_a_file_with_no_or_several_environment_classes_is_rejected_and_not_run(command, tmp_path):
     for text, why in {
         "raise SystemExit(7)": "no class with the methods reset and step; name a class or function, as in 'x.py:make'",
-        ENVIRONMENT + ENVIRONMENT.replace("Coin", "Die"): "classes Coin, Die; name a class or function, as in 'x.py:Coin'",
+        ENVIRONMENT + ENVIRONMENT.replace("Coin", "Die"): "(Coin, Die); name a class or function, as in 'x.py:Coin'",
+        ENVIRONMENT + "class Die(Coin):\n    pass": "(Coin, Die)",
+        ENVIRONMENT + "def make():\n    return TimeLimit(Coin(), 9)": "(Coin, make); name a class or function, as in",
         "class": "SyntaxError",
     }.items():
         (tmp_path / "x.py").write_text(text)

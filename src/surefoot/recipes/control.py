@@ -48,6 +48,9 @@ RUN_METRICS = {"return", "length"}
 """what follows ``episode_`` in the metrics of every run"""
 
 
+MAKERS = ("make", "make_env", "make_environment")
+"""usual names of a function that makes an environment, such as one with a time limit"""
+
 PartNames = Annotated[
     Annotated[tuple[Annotated[str, Field(min_length=1, max_length=128)], ...], Field(min_length=1, max_length=256)] | None,
     BeforeValidator(names_in),
@@ -58,8 +61,8 @@ PartNames = Annotated[
 def with_class(task: str) -> str:
     """``file.py:Class`` for a file with one environment class, which is parsed and not run; any other task as it is.
 
-    An environment class has the methods ``reset`` and ``step``, or if no class has them, a base class named ``…Env`` or
-    ``…Wrapper``. Raises SurefootError unless there is exactly one.
+    An environment class has the methods ``reset`` and ``step``, or inherits from such a class of the file, or if there is none,
+    from a class named ``…Env`` or ``…Wrapper``. A function ``make`` counts too. Raises SurefootError unless there is one.
     """
     if not task.endswith(".py"):
         return task
@@ -67,18 +70,22 @@ def with_class(task: str) -> str:
     if not path.is_file():
         raise SurefootError(f"task={task!r}: there is no file {path.resolve()}; check the path")
     try:
-        module = ast.parse(read_bytes(path))
+        module = ast.parse(read_bytes(path), path.name)
     except (SyntaxError, ValueError) as error:
         raise SurefootError(f"task={task!r}: can't be read ({cause_of(error)}); fix the file") from None
-    classes = [thing for thing in module.body if isinstance(thing, ast.ClassDef)]
-    methods = {each.name: {part.name for part in each.body if isinstance(part, ast.FunctionDef)} for each in classes}
-    names = [name for name, own in methods.items() if {"reset", "step"} <= own]
-    names = names or [
-        each.name for each in classes if any(ast.unparse(base).endswith(("Env", "Wrapper")) for base in each.bases)
-    ]
+    names: list[str] = []
+    bases = {each.name: [ast.unparse(base) for base in each.bases] for each in module.body if isinstance(each, ast.ClassDef)}
+    for thing in module.body:
+        if isinstance(thing, ast.ClassDef):
+            methods = {part.name for part in thing.body if isinstance(part, ast.FunctionDef)}
+            if {"reset", "step"} <= methods or not {*names}.isdisjoint(bases[thing.name]):
+                names.append(thing.name)
+    names = names or [name for name, parents in bases.items() if any(base.endswith(("Env", "Wrapper")) for base in parents)]
+    names += [each.name for each in module.body if isinstance(each, ast.FunctionDef) and each.name in MAKERS]
     if len(names) != 1:
-        found = f"has the environment classes {', '.join(names)}" if names else "has no class with the methods reset and step"
-        raise SurefootError(f"task={task!r}: {found}; name a class or function, as in '{task}:{names[0] if names else 'make'}'")
+        found = f"has several environments ({', '.join(names)})" if names else "has no class with the methods reset and step"
+        example = names[0] if names else "make"
+        raise SurefootError(f"task={task!r}: {found}; name a class or function, as in '{task}:{example}'")
     return f"{task}:{names[0]}"
 
 
