@@ -44,12 +44,16 @@ def test_a_file_may_have_dataclasses(tmp_path):
 def test_errors_are_one_line_with_the_field(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "raises.py").write_text("raise ValueError('not\\ntoday')\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "needs.py").write_text("import no_such_package\n")
     (tmp_path / "fine.py").write_text("f = 1\n")
     monkeypatch.chdir(tmp_path)
     for name, what in (
         ("nothing_here.py:f", "there is no file"),
-        ("broken.py:f", "SyntaxError"),
-        ("raises.py:f", "ValueError: not today"),
+        ("broken.py:f", "SyntaxError: invalid syntax (broken.py, line 1)); fix the file"),
+        ("raises.py:f", "ValueError: not today in raises.py:1); fix the file"),
+        ("exits.py:f", "SystemExit: 3 in exits.py:1)"),
+        ("needs.py:f", "'no_such_package' in needs.py:1); install it, or run in its folder"),
         ("fine.py:g", "fine.py has no 'g'"),
         ("fine.py", "must name module:function or file.py:function"),
         ("no_such_module:f", "No module named 'no_such_module'"),

@@ -214,12 +214,12 @@ def import_object(field: str, path: str, remedy: str = "") -> Any:
             return _member(_from_file(Path(module)), module, name)
         append_working_folder()
         return _member(importlib.import_module(module), module, name)
-    except Exception as error:
-        advice = f"; {remedy}" if remedy else ""
+    except (Exception, SystemExit) as error:  # a script may exit when it is imported
         why = cause_of(error) + (f" in {where}" if (where := place_of(error)) else "")
-        raise SurefootError(
-            f"{field}={path!r}: can't be imported ({why}); it must name module:function or file.py:function{advice}"
-        ) from None
+        advice = "it must name module:function or file.py:function" + (f"; {remedy}" if remedy else "")
+        if where or isinstance(error, SyntaxError):
+            advice = "install it, or run in its folder" if isinstance(error, ModuleNotFoundError) else "fix the file"
+        raise SurefootError(f"{field}={path!r}: can't be imported ({why}); {advice}") from None
 
 
 def _member(imported: ModuleType, module: str, name: str) -> Any:

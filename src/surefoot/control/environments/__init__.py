@@ -207,8 +207,10 @@ def making_error(name: str, error: Exception) -> SurefootError:
         extra = next((value for key, value in EXTRAS.items() if key in text.lower()), None)
         if extra:
             return SurefootError(f"task={name!r}: needs an extra that is not installed; run: {to_install(extra)}")
-    line = f"; fix it ({where})" if (where := place_of(error)) else ""
-    return SurefootError(f"task={name!r}: could not be made ({cause_of(error)}){line}")
+    remedy = f"; fix it ({where})" if (where := place_of(error)) else ""
+    if not where and isinstance(error, TypeError) and "argument" in text:
+        remedy = "; its arguments are the table environment, such as { size = 8 }"
+    return SurefootError(f"task={name!r}: could not be made ({cause_of(error)}){remedy}")
 
 
 def log_mujoco_warnings(task: Any) -> None:

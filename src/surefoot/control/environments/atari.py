@@ -61,7 +61,7 @@ def make_atari(task: str, purpose: str = "training", **arguments: Any) -> "gymna
     env = gymnasium.wrappers.AtariPreprocessing(env, settings.noop_max, settings.frame_skip, settings.screen_size)
     env = EpisodicLife(env, settings.fire, training=purpose == "training", ends_value=settings.episodic_life)
     if settings.sign_rewards and purpose == "training":
-        env = gymnasium.wrappers.TransformReward(env, _sign)
+        env = gymnasium.wrappers.TransformReward(env, lambda reward: float(np.sign(reward)))
     return gymnasium.wrappers.FrameStackObservation(env, settings.stack)
 
 
@@ -88,10 +88,6 @@ def register() -> None:
 
     gymnasium.register_envs(ale_py)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-
-
-def _sign(reward: Any) -> float:
-    return float(np.sign(reward))
 
 
 class FastReset(gymnasium.Wrapper[Any, Any, Any, Any]):

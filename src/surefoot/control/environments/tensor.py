@@ -166,9 +166,9 @@ class TensorEnvironments:
                 step.overwritten = tuple(
                     part.named() for part in self.parts.values() if _same_memory(part.select(observations), part.select(final))
                 )
-            step.numbers = {
-                str(key): x for key, x in _flat(infos).items() if isinstance(x, Tensor) and x.shape == (self.count,)
-            }
+            ended = infos.get("final_info")  # of the episodes that ended in this step
+            flat = {**infos, **ended} if isinstance(ended, Mapping) else infos
+            step.numbers = {str(key): x for key, x in flat.items() if isinstance(x, Tensor) and x.shape == (self.count,)}
             step.log = dict(infos.get("log") or {})
         if self.mode is AutoresetMode.NEXT_STEP:
             ignored = torch.zeros_like(terminated) if self.done is None else self.done
@@ -223,7 +223,8 @@ class TensorEnvironments:
             raise SpaceError(f"{name} on {value.device} where its device is {self.device}")
         if value.dtype != kind:
             both = value.is_floating_point() and kind.is_floating_point
-            if not both and (kind.is_floating_point or kind in (torch.bool, torch.uint8) or not _integer(value.dtype)):
+            is_integer = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
+            if not both and (kind.is_floating_point or kind in (torch.bool, torch.uint8) or not is_integer):
                 raise SpaceError(f"{name} of {value.dtype} where {kind} is needed")
             value = value.to(kind)
         detached: Tensor = value.detach()
@@ -327,12 +328,6 @@ def nested(space: gymnasium.Space[Any], parts: Mapping[str, Any], prefix: str = 
     return parts[prefix.removesuffix(".") or next(iter(parts))]
 
 
-def _flat(infos: Mapping[str, Any]) -> dict[str, Any]:
-    """The infos of a step, with those of the episodes that ended in it laid over them."""
-    last = infos.get("final_info")
-    return {**infos, **last} if isinstance(last, Mapping) else dict(infos)
-
-
 def _mode_of(environment: Any, name: str) -> AutoresetMode:
     stated = (getattr(environment, "metadata", None) or {}).get("autoreset_mode", AutoresetMode.SAME_STEP)
     if stated in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
@@ -351,10 +346,6 @@ def _with_index(device: torch.device) -> torch.device:
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same_storage and a.storage_offset() == b.storage_offset()
-
-
-def _integer(kind: torch.dtype) -> bool:
-    return not kind.is_floating_point and not kind.is_complex and kind != torch.bool
 
 
 def _counted(returned: Any) -> str:
