@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 import surefoot
 from surefoot.diagnostics.machine import EXTRAS, check_compiler, check_device, check_disk, check_extras, check_python
-from surefoot.diagnostics.recipe import check_environment
+from surefoot.diagnostics.recipe import check_bounds, check_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -124,6 +124,12 @@ def test_bounds_far_from_the_initial_policy_are_a_warning_with_a_remedy(
     assert (findings.state, message in findings.what) == (state, True), findings.what
     if state == "warning":
         assert findings.fix == ("set normalise.actions = true" if high < np.inf else "scale actions to about ±1, by a wrapper")
+
+
+def test_bounds_of_an_action_of_several_parts_name_the_part() -> None:
+    arm = spaces.Dict({"mode": spaces.Discrete(2), "near": spaces.Box(-1, 1, (1,)), "thrust": spaces.Box(-50, 50, (2,))})
+    (found,) = check_bounds(spaces.Dict({"arm": arm}), False, 1.0)
+    assert found.what.startswith('part "arm.thrust": bounds -50 to 50 (number 0 of 2): an untrained policy')
 
 
 class Sick(gymnasium.Env[Any, Any]):

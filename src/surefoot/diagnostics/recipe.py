@@ -30,6 +30,7 @@ from surefoot.control.spaces import (
     ObservationPart,
     Observations,
     SpaceError,
+    action_columns,
     as_float32,
     choices,
     flat_action,
@@ -268,15 +269,18 @@ def check_bounds(space: Any, stretched: bool, spread: float) -> list[Finding]:
     """Compare the bounds of Box actions with the actions of an untrained policy, 0 ± ``spread``; empty without any."""
     if (box := numbers(space)) is None or not np.issubdtype(box.dtype, np.floating):
         return []
-    space = box
-    bounds = ActionBounds(space, stretched)
-    low, high = (np.asarray(end, np.float64).reshape(-1) for end in (space.low, space.high))
+    leaves = [(keys, leaf) for keys, leaf, _ in action_columns(space) if isinstance(leaf, spaces.Box)]
+    parts = [(keys, number, leaf.low.size) for keys, leaf in leaves for number in range(leaf.low.size)]
+    bounds = ActionBounds(box, stretched)
+    low, high = (np.asarray(end, np.float64).reshape(-1) for end in (box.low, box.high))
     within = np.array([_normal(b / spread) - _normal(a / spread) for a, b in zip(low, high, strict=True)])
     finite = bounds.finite.numpy()
     wide = finite & (np.where(finite, high / 2 - low / 2, 0) > 10 * spread)
     odd = ~bounds.rescaled.numpy() & ((low != -1) | (high != 1)) & (wide | (within < 0.2))
     index = int(odd.argmax())
-    where = f"bounds {low[index]:,.6g} to {high[index]:,.6g}" + (f" (number {index} of {len(low)})" if len(low) > 1 else "")
+    keys, number, size = parts[index]
+    where = (f'part "{".".join(map(str, keys))}": ' if keys else "") + f"bounds {low[index]:,.6g} to {high[index]:,.6g}"
+    where += f" (number {number} of {size})" if size > 1 else ""
     if not odd.any():
         how = "the policy's −1 to 1 is rescaled to them" if bounds.rescaled[index] else "actions are clipped to them"
         return [check_result("actions", "ok", f"{where}, {how}")]
