@@ -26,7 +26,7 @@ ROOT = HERE.parent.parent
 DOCS = ROOT / "docs"
 ALONGSIDE = (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md")
 """pages of the site that are not under docs/"""
-COPIED = {".png", ".html"}
+COPIED = {".png", ".webp", ".html"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".md": "markdown"}
 NO_PROSE = "---\nsearch:\n  exclude: true\nhide:\n  - navigation\n  - toc\n---\n\n"
 MARKUP = re.compile(r"^```.*?^```|`[^`\n]+`|\]\(([^)\s]+)\)|\\<", re.M | re.S)

@@ -56,8 +56,8 @@ export function makeFrontier(groups) {
   ]);
   const ends = []; // of each line of labels, where its last label ends
   const names = groups.map((group) => {
-    const at = x(mean(group.points.map((point) => Math.sqrt(point.kl))));
     const half = group.label.length * 4;
+    const at = Math.max(EDGE.left + half, x(mean(group.points.map((point) => Math.sqrt(point.kl))))); // beside the axis' numbers
     const line = [...ends, -Infinity].findIndex((end) => end < at - half);
     ends[line] = at + half;
     return s("text", { x: at, y: HEIGHT - EDGE.bottom - 6 - 14 * line, "text-anchor": "middle", class: "beta" }, group.label);
