@@ -156,7 +156,7 @@ def chat(
     from surefoot.language.chat import Chat, ChatOptions
 
     loaded = load_on(model, device, trust_remote_code)
-    talk(Chat(loaded, ChatOptions(**sampling), _player(loaded, tools, no_tools), plain), is_terminal(sys.stdin))
+    talk(Chat(loaded, ChatOptions(**sampling), _player(loaded, tools, no_tools or plain), plain), is_terminal(sys.stdin))
 
 
 def talk(conversation: "Chat", terminal: bool) -> None:

@@ -1,6 +1,7 @@
 """Conversations with tools outside training, as ``generate`` and ``chat`` have them."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from surefoot.core.seeding import derived_seed
@@ -13,37 +14,27 @@ from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import Request
 from surefoot.language.sampling.sampler import sample
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.callables import TURNS, Functions, load_function, tool_field
+from surefoot.recipes.callables import TURNS, load_function
 from surefoot.recipes.language import LanguageRecipe, TurnSettings
-
-ENDLESS = 2**31
-"""tokens of a model without a limit"""
-Tools = Sequence[str | Callable[..., Any]]
 
 
 class Player:
     """A model, and tools that it calls.
 
     recipe     that the model was trained by: its tools, if no others are given
-    tools      functions or their names
-    functions  of the recipe, passed from Python
+    tools      names of others
 
     ``ready`` is False without any, as for a recipe whose environment answers whole turns.
     """
 
-    def __init__(
-        self, model: Any, tokens: Tokens, recipe: Recipe | None, tools: Tools = (), functions: Functions | None = None
-    ) -> None:
+    def __init__(self, model: Any, tokens: Tokens, recipe: Recipe | None, tools: tuple[str, ...] = ()) -> None:
         self.model, self.tokens = model, tokens
         turns = recipe.turns if isinstance(recipe, LanguageRecipe) else TurnSettings()
         if tools:
-            names = [tool if isinstance(tool, str) else f"<{tool.__name__}>" for tool in tools]
-            turns = TurnSettings(tools=tuple(names), response_template=turns.response_template)
-            functions = {tool_field(place): tool for place, tool in enumerate(tools) if callable(tool)}
-        self.turns, self.functions = turns, functions or {}
-        self.ready = turns.conversations
+            turns = TurnSettings(tools=tools, response_template=turns.response_template)
+        self.turns, self.ready = turns, turns.conversations
         if turns.environment is not None:
-            self.ready = not callable(getattr(load_function(TURNS, turns.environment, self.functions), "step", None))
+            self.ready = not callable(getattr(load_function(TURNS, turns.environment, {}), "step", None))
 
     def play(
         self,
@@ -62,8 +53,8 @@ class Player:
 
         Raises SurefootError if the tokenizer can't call tools, or if a prompt leaves no room for an answer.
         """
-        room = (context_length(self.model) or ENDLESS) - max_tokens
-        environments = Environments(self.turns, (room, room), self.functions, tolerated=0.0)
+        room = (context_length(self.model) or sys.maxsize) - max_tokens
+        environments = Environments(self.turns, (room, room), tolerated=0.0)
         environments.check(self.tokens, scored=True)
         ends = Ends(self.tokens, tuple(stop))
         rows = [{"prompt": prompt, **columns_of(prompt)} for prompt in prompts for _ in range(samples)]
