@@ -6,6 +6,7 @@ They run in this process, with its rights. Not supported are harnesses that star
 import json
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from surefoot.calls import settled
@@ -21,8 +22,8 @@ def _shared(server: str) -> Any:
     require_package("fastmcp", "mcp", f"turns.arguments.server={server!r}:")
     from fastmcp import Client
 
-    in_memory = ":" in server and "://" not in server
-    client = Client(import_object("turns.arguments.server", server) if in_memory else server)
+    in_memory, remote = ":" in server, "://" in server
+    client = Client(server if remote else import_object("turns.arguments.server", server) if in_memory else Path(server))
     settled(client.__aenter__())
     return client
 
