@@ -13,7 +13,7 @@ from gymnasium import spaces
 import surefoot
 from surefoot.control.collect.cloning import RowCollector, read_rows
 from surefoot.control.normalise import action_converter, stored_actions
-from surefoot.control.spaces import flat_action
+from surefoot.control.spaces import flat_action, mapped
 from surefoot.core.algorithms import PPO_CLIP, REINFORCE
 from surefoot.errors import SurefootError
 
@@ -109,13 +109,8 @@ def test_rows_may_be_passed_as_they_are(signs: str, tmp_path: Path) -> None:
 
 
 def test_stored_actions_are_the_inverse_of_what_is_sent_and_sigma_stays() -> None:
-    ARM.seed(0)
-    for space in (
-        ARM,
-        spaces.Box(np.float32([-2, 0]), np.float32([2, 5])),
-        spaces.MultiDiscrete([2, 3], start=[4, 0]),
-        Copy.action_space,
-    ):
+    box, several = spaces.Box(np.float32([-2, 0]), np.float32([2, 5])), spaces.MultiDiscrete([2, 3], start=[4, 0])
+    for space in (ARM, box, several, Copy.action_space):
         space.seed(0)
         sent = np.stack([flat_action(space, space.sample()) for _ in range(50)])
         again = action_converter(space, True)(stored_actions(space, True, sent))
@@ -124,15 +119,8 @@ def test_stored_actions_are_the_inverse_of_what_is_sent_and_sigma_stays() -> Non
 
 def test_mixed_actions_are_cloned_and_sigma_stays(tmp_path: Path) -> None:
     ARM.seed(0)
-
-    def row(action: Any) -> dict[str, Any]:
-        hand = [part.tolist() for part in action["hand"]]
-        return {
-            "observation": [0, 0],
-            "action": {**{k: np.asarray(v).tolist() for k, v in action.items() if k != "hand"}, "hand": hand},
-        }
-
-    data = written(tmp_path, [row(ARM.sample()) for _ in range(40)])
+    actions = [mapped(lambda x: np.asarray(x).tolist(), ARM.sample()) for _ in range(40)]
+    data = written(tmp_path, [{"observation": [0, 0], "action": action} for action in actions])
     agent = surefoot.train(Arm, REINFORCE, cloning={"data": data, "batch": 40}, steps=400, **FEW)
     assert agent.policy.log_std is not None
     assert agent.policy.log_std.abs().sum() == 0

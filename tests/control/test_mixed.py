@@ -1,5 +1,6 @@
 """Actions of several parts: one policy over choices and numbers, which every environment gets in the form of its space."""
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from surefoot.control.evaluate import greedy_episode
 from surefoot.control.export import export_agent
 from surefoot.control.policy import Factored
 from surefoot.control.replay import replay
-from surefoot.control.spaces import SpaceError, check_action_space, choices, flat_action, mask_of, nester, numbers
+from surefoot.control.spaces import SpaceError, check_action_space, choices, flat_action, mapped, mask_of, nester, numbers
 from surefoot.core.algorithms import PPO_CLIP, TRPO
 from surefoot.diagnostics.recipe import check_environment
 from surefoot.errors import SurefootError
@@ -164,17 +165,7 @@ class Rows:
     def step(self, actions: Any) -> Any:
         rewards, looks = [], []
         for row, arm in enumerate(self.arms):
-
-            def one(x: Any, row: int = row) -> Any:
-                return (
-                    {k: one(v) for k, v in x.items()}
-                    if isinstance(x, dict)
-                    else tuple(map(one, x))
-                    if isinstance(x, tuple)
-                    else x[row].numpy()
-                )
-
-            action = one(actions)
+            action = mapped(operator.itemgetter(row), mapped(torch.Tensor.numpy, actions))
             action = {**action, "hand": tuple(map(lambda x, s: x.astype(s.dtype), action["hand"], ARM["hand"].spaces))}
             action |= {"tool": np.int64(action["tool"]), "force": np.float64(action["force"])}
             seen, reward, _, over, info = arm.step(action)

@@ -26,6 +26,7 @@ from surefoot.control.spaces import (
     channels_last,
     choices,
     image_shape,
+    mapped,
     observation_parts,
     read_mask,
     space_from_json,
@@ -378,3 +379,7 @@ def test_numbers_too_large_for_float32_are_rejected_with_that_reason(task: Any) 
 def test_lists_of_whole_numbers_are_no_image() -> None:
     with pytest.raises(SpaceError, match="int64 where its space has uint8"):
         observation_parts(spaces.Box(0, 255, (36, 36), np.uint8))["observation"].read(np.zeros((36, 36), int).tolist())
+
+
+def test_a_list_in_a_tree_is_a_leaf() -> None:
+    assert mapped(len, {"a": ([1, 2], "x"), "b": [(3,)]}) == {"a": (2, 1), "b": 1}

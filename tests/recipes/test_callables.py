@@ -6,7 +6,7 @@ import math
 import pytest
 
 from surefoot.errors import SurefootError
-from surefoot.recipes.callables import import_object, is_importable, object_path, take_functions
+from surefoot.recipes.callables import import_object, is_importable, object_path, take_functions, with_task
 
 
 def test_a_module_is_imported_as_python_does():
@@ -89,3 +89,8 @@ class Shown:
 def test_an_invalid_reward_is_one_line_that_lists_the_valid_forms():
     with pytest.raises(SurefootError, match=r"^reward=3: is not a function, a list of terms or a table; set"):
         take_functions(3)
+
+
+def test_a_passed_task_is_among_the_passed_objects() -> None:
+    assert with_task({"reward.gold": max}, min) == {"reward.gold": max, "task": min}
+    assert with_task(None, None) == {}
