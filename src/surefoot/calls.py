@@ -21,7 +21,7 @@ from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, cause_of
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -103,7 +103,8 @@ class Threads:
             try:
                 settle: Callable[[], None] = partial(future.set_result, call())
             except BaseException as error:
-                settle = partial(future.set_exception, error)
+                expected = isinstance(error, (Exception, SystemExit, KeyboardInterrupt))  # not a CancelledError
+                settle = partial(future.set_exception, error if expected else RuntimeError(cause_of(error)))
             following = self._next()
             if following is None:
                 _idle.append(inbox)  # before the result is there, so that the caller's next call finds it
@@ -190,8 +191,8 @@ def wait_for(awaitables: Sequence[Awaitable[Result]]) -> list[Result]:
     async def one(awaitable: Awaitable[Result]) -> Result:
         try:
             return await awaitable
-        except SystemExit as error:  # it would end the loop's thread
-            raise RuntimeError(f"SystemExit: {error}") from error
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop's thread
+            raise RuntimeError(cause_of(error)) from error
 
     seconds = _limit(_time_left(_deadlines.get()))
 

@@ -53,29 +53,22 @@ def fails(how: str) -> str:
     Args:
         how: In which way.
     """
-    if how == "exit":
-        raise SystemExit("left")
+    if how in RAISED:
+        raise RAISED[how]
     if how == "hang":
         time.sleep(3)
-    return {"nothing": None, "long": "x" * 10_000_000, "half": "\\ud83d", "hang": "late"}[how]
+    return {"nothing": None, "long": "x" * 10_000_000, "half": "\\ud83d", "hang": "late", "empty": ""}[how]
+
+RAISED = {"exit": SystemExit("left"), "cancelled": asyncio.CancelledError(), "wordy": ValueError("x" * 10_000_000)}
 
 def untyped(a, b):
-    """Multiply.
-
-    Args:
-        a: One.
-        b: Two.
-    """
+    "Multiply."
 
 def undocumented(a: int) -> int:
     return a
 
 def reset(a: int) -> int:
-    """Start again.
-
-    Args:
-        a: From here.
-    """
+    return a
 
 class Counter:
     """Counts; the row says from where."""
@@ -103,16 +96,15 @@ class Later(Counter):
 
 class Both(Counter):
     def step(self, direction: str) -> str:
-        """Go.
-
-        Args:
-            direction: Where.
-        """
         return direction
 
 class Empty:
     def reset(self, **row):
         pass
+
+class Phone(Empty):
+    def call(self, number: int) -> str:
+        return "busy"
 
 def letters(responses):
     return [float(len(set(response))) for response in responses]
@@ -186,6 +178,18 @@ def test_a_call_that_the_template_writes_is_the_call_that_is_read(family: str) -
     tools = [{"type": "function", "function": {"name": "f", "description": "?", "parameters": schema}}]
     message = tokens.parse(written(tokens, call("f", a=12, b="75001"), tools), tokens.render(ASKED, True), tools)
     assert [one["function"] for one in message["tool_calls"]] == [{"name": "f", "arguments": {"a": 12, "b": "75001"}}]
+
+
+def test_only_an_object_of_strict_json_is_a_call_and_its_other_keys_are_left_out() -> None:
+    tokens = family_tokens("hermes")
+
+    def read(body: str) -> Any:
+        ids = tokens.tokenizer(f"<tool_call>{body}</tool_call>", add_special_tokens=False)["input_ids"]
+        return tokens.parse([*ids, tokens.eos_id], tokens.render(ASKED, True), [])
+
+    odd = [f'{{"name": "f", "arguments": {{"a": {value}}}}}' for value in ("NaN", '"\\ud83d"')]
+    assert [read(body) for body in ("[1]", '"f"', "null", "{}", *odd)] == [None] * 6
+    assert read('{"name": "f", "number": 3, "arguments": null}')["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -281,7 +285,7 @@ def test_tools_run_together_each_with_a_deadline_and_unusable_results_say_so(
 ) -> None:
     left = len(deadlines.calls_left())
     made = environments(file, "fails", "wait", tool_deadline=0.5)
-    texts = [f'fails(how="{how}")' for how in ("nothing", "long", "half", "exit", "hang", "other")]
+    texts = [f'fails(how="{how}")' for how in ("nothing", "long", "half", "exit", "cancelled", "wordy", "hang", "empty")]
     texts += ["wait(seconds=9)"] * 3 + ["wait(seconds=0.01)"]
     began = time.monotonic()
     talks = converse(made, POCKET, [[said(text) for text in texts], [said("so")] * len(texts)])
@@ -289,12 +293,14 @@ def test_tools_run_together_each_with_a_deadline_and_unusable_results_say_so(
     seen = [result for talk in talks for result in results(talk)]
     for result, words in zip(
         seen,
-        ["nothing", "10,000,000 characters", "half of a character", "left", "longer than 0.5 s", "other"]
+        ["nothing", "10,000,000 characters", "half of a character", "left", "Cancelled", "x …", "longer than 0.5 s", ""]
         + ["longer than 0.5 s"] * 3
         + ["waited"],
         strict=True,
     ):
         assert words in result
+        assert bool(words) == bool(result)
+    assert max(map(len, seen)) < 1_000
     assert len(deadlines.calls_left()) <= left + 1, "coroutines are cancelled"
     monkeypatch.setattr(tools_module, "FEW", 3)
     with pytest.raises(
@@ -323,6 +329,7 @@ def test_what_is_no_tool_is_rejected_in_one_line(file: str) -> None:
         ({"tools": ["Counter"]}, r"turns.tools\[0\]='.*': is no function; name one, or set turns.environment"),
         ({"environment": "Later"}, "turns.environment='.*': reset is a coroutine; write def reset"),
         ({"environment": "Both"}, "turns.environment='.*': it has get_reward, and step.* answers whole turns; rename step"),
+        ({"environment": "Phone"}, "turns.environment='.*': has a method call or schemas, which are reserved; rename it"),
         ({"environment": "Empty"}, "turns.environment='.*': has no method step, and none that is a tool"),
     ]
     for table, message in bad:
@@ -496,7 +503,7 @@ def test_generate_and_chat_have_the_tools_of_the_command_or_of_the_run(file: str
     assert Player(model.model, model.tokens, run).ready
     step = make_recipe({**table, "turns": {"environment": "surefoot.language.tasks.guess:Guess"}})
     assert not Player(model.model, model.tokens, step).ready, "it answers whole turns, of its own rows"
-    player = Player(model.model, model.tokens, run, [f"{file}:multiply"])
+    player = Player(model.model, model.tokens, run, (f"{file}:multiply",))
     with pytest.raises(SurefootError, match=r"turns.response_template: is missing"):
         player.play(["2*3?"])
     model.tokens.tokenizer.response_template = POCKET.tokenizer.response_template

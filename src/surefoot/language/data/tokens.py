@@ -181,11 +181,12 @@ class Tokens(ChatTemplate):
         """
         try:
             parsed = self.tokenizer.parse_response([*ids] or "", prefix=[*before], tools=list(tools))
-            calls = [call["function"] for call in parsed.get(CALLS, ())]
-        except Exception:  # of json, or of a transform
+            called = [call["function"] for call in parsed.get(CALLS, ())]
+            calls = [{"name": call["name"], "arguments": call.get("arguments") or {}} for call in called]
+            json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+        except Exception:  # of json, of a transform, or because a call is no object of strict JSON
             return None
-        calls = [{**call, "arguments": call.get("arguments") or {}} for call in calls]
-        if not all(isinstance(call.get("name"), str) and isinstance(call["arguments"], dict) for call in calls):
+        if not all(isinstance(call["name"], str) and isinstance(call["arguments"], dict) for call in calls):
             return None
         numbered = [{"id": f"call{place:05}", "type": "function", "function": call} for place, call in enumerate(calls)]
         end = self.decode(ids[-1:], special=True) if ids and ids[-1] in self.eos_ids else ""

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from surefoot.calls import DeadlineExceeded, settled, with_deadline
@@ -138,24 +139,26 @@ class ToolEnvironment:
         """The message with the result of a call, or with the error that it ended in."""
         self.calls += 1
         schema = next((one["function"] for one in self.schemas if one["function"]["name"] == name), None)
-        fits, fault, text = schema is not None and fit(schema["parameters"], arguments), "", ""
+        fits, fault, text = schema is not None and fit(schema["parameters"], arguments), "", None
         try:
             if schema is None:
                 raise ValueError(f"Tool {name} not found.")
             if self.calls > self.settings.max_calls:
                 fits = False
                 raise ValueError(f"No more than {self.settings.max_calls} calls are allowed.")
-            text, fault = as_text(with_deadline(self.settings.tool_deadline, lambda: self._call(name, arguments), name))
+            text, fault = with_deadline(self.settings.tool_deadline, lambda: as_text(self._call(name, arguments)), name)
         except DeadlineExceeded:
             fault = f"{name} took longer than {self.settings.tool_deadline:g} s"
         except SurefootError:
             raise
         except (Exception, SystemExit) as error:
-            text = str({"error": str(error)})
             fault = f"{name} raised {cause_of(error)}"
+            with suppress(Exception):  # making the text of an exception may fail
+                text = as_text(str({"error": str(error)}))[0]
         self.failed += bool(fault)
         self.faults += [fault] * (bool(fault) and fits)
-        return {"role": "tool", "name": name, "content": text or str({"error": fault}), "tool_call_id": number}
+        content = str({"error": fault}) if text is None else text
+        return {"role": "tool", "name": name, "content": content, "tool_call_id": number}
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         return settled(self.tools[name](**arguments) if name in self.tools else self.made.call(name, arguments))
@@ -173,22 +176,25 @@ class ToolEnvironment:
         return number
 
 
-def as_text(value: Any) -> tuple[str, str]:
-    """A result as text, and what is wrong with it."""
+def as_text(value: Any) -> tuple[str | None, str]:
+    """A result as text, None if it can't be used, and what is wrong with it."""
     text = "" if value is None else str(value)
     fault = fault_in(text) if len(text) <= LONGEST else f"{len(text):,} characters and at most {LONGEST:,} are read"
     fault = "nothing" if value is None else fault
-    return (text, "") if fault is None else ("", f"the tool returned {fault}")
+    return (text, "") if fault is None else (None, f"the tool returned {fault}")
 
 
 def checked_schemas(made: Any, functions: Mapping[str, Tool], where: str) -> list[dict[str, Any]]:
     """The schemas of an environment's methods and of functions. Raises SurefootError if these can't be tools."""
     if inspect.iscoroutinefunction(made.reset):
         raise SurefootError(f"{where}: reset is a coroutine; write def reset, and await in tools")
-    methods = methods_of(made)
-    if both := sorted(set(methods) & set(functions)):
+    methods, listed = methods_of(made), getattr(made, "schemas", None)
+    if callable(listed) or hasattr(made, "call") != (listed is not None):
+        raise SurefootError(f"{where}: has a method call or schemas, which are reserved; rename it")
+    names = [*methods, *(one["function"]["name"] for one in listed or ())]
+    if both := [name for name in names if name in functions]:
         raise SurefootError(f"{where}: has a method {both[0]}, as turns.tools has; rename one")
-    if not methods and not functions and not hasattr(made, "schemas"):
+    if not methods and not functions and listed is None:
         raise SurefootError(f"{where}: has no method step, and none that is a tool; add step(response), or tools")
     tools = {**methods, **functions}
     return [schema_of(tool, where) for tool in tools.values()]
