@@ -191,6 +191,8 @@ PREFERENCES = {
     "pendulum": {"labels": 400, "segment": 25, "refits": 10, "until": 0.35, "weight_decay": 1.0},
     "backward": {"labels": 300, "segment": 20},
 }
+OBJECTIVE: dict[str, dict[str, float]] = {"pendulum": {"gamma": 0.98}, "backward": {}}
+"""with either reward: with the tuned recipe's γ of 0.9 some policies never swing up (chosen on seeds 2, 11, 45 and 52)"""
 ENTROPY = {"pendulum": 0.03, "backward": 0.0}
 """its coefficient with learned rewards: while they change, the policy must explore (chosen on seed 2)"""
 CASES: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -212,9 +214,10 @@ def train_agent(case: str, seed: int, engine: str) -> dict[str, Any]:
     name, preferences = CASES[case]
     base, task = TASKS[name]
     changes: dict[str, Any] = {"steps": STEPS, "seed": seed, "engine": engine, "evaluation": {"episodes": 0}}
+    changes["objective"] = OBJECTIVE[name]
     if preferences is not None:
         changes["preferences"] = PREFERENCES[name] | preferences
-        changes["objective"] = {"entropy_coefficient": ENTROPY[name]}
+        changes["objective"] = OBJECTIVE[name] | {"entropy_coefficient": ENTROPY[name]}
     rows: list[dict[str, Any]] = []
     before = time.process_time()
     agent = start(resolve_recipe(base, changes).recipe, None, task if callable(task) else None, callback=rows.append)
