@@ -12,6 +12,7 @@ from gymnasium import spaces
 
 import surefoot
 from surefoot.control.environments.agents import AgentEnvironments, Seat
+from surefoot.control.spaces import SpaceError
 from surefoot.core.algorithms import PPO_CLIP, REINFORCE
 from surefoot.core.credit import assign_credit
 from surefoot.diagnostics.recipe import check_environment
@@ -288,6 +289,9 @@ def test_a_seat_gets_all_that_happens_until_its_next_turn(seat: str, turns: int,
     game.reset(seed=1)
     earned = [game.step(0)[1:3] for _ in range(turns)]
     assert earned == [(0.0, False)] * (turns - 1) + [(reward, True)]
+    game = race("blue", lambda *_: game.environment.place.update(red=3) or 0)
+    with pytest.raises(SpaceError, match="no turn of agent 'blue' in 1,000 games"):
+        game.reset(seed=1)
 
 
 def test_without_a_seat_both_sides_are_played_and_the_first_to_move_wins_by_twos() -> None:

@@ -279,13 +279,13 @@ class Seat(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         agents = list(self.environment.possible_agents)
-        over = True
-        while over:  # a game that ends before the agent's first turn is none
+        for _ in range(1_000):  # a game that ends before the agent's first turn is none
             self.environment.reset(seed=int(self.np_random.integers(SEEDS)))
             self.agent = agents[int(self.np_random.integers(len(agents)))] if self.seat is None else self.seat
             observation, _, terminated, truncated, info = self._turn()
-            over = terminated or truncated
-        return observation, info
+            if not (terminated or truncated):
+                return observation, info
+        raise SpaceError(f"no turn of agent {self.agent!r} in 1,000 games")
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.environment.step(action)
