@@ -306,6 +306,7 @@ def test_a_fault_inside_a_vector_environment_is_a_one_line_error(mode: str, at: 
     [
         ("NoSuchTask-v0", r"task='NoSuchTask-v0': could not be made \(NameNotFound"),
         ("Walker2d-v3", "^task='Walker2d-v3': was removed from Gymnasium; use 'Walker2d-v5'$"),
+        (lambda: sys.exit(), r"could not be made \(SystemExit\); fix it \(test_environments\.py"),
         (lambda size: None, "missing 1 required positional argument: 'size'.*; its arguments are the table environment"),
         (dict, r"made a dict, not a gymnasium\.Env"),
     ],

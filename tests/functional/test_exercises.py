@@ -81,7 +81,6 @@ MISTAKES = [
     ("baseline", lambda r: r - r.mean(0), "each row or step"),
     ("td", lambda r, v, n, ends, gamma: r + gamma * v - n, "δ_t"),
     ("td", lambda r, v, n, ends, gamma: r + gamma * n - v, "counts as 0"),
-    ("td", lambda r, v, n, ends, gamma: td(r, v, n, ~ends, gamma), "δ_t"),
     ("td", lambda r, v, n, ends, gamma: (r + gamma * n - v) * ~ends, "counts as 0"),
     ("td", lambda r, v, n, ends, gamma: r + gamma * n * ~ends - v, "NaN"),
     ("gae", lambda d, ends, gamma, lam: returns(d, ends, gamma), "λ = 0"),

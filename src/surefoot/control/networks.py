@@ -244,7 +244,7 @@ class CustomTrunk(nn.Module):
     def _make(self, factory: Any, observation_space: gymnasium.Space[Any]) -> nn.Module:
         try:
             module = factory(observation_space)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._error(f"called with the observation space, it raised {_in_one_line(error)}") from None
         if not isinstance(module, nn.Module):
             raise self._error(f"returned a {type(module).__name__}; it must return a torch.nn.Module")
@@ -271,7 +271,7 @@ class CustomTrunk(nn.Module):
     def _features(self, inputs: dict[str, Tensor], count: int) -> Tensor:
         try:
             features = self.module(next(iter(inputs.values())) if self.bare else inputs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in inputs.items())
             raise self._error(f"forward raised {_in_one_line(error)} (for {shapes})") from error
         if not isinstance(features, Tensor):
@@ -299,7 +299,7 @@ class CustomTrunk(nn.Module):
         return self._features(parts, math.prod(lead)).reshape(*lead, self.width)
 
 
-def _in_one_line(error: Exception) -> str:
+def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

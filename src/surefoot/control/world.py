@@ -300,7 +300,7 @@ def _vector(
         made = make(name, len(numbers), recipe.environment)
     except SurefootError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise making_error(name, error) from error
     try:
         check_attributes(made, name)

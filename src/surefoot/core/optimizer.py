@@ -350,7 +350,7 @@ def scheduled(field: str, schedule: Schedule, left: float) -> float:
         return factors[schedule]
     try:
         factor = float(schedule(left))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SurefootError(f"{field}: the function raised {cause_of(error)} for {left:g}; fix it") from error
     if not 0 <= factor < math.inf:
         raise SurefootError(f"{field}: the function returned {factor:g} for {left:g}; return a finite factor of at least 0")

@@ -134,7 +134,7 @@ def check_environment(
     name = task_name(task)
     try:
         environment = maker(task, arguments)()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = str(error) if isinstance(error, SurefootError) else cause_of(error)
         return [check_result("environment", "serious", f"{name} can't be made: {cause}")]
     if is_tensor_environment(environment):
@@ -249,7 +249,7 @@ def _gymnasium_verdict(name: str, own: "gymnasium.Env[Any, Any]") -> Finding:
         warnings.simplefilter("always")
         try:
             check_env(own, skip_render_check=True, skip_close_check=True)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return check_result(
                 "environment", "serious", f"{name}: Gymnasium's checker rejects it ({cause_of(error)})", "fix the environment"
             )
@@ -331,7 +331,7 @@ def _stepped(
                 seen.append(_read(reader, observation, info))
     except SpaceError as misfit:
         return [check_result("observation", "serious", f"step {len(rewards)} of chance gave {misfit}", "fix the environment")]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [
             check_result(
                 "reward", "serious", f"step {len(rewards) + 1} of chance raised {cause_of(error)}", "fix the environment"

@@ -40,7 +40,7 @@ class Symmetry:
         try:
             with any_algorithm():
                 returned, images = self.function(copies[BARE] if bare else copies, actions.clone())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._error(
                 f"raised {cause_of(error)} for observations and actions of {len(actions)} steps; fix it"
             ) from error

@@ -68,7 +68,7 @@ def make_environments(
                 made.append(make())
         except SurefootError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise making_error(name, error) from error
         if is_tensor_environment(made[0]):
             import torch
@@ -197,7 +197,7 @@ def task_name(task: str | MakeEnvironment) -> str:
     return task if isinstance(task, str) else str(getattr(task, "__name__", type(task).__name__))
 
 
-def making_error(name: str, error: Exception) -> SurefootError:
+def making_error(name: str, error: BaseException) -> SurefootError:
     """The error for an environment that could not be made; it names the extra to install if a package is missing."""
     text = str(error).replace("\n", " ")
     stem = name.rpartition("-v")[0]

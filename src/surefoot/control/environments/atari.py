@@ -61,7 +61,7 @@ def make_atari(task: str, purpose: str = "training", **arguments: Any) -> "gymna
     env = gymnasium.wrappers.AtariPreprocessing(env, settings.noop_max, settings.frame_skip, settings.screen_size)
     env = EpisodicLife(env, settings.fire, training=purpose == "training", ends_value=settings.episodic_life)
     if settings.sign_rewards and purpose == "training":
-        env = gymnasium.wrappers.TransformReward(env, lambda reward: float(np.sign(reward)))
+        env = gymnasium.wrappers.TransformReward(env, lambda reward: float(np.sign(float(reward))))
     return gymnasium.wrappers.FrameStackObservation(env, settings.stack)
 
 

@@ -66,7 +66,7 @@ def make_renderable(
                 environment = maker(task, plain, purpose)()
     except SurefootError as error:
         raise SurefootError(f"{error}; or choose another with --task") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if _is_about_opengl(error):
             raise _no_opengl(name, error) from error
         raise making_error(name, error) from error
@@ -135,14 +135,14 @@ def _check_opengl(name: str, width: int, height: int) -> None:
         raise _no_opengl(name, error) from error
 
 
-def _is_about_opengl(error: Exception) -> bool:
+def _is_about_opengl(error: BaseException) -> bool:
     """Whether MuJoCo's or PyOpenGL's rendering code raised it, which can happen when MuJoCo is imported."""
     files = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
     pattern = re.compile(r"[\\/](OpenGL|mujoco[\\/](egl|glfw|osmesa|cgl|rendering|gl_context))\b")
     return any(pattern.search(file) for file in files)
 
 
-def _no_opengl(name: str, error: Exception) -> SurefootError:
+def _no_opengl(name: str, error: BaseException) -> SurefootError:
     used = os.environ.get("MUJOCO_GL") or ""
     remedy = f"install {LIBRARIES} (Debian's names)" if used == "egl" else "unset MUJOCO_GL, or set MUJOCO_GL=egl"
     reason = " ".join(str(error).split()).partition(". ")[0]
