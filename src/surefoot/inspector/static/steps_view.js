@@ -189,7 +189,7 @@ export function makeSteps(state, at) {
     const finite = [row.visits.ratio[k]?.[t], row.visits.advantages[k]?.[t]].every(Number.isFinite);
     const it = trace.rule && row.visits.updates[k]?.[t] >= 0 && row.old_log_probs && finite ? evaluate(row.visits.ratio[k][t], row.visits.advantages[k][t], trace.rule) : null;
     show(chain, h("h3", {}, name, end), h("dl", {}, lines[0].map(written)), nSteps(nStep(trace, row, t)),
-      h("h3", {}, lines[1].length ? `Pass ${k + 1}, after ${steps(row.visits.updates[k][t])} updates` : `Pass ${k + 1}: not visited`),
+      h("h3", {}, lines[1].length ? `Pass ${k + 1}, after ${steps(row.visits.updates[k][t])} ${row.visits.updates[k][t] === 1 ? "update" : "updates"}` : `Pass ${k + 1}: not visited`),
       h("dl", {}, lines[1].map(written), it ? h("div", { "data-term": "gradient" }, h("dt", {}, "gradient"), h("dd", {}, h("b", {}, gradientText(it))), h("dd")) : null),
       finite ? (it ? h("p", { class: "why" }, reason(it, trace.rule)) : null) : h("p", { class: "why" }, "The inputs of the loss are not finite: nothing can be learned from them."));
     const seen = row.visits;
