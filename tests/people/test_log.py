@@ -121,22 +121,24 @@ def test_equal_labels_have_the_weight_of_others_and_repeats_and_skipped_pairs_no
 
 def test_undo_takes_back_the_last_label_and_a_changed_one_replaces_the_first(here: Round) -> None:
     log = log_of(here, "ann")
-    log.undo()
+    assert log.undo() is None
     prefer(log, "1", "a")
     prefer(log, "2", "a")
     prefer(log, "1", "b")
     assert {label.key: label.preference for label in here.labels} == {"2": "a", "1": "b"}
-    log.undo()
+    assert log.undo() == "1"
     assert [label.key for label in here.labels] == ["2"]
     log.close()
     assert list(log_of(here, "ann").labels) == ["2"]
 
 
-def test_answers_to_messages_are_messages() -> None:
-    pair = {"prompt": [{"role": "user", "content": "hi"}], "a": "one", "b": "two"}
-    queue = Queue(Path(QUEUE), json.dumps(pair).encode())
-    [row] = pair_rows(queue, [Label("1", "x", "left", False, 900)], 1)
-    assert [(len(row[side]), row[side][0]["content"]) for side in ("chosen", "rejected")] == [(1, "one"), (1, "two")]
+def test_answers_to_messages_are_messages_and_rows_that_were_written_are_pairs_again() -> None:
+    pair = {"prompt": [{"role": "user", "content": "hi"}], "a": "one", "b": "two", "video_a": None}
+    for _ in range(2):
+        queue = Queue(Path(QUEUE), b"\xef\xbb\xbf" + json.dumps(pair).encode() + b"\r\n")
+        [row] = pair_rows(queue, [Label("1", "x", "left", False, 900)], 1)
+        assert [(len(row[side]), row[side][0]["content"]) for side in ("chosen", "rejected")] == [(1, "one"), (1, "two")]
+        pair = row
 
 
 # ---- closing ------------------------------------------------------------------------------------------------------------
@@ -172,11 +174,11 @@ def test_what_is_wrong_with_labels_is_one_line(here: Round) -> None:
     prefer(log, "1", "a")
     with pytest.raises(SurefootError, match=r"ann.jsonl: in use by another page"):
         log_of(here, "ann")
-    for key, choice, what in (("1", "up", "choice='up'"), ("13", "left", "key='13': is no pair"), ("x", "left", "key='x'")):
+    for key, choice, what in (("1", "up", "choice='up'"), ("13", "left", "key='13': is no pair"), ("01", "left", "key='01'")):
         with pytest.raises(SurefootError, match=what):
             log.choose(key, choice, 1)
     log.close()
-    for name in ("a/b", "..", ".ann", "a\nb", ""):
+    for name in ("a/b", "..", ".ann", "a\nb", "", "ann "):
         with pytest.raises(SurefootError, match=r"^who="):
             log_of(here, name)
     here.close()
@@ -190,6 +192,7 @@ def test_what_is_wrong_with_labels_is_one_line(here: Round) -> None:
         (text.replace("queue", "cue"), "has labels of another queue"),
         (text.replace('"ann"', '"bo"'), "has the labels of 'bo'"),
         (text + "{\n", r"ann.jsonl:3: is damaged"),
+        (text.replace("900", '"soon"'), r"ann.jsonl:2: is damaged"),
         (text + json.dumps({"key": "99", "choice": "left", "b_left": True}) + "\n", "key='99'"),
     ):
         file.write_text(damaged)
@@ -224,7 +227,10 @@ def test_bad_input_is_one_line_with_exit_code_2_and_changes_no_label(
     here: Round, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     pairs, run = Path("pairs.jsonl"), str(here.folder.parent)
-    pairs.write_text(text_of(3))
+    pairs.write_text(text_of(4))
+    for _ in range(2):  # a log without labels follows the queue
+        LabelLog(Path("pairs-labels/bo.jsonl"), Queue(pairs), "bo").close()
+        pairs.write_text(text_of(3))
     log_of(here, "ann").close()
     OPENED.append(LabelLog(Path("pairs-labels/bo.jsonl"), Queue(pairs), "bo"))
     prefer(OPENED[-1], "1", "a")
@@ -239,6 +245,11 @@ def test_bad_input_is_one_line_with_exit_code_2_and_changes_no_label(
     rejected("in use by another page", "label", "pairs.jsonl", "--who", "bo", "--no-browser")
     rejected("has no labels to train on; label pairs first", "label", run, "--close")
     rejected("--close: is for a folder of rounds", "label", "pairs.jsonl", "--close")
+    for file in ("pairs.jsonl", "pairs-labels/bo.jsonl"):
+        rejected("has the pairs, or labels of them; choose another", "label", "pairs.jsonl", "--export", file)
+    Path("clips.jsonl").write_text(text_of(1) + '{"video_a": "a.mp4", "video_b": "b.mp4"}')
+    rejected("clips have no rows of text", "label", "clips.jsonl", "--export", "rows.jsonl")
+    rejected("clips.jsonl: a.mp4: No such file or directory; restore", "label", "clips.jsonl", "--no-browser")
     rejected("'--pairs': 0 is not in the range", "rounds", "ppo.toml", "--judge", "people", "--pairs", "0")
     pairs.write_text(text_of(3).replace("a2", "a9"))
     for flags in (["--report"], ["--export", "rows.jsonl"], ["--who", "bo", "--no-browser"]):
@@ -255,6 +266,7 @@ def test_bad_input_is_one_line_with_exit_code_2_and_changes_no_label(
         '{"prompt": "x", "a": "y"}',
         '{"prompt": "x", "video_a": "y", "video_b": 3}',
         '{"prompt": 1, "a": "", "b": "y"}',
+        '{"prompt": "\\ud800", "a": "", "b": "y"}',
     ],
 )
 def test_a_line_that_is_no_pair_is_named(line: str) -> None:

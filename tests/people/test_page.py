@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ pytest.importorskip("starlette")
 
 import itertools
 
-from surefoot.people.log import Queue, labels_of_all
+from surefoot.inspector.labelling import Comparison
+from surefoot.people.log import APART, LabelLog, Queue, labels_of_all
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 
@@ -85,6 +86,23 @@ def test_two_people_label_the_same_pairs_with_kills_between_and_nothing_is_lost(
     words = [sys.executable, "-m", "surefoot", "label", str(pairs), "--report"]
     report = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert re.search(r"^warning: lefty chose the left answer in 22 of 22 pairs", report, re.MULTILINE)
+
+
+def test_each_of_several_people_is_asked_a_pair_again_after_others_and_undo_shows_what_it_took_back(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"a": "x", "b": "y"}\n' * 100)
+    for who in ("ann", "bo", "cy"):
+        with closing(LabelLog(tmp_path / "labels" / f"{who}.jsonl", Queue(tmp_path / "pairs.jsonl"), who)) as log:
+            page, asked = Comparison(log, "", ""), []
+            while (state := page.state())["pair"]:
+                asked.append(state["pair"]["key"])
+                page.choose(asked[-1], "left", 10**7 * (len(asked) == 1) + 2000, state["row"])
+            assert state["seconds"] == 2, "not those of a break"
+            repeats = [key for key in asked if key.endswith("#2")]
+            assert len(repeats) == 10
+            assert all(asked.index(key) - asked.index(key[:-2]) > APART for key in repeats)
+            assert page.undo(state["row"])["pair"]["key"] == asked[-1]
+            page.choose(asked[0], "equal", 1, len(log.rows))
+            assert page.undo(len(log.rows))["pair"]["key"] == asked[0]
 
 
 RECIPE = """

@@ -140,7 +140,10 @@ def label(
         if close:
             _close(what, here)
         return
-    who = getpass.getuser() if who is None else who
+    try:
+        who = getpass.getuser() if who is None else who
+    except (KeyError, OSError):  # as in containers
+        raise SurefootError("--who: is needed, since this account has no name; add --who NAME") from None
     require_server("the page")
     from surefoot.inspector.labelling import Comparison, application
     from surefoot.inspector.server import listen
@@ -194,8 +197,10 @@ def _export(queue: Queue, labels: Path, file: Path) -> None:
     """Write the labels as rows; a pair that somebody found equal has no chosen answer, and TRL has no row for it."""
     from surefoot.language.data.rows import rows_text
 
-    if "video_a" in queue.pairs[0]:
+    if any("video_a" in pair for pair in queue.pairs):
         raise SurefootError(f"--export {file}: clips have no rows of text; read {labels}")
+    if file.resolve().parent == labels.resolve() or file.resolve() == queue.path.resolve():
+        raise SurefootError(f"--export {file}: has the pairs, or labels of them; choose another file")
     given = labels_of_all(queue, labels)
     decided = [label for label in given if label.preference in ("a", "b")]
     rows = pair_rows(queue, decided, 1)

@@ -3,8 +3,9 @@
 It has the inspector's guards. Nothing on it tells a score, a model or a step before the end.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,9 +14,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from surefoot.errors import SurefootError
+from surefoot.files import check_plain
 from surefoot.inspector.access import Guard, LoginTokens
 from surefoot.inspector.server import front_end, json_route, static_route, video_route, write_route
-from surefoot.people.log import AGAIN, LabelLog, labelled, labels_of_all
+from surefoot.people.log import AGAIN, APART, CLIPS, Label, LabelLog, labelled, labels_of_all
 
 EDITABLE = 10
 """the labels given last, which can be changed"""
@@ -37,6 +39,11 @@ class Comparison:
     def __init__(self, log: LabelLog, question: str, after: str) -> None:
         self.log, self.question, self.after = log, question, after
         self.order, self.common = log.queue.order(log.who), log.queue.common()
+        for file in (pair[name] for pair in log.queue.pairs for name in CLIPS if name in pair):
+            try:
+                check_plain(log.queue.path.parent / file)
+            except OSError as error:
+                raise SurefootError(f"{log.queue.path}: {file}: {error.strerror}; restore it, or correct the row") from None
 
     def state(self, key: str | None = None) -> dict[str, Any]:
         """What the page shows: the next pair, or that of ``key``; the labels given last; how many there are.
@@ -45,8 +52,7 @@ class Comparison:
         """
         labels = self.log.labels
         for_all = labelled(labels_of_all(self.log.queue, self.log.path.parent))
-        left = [each for each in self.order if each not in labels]
-        left.sort(key=lambda each: each in for_all and each not in self.common)  # first what nobody has judged
+        left = self._left(labels, for_all)
         key = key or (left[0] if left else None)
         return {
             "question": self.question,
@@ -55,11 +61,21 @@ class Comparison:
             "total": len(self.order),
             "complete": len(for_all) == len(self.log.queue.pairs),
             "after": self.after,
-            "seconds": sum(label.milliseconds for label in labels.values()) / 1000 / max(1, len(labels)),
+            "seconds": median(label.milliseconds for label in labels.values()) / 1000 if labels else 0,
             "last": [self._summary(label.key, label.choice) for label in list(labels.values())[: -EDITABLE - 1 : -1]],
             "pair": None if key is None else self._pair(key, labels[key].choice if key in labels else None),
             "next": [url for each in left[1:3] for url in self._videos(each)],
         }
+
+    def _left(self, labels: Mapping[str, Label], for_all: Collection[str]) -> list[str]:
+        """What this person is asked yet: first what nobody has judged, last the repeats of pairs that were asked just now."""
+        far = list(labels)[:-APART]
+
+        def late(key: str) -> int:
+            first = key.removesuffix(AGAIN)
+            return 2 * (first not in far) if key != first else first in for_all and first not in self.common
+
+        return sorted((key for key in self.order if key not in labels), key=late)
 
     def choose(self, key: str, choice: str, milliseconds: Any, row: Any) -> dict[str, Any]:
         """Append a label, and return what comes next; a request that was sent twice, or from an older page, adds nothing."""
@@ -71,9 +87,7 @@ class Comparison:
 
     def undo(self, row: Any) -> dict[str, Any]:
         """Take back the last label, and return its pair."""
-        if row == len(self.log.rows):
-            self.log.undo()
-        return self.state()
+        return self.state(self.log.undo() if row == len(self.log.rows) else None)
 
     def video(self, key: str, side: str) -> Path:
         """The file of a clip."""
@@ -106,7 +120,7 @@ class Comparison:
 def as_text(prompt: Any) -> str:
     """A prompt as plain text; of messages, each with its role."""
     if isinstance(prompt, list):
-        return "\n\n".join(f"{one.get('role', '')}: {one.get('content', '')}" for one in prompt if isinstance(one, dict))
+        return "\n\n".join(f"{one.get('role', '')}: {one.get('content') or ''}" for one in prompt if isinstance(one, dict))
     return "" if prompt is None else str(prompt)
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from surefoot.errors import SurefootError
 from surefoot.files import parsed, read_bytes, write_text
 from surefoot.store.manifest import flush, read_listed, read_listed_table, write_listed
 
+SIDES, CLIPS = ("a", "b"), ("video_a", "video_b")
 QUEUE, LABELS, CLOSED = "queue.jsonl", "labels", "closed.json"
 LEFT, RIGHT, EQUAL, SKIP = CHOICES = ("left", "right", "equal", "skip")
 REPEATED = 0.1
@@ -47,21 +49,22 @@ Row = dict[str, Any]
 class Queue:
     """The pairs of a file, each with ``prompt``, ``a`` and ``b``, or with two videos ``video_a`` and ``video_b``.
 
-    Raises SurefootError, with file and line, for anything else.
+    Answers may be messages. Raises SurefootError, with file and line, for anything else.
     """
 
     def __init__(self, path: Path, content: bytes | None = None) -> None:
         self.path = path
         content = read_bytes(path) if content is None else content
         self.sha256 = hashlib.sha256(content).hexdigest()
-        self.pairs = [_pair(path, number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+        lines = content.removeprefix(BOM_UTF8).splitlines()
+        self.pairs = [_pair(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
         if not self.pairs:
             raise SurefootError(f"{path}: has no pairs; each line needs prompt, a and b")
 
     def __getitem__(self, key: str) -> Row:
         """The pair of a presentation. Raises SurefootError for a key of another queue."""
         number = key.removesuffix(AGAIN)
-        if not number.isdecimal() or not 1 <= int(number) <= len(self.pairs):
+        if not number.isdecimal() or number != str(int(number)) or not 1 <= int(number) <= len(self.pairs):
             raise SurefootError(f"key={key!r}: is no pair of {self.path}")
         return self.pairs[int(number) - 1]
 
@@ -104,14 +107,17 @@ class Queue:
 def _pair(path: Path, number: int, line: bytes) -> Row:
     try:
         row = parsed(line.decode("utf-8"))
+        json.dumps(row, ensure_ascii=False).encode()  # half of a character can't be shown
     except ValueError as error:
         raise SurefootError(f"{path}:{number}: can't be read ({error}); write a line of JSON for each pair") from None
     if not isinstance(row, dict):
         raise SurefootError(f"{path}:{number}: is no table; write a line of JSON with prompt, a and b")
     if "chosen" in row and "rejected" in row:  # pairs for a reward model; the page shows sides at random
         row = {"a": row.pop("chosen"), "b": row.pop("rejected"), **row}
-    names = ("video_a", "video_b") if "video_a" in row else ("a", "b")
-    for name in names:
+    row = {name: value for name, value in row.items() if value is not None or name not in ("prompt", *CLIPS)}
+    for name in CLIPS if CLIPS[0] in row else SIDES:
+        if isinstance(of := row.get(name), list) and len(of) == 1 and isinstance(of[0], dict):  # a message, as pair_rows writes
+            row[name] = of[0].get("content")
         if not isinstance(row.get(name), str):
             raise SurefootError(f"{path}:{number}: {name}={row.get(name)!r}: must be text; each line needs prompt, a and b")
     if not isinstance(row.get("prompt", ""), str | list):
@@ -167,6 +173,9 @@ class LabelLog:
             content = read_bytes(path) if path.exists() else b""
             whole = content[: content.rfind(b"\n") + 1]
             self.rows = rows_of(path, whole, queue, who)
+            first = {"queue": queue.sha256, "who": who}
+            if not self.rows and whole != _line(first):  # opened before the queue was edited
+                whole = b""
             self.file = path.open("ab", buffering=0)
         except BaseException:
             self.lock.release()
@@ -174,7 +183,7 @@ class LabelLog:
         if len(whole) < len(content):
             self.file.truncate(len(whole))
         if not whole:
-            self._append({"queue": queue.sha256, "who": who})
+            self._append(first)
             flush(path.parent)
 
     def close(self) -> None:
@@ -197,15 +206,17 @@ class LabelLog:
         self._append(row)
         self.rows.append(row)
 
-    def undo(self) -> None:
-        """Take back the label that was given last, if there is one."""
-        if labels := self.labels:
-            row = {"key": list(labels)[-1], "undo": True, "at": round(time.time(), 3)}
+    def undo(self) -> str | None:
+        """Take back the label that was given last, if there is one, and return its key."""
+        key = next(reversed(self.labels), None)
+        if key is not None:
+            row = {"key": key, "undo": True, "at": round(time.time(), 3)}
             self._append(row)
             self.rows.append(row)
+        return key
 
     def _append(self, row: Row) -> None:
-        line, state = json.dumps(row).encode() + b"\n", os.fstat(self.file.fileno())
+        line, state = _line(row), os.fstat(self.file.fileno())
         try:
             if not os.path.samestat(os.stat(self.path), state):
                 raise OSError(0, "another file has its place")
@@ -220,9 +231,14 @@ class LabelLog:
             ) from None
 
 
+def _line(row: Row) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
 def check_person(name: str) -> None:
     """Raise SurefootError for a name that can't be that of a file."""
-    if not name.isprintable() or not 0 < len(name.encode()) < 100 or name.startswith(".") or "/" in name or "\\" in name:
+    wrong = not name.isprintable() or name != name.strip() or name.startswith(".") or "/" in name or "\\" in name
+    if wrong or not 0 < len(name.encode()) < 100:
         raise SurefootError(f"who={name!r:.60}: can't be the name of a file of labels; use letters, digits, - and _")
 
 
@@ -232,14 +248,15 @@ def rows_of(path: Path, content: bytes, queue: Queue, who: str) -> list[Row]:
     for number, line in enumerate(content.splitlines(), 1):
         try:
             row = parsed(line.decode("utf-8"))
-            if number > 1 and not (row.get("undo") is True or (row["choice"] in CHOICES and isinstance(row["b_left"], bool))):
+            chosen = number > 1 and row.get("undo") is not True
+            if chosen and not (row["choice"] in CHOICES and {type(row["b_left"]), type(row.get("ms", 0))} == {bool, int}):
                 raise ValueError("no label")
             rows.append(row)
         except (ValueError, KeyError, AttributeError):
             raise SurefootError(
                 f"{path}:{number}: is damaged; restore the file from a copy, or move it away to label again"
             ) from None
-    if rows and (rows[0].get("queue") != queue.sha256):
+    if rows[1:] and rows[0].get("queue") != queue.sha256:
         raise SurefootError(
             f"{path}: has labels of another queue than {queue.path}, or it was edited; restore it, or move the labels away"
         )

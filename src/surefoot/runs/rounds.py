@@ -306,8 +306,8 @@ def _predict(settings: RoundsSettings, folder: Path, number: int, at: Round, log
     pairs = at.queue.pairs
     first, second = (rewarding([pair["prompt"] for pair in pairs], [pair[side] for pair in pairs], {}).total for side in "ab")
     margins = {str(key): float(margin) for key, margin in enumerate((first - second).tolist(), 1)}
-    labels = at.labels
-    report = {**agreement.of_people(at.queue, labels), "model": agreement.with_model(labels, margins)}
+    [(queue, labels)] = at.read(only_own=True)
+    report = {**agreement.of_people(queue, labels), "model": agreement.with_model(labels, margins)}
     write_listed(at.folder / agreement.AGREEMENT, json.dumps(report, indent=1))
     for finding in agreement.findings(report):
         log(f"round {number}: {finding.line}")

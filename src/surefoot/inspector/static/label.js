@@ -66,7 +66,10 @@ function last() {
 }
 
 async function together(videos) {
-  await Promise.all(videos.map((video) => new Promise((ready) => (video.readyState > 2 ? ready() : video.addEventListener("canplay", ready, { once: true })))));
+  await Promise.all(videos.map((video) => video.error || video.readyState > 2 || new Promise((ready) => {
+    for (const event of ["canplay", "error"]) video.addEventListener(event, ready, { once: true });
+  })));
+  if (videos.some((video) => video.error && video.isConnected)) show(document.getElementById("error"), "A clip can't be played: choose “Can't say”.");
   const start = () => { for (const video of videos) { video.currentTime = 0; video.play().catch(() => {}); } };
   for (const video of videos) video.onended = () => { if (videos.every((each) => each.ended)) start(); }; // "loop" would drift apart
   start();
