@@ -54,6 +54,11 @@ def test_the_last_number_is_read() -> None:
         (r"4\,200", 4200),
         (r"90^{\circ}", 90),
         (r"\[\boxed{\text{5}}\]", 5),
+        ("25 cm^2, which is", 25),
+        (r"\boxed{25\text{ cm}^2}", 25),
+        ("9.8 m/s^{2}", Fraction("9.8")),
+        ("5x^2 or 5m^2", None),
+        ("negative 5", None),
         ("2^{10}", None),
         (r"\frac{\sqrt{2}}{2}", None),
         ("3½", None),
@@ -124,6 +129,9 @@ def test_an_answer_that_is_not_one_number_is_rejected_before_training() -> None:
         "x=5 or x=7",
         "3 + 4",
         "10-5",
+        "minus 5",
+        "5 to 8",
+        "5 ft 3 in",
         "٣",
     ):
         reward = FunctionReward("surefoot.verifiers:numeric")

@@ -21,13 +21,18 @@ _MIXED = re.compile(r"(\S+) ([0-9]+)/([0-9]+)")
 _WRAPPED = re.compile(r"\\(?:boxed|fbox|text(?:bf|rm|it)?|math(?:bf|rm|it)|mbox)\s*\{([^{}]*)\}")
 _ARGUMENT = r"\s*(?:\{\s*([-+]?[0-9]+(?:\.[0-9]+)?)\s*\}|([0-9]))"
 _FRACTION = re.compile(r"\\[dtc]?frac" + _ARGUMENT * 2)
+_UNIT = (
+    r"(?<![a-zA-Z\\])(?:[cdkm]m|ft|yd|mi|in|inch(?:es)?|feet|units?|met(?:er|re)s?|(?<=[\s/])[ms])"
+    r"|\\(?:text|mathrm|mbox)\s*\{[^{}]*\}"
+)
 _WRITTEN = (
     (re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!;:]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ""),  # 4{,}200
     (re.compile(r"\\[()\[\]]|\\(?:left|right|displaystyle)(?![a-zA-Z])"), " "),
     (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°"), ""),
+    (re.compile(rf"({_UNIT})\s*\^\s*(?:[23]|\{{[23]\}})"), r"\1"),  # 25 cm^2
 )
-_PART_BEFORE = re.compile(r"[\^_√]\s*\{?\s*$|[\w}]\{\s*$|\\(?:sqrt|cdot|times|pm|div)\s*$")
+_PART_BEFORE = re.compile(r"[\^_√]\s*\{?\s*$|[\w}]\{\s*$|\\(?:sqrt|cdot|times|pm|div)\s*$|(?i:\b(?:minus|negative))\s+$")
 _PART_AFTER = re.compile(r"\s*(?:[\^√π]|[½⅓⅔¼¾¹²³⁰-⁹]|\\(?:sqrt|pi|cdot|times|pm|div|frac)|\}\s*\{)")
 """what makes a number a part of an expression"""
 _DECORATION = r"[\s$€£%*#:=()\[\]{}\"'`.|<>≈~,;!?]*"
@@ -35,6 +40,7 @@ _ALLOWED_BEFORE = re.compile(r"(?:^|[\s=:(\[{|<>≈~\"'“‘*#`$€£])$")
 _ALLOWED_AFTER = re.compile(r"(?:$|[\s.,;:!?)\]}|<>\"'”’*`$€£%])")
 _TERMS_BEFORE = re.compile(
     rf"[0-9)}}](?:[,.:/'’]|[ \t]*[+*/^×·÷±{MINUS}-]?[ \t]+|[ \t]*[,;][ \t]*|\W*\b(?:or|and)\b\W*(?:[a-zA-Z]\s*=\s*)?)$"
+    r"|[0-9]\s*\b(?:x|to|plus|times|over|(?:out )?of|ft|feet|foot|hours?|minutes?|pounds?|dollars?)\b\s+(?:and\s+)?$"
     r"|[√±×·÷]\s*$|\\(?!approx|implies|[rR]ightarrow|therefore|quad|qquad|to\b)[a-zA-Z]+\s*$"
 )
 _TERMS_AFTER = re.compile(
@@ -101,7 +107,7 @@ def _pick(text: str, last: bool) -> re.Match[str] | None:
 
 def _plain(text: str) -> str:
     """A text without the LaTeX that may surround or separate a number."""
-    if "\\" in text or "{" in text or not text.isascii():
+    if not text.isascii() or not {"\\", "{", "^"}.isdisjoint(text):
         for pattern, replacement in _WRITTEN:
             text = pattern.sub(replacement, text)
         text = _FRACTION.sub(_divided, text)
