@@ -194,11 +194,13 @@ def test_a_policy_answers_as_generate_whatever_is_asked_beside_it(policy: Served
         chat = post(f"{url}/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 6, "model": "llama"})
         said = policy.policy.generate([messages], greedy=True, max_tokens=6)
         assert [chat.json()["choices"][0]["message"]] == [{"role": "assistant", "content": said[0]}]
-        streamed = post(f"{url}/v1/completions", {"prompt": "3: ", "max_tokens": 6, "seed": 3, "stream": True}).text
-        *pieces, end = [line.removeprefix("data: ") for line in streamed.splitlines() if line]
+        asked = {"prompt": "3: ", "max_tokens": 6, "seed": 3, "stream": True, "stream_options": {"include_usage": True}}
+        asked |= {"user": "ann", "logit_bias": {}, "response_format": {"type": "text"}, "suffix": None}
+        streamed = post(f"{url}/v1/completions", asked).text
+        *pieces, usage, end = [line.removeprefix("data: ") for line in streamed.splitlines() if line]
         choices = [json.loads(piece)["choices"][0] for piece in pieces]
         assert "".join(choice["text"] for choice in choices) == expected[3][0]
-        assert end == "[DONE]"
+        assert (end, json.loads(usage)["choices"], json.loads(usage)["usage"]["prompt_tokens"]) == ("[DONE]", [], 3)
         assert choices[-1]["finish_reason"] == answers[3]["choices"][0]["finish_reason"]
         for body, what in (
             ({"prompt": "x", "top_p": 0.5}, "top_p=0.5: has no effect on this server; leave it out"),

@@ -44,7 +44,9 @@ AT_ONCE = 256
 TOKENS = 256
 """the limit of a response whose request has none"""
 FIELDS = {"model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "temperature", "stop", "seed", "stream"}
+FIELDS |= {"stream_options", "user"}  # whose name has no effect in OpenAI's API either
 NEUTRAL: dict[str, Any] = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "best_of": 1, "echo": False}
+NEUTRAL |= {"logit_bias": {}, "tools": [], "response_format": {"type": "text"}, "store": False, "repetition_penalty": 1}
 """fields of OpenAI's API, besides, that are accepted at these values, at which they have no effect"""
 
 
@@ -140,6 +142,7 @@ class ServedPolicy:
         check_whole(1, n=samples)
         check_whole(0, seed=seed)
         asked = {"chat": chat, "stream": bool(given.get("stream")), "key": (limit, heat or 1.0, heat == 0, stop)}
+        asked["usage"] = given.get("stream_options") == {"include_usage": True}
         ends, options = self._sampling(asked)
         check_request(self.policy.model, Request(ids, range(len(ids)), **options, **ends.options))
         if samples * len(ids) > (most := 1 if asked["stream"] else MOST):
@@ -170,9 +173,12 @@ class ServedPolicy:
         for request in requests:
             own = [next(ended) for _ in request["ids"]]
             answers.append(self._message(request, [(ends.text(response), reason) for response, reason in own]))
-            asked, written = sum(map(len, request["ids"])), sum(len(response) for response, _ in own)
-            answers[-1]["usage"] = {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
+            answers[-1]["usage"] = self._usage(request, [response for response, _ in own])
         return answers
+
+    def _usage(self, request: Mapping[str, Any], responses: Sequence[Sequence[int]]) -> dict[str, int]:
+        asked, written = (sum(map(len, ids)) for ids in (request["ids"], responses))
+        return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 
     def stream(self, request: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Pass one response to ``write``, piece by piece."""
@@ -183,6 +189,8 @@ class ServedPolicy:
         ends, options = self._sampling(request)
         drawn = write_response(self.policy, request["ids"][0], ends, piece, seeds=request["seeds"], **options)
         piece("", drawn.finish_reasons[0])
+        if request["usage"]:
+            write({**self._message(request, [], "delta"), "usage": self._usage(request, drawn.responses())})
 
     def _sampling(self, request: Mapping[str, Any]) -> tuple[Ends, dict[str, Any]]:
         limit, temperature, greedy, stop = request["key"]

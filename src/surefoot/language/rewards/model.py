@@ -105,7 +105,7 @@ class ModelReward:
         if self.context is not None and longest > self.context:
             raise self._error(
                 f"prompt and response have {longest} tokens, more than its context of {self.context}; "
-                "lower data.max_length or sampling.max_tokens"
+                "shorten them, in a run by data.max_length or sampling.max_tokens"
             )
         raw, dense = torch.zeros(len(rows)), None
         if self.per == "response":
