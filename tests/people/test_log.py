@@ -249,7 +249,7 @@ def test_bad_input_is_one_line_with_exit_code_2_and_changes_no_label(
         rejected("has the pairs, or labels of them; choose another", "label", "pairs.jsonl", "--export", file)
     Path("clips.jsonl").write_text(text_of(1) + '{"video_a": "a.mp4", "video_b": "b.mp4"}')
     rejected("clips have no rows of text", "label", "clips.jsonl", "--export", "rows.jsonl")
-    rejected("clips.jsonl: a.mp4: No such file or directory; restore", "label", "clips.jsonl", "--no-browser")
+    rejected("clips.jsonl: a.mp4: is no file; restore", "label", "clips.jsonl", "--no-browser")
     rejected("'--pairs': 0 is not in the range", "rounds", "ppo.toml", "--judge", "people", "--pairs", "0")
     pairs.write_text(text_of(3).replace("a2", "a9"))
     for flags in (["--report"], ["--export", "rows.jsonl"], ["--who", "bo", "--no-browser"]):

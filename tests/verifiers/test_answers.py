@@ -10,7 +10,7 @@ from surefoot.errors import SurefootError
 from surefoot.language.rewards.terms import FunctionReward
 from surefoot.verifiers import exact, numeric
 from surefoot.verifiers.answers import fenced
-from surefoot.verifiers.numbers import last_number
+from surefoot.verifiers.numbers import number_in
 
 
 @given(st.text(), st.text())
@@ -27,7 +27,7 @@ def test_letter_case_and_markers_are_by_switch() -> None:
     assert exact(["so #### 4", "4", "#### 5 #### 4", "#### 4 5"], [4] * 4, after="####") == [1, 0, 1, 0]
 
 
-def test_the_last_number_is_read() -> None:
+def test_the_number_in_is_read() -> None:
     for text, number in (
         ("it is 5.", 5),
         ("1 or 2, so 3", 3),
@@ -67,13 +67,13 @@ def test_the_last_number_is_read() -> None:
         ("none", None),
         ("", None),
     ):
-        assert last_number(text) == number
+        assert number_in(text) == number
 
 
 @given(st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=10**6))
 def test_every_fraction_is_read_as_it_is_written(number: Fraction) -> None:
-    assert last_number(f"so it is {number}.") == number
-    assert last_number(f"{number.numerator:,}") == number.numerator
+    assert number_in(f"so it is {number}.") == number
+    assert number_in(f"{number.numerator:,}") == number.numerator
 
 
 def test_with_a_marker_the_number_after_it_counts() -> None:

@@ -148,13 +148,11 @@ def label(
     from surefoot.inspector.labelling import Comparison, application
     from surefoot.inspector.server import listen
 
-    after = (
-        f"Every pair has a label. You may go on, or stop with Ctrl-C in the terminal and {_next(what)}."
-        if here is not None
-        else f"Every pair has a label. surefoot label {what} --export rows.jsonl writes them as rows."
-    )
+    after = f"Every pair has a label. surefoot label {what} --export rows.jsonl writes them as rows."
     if here is not None and here.closed:
         after = f"The training of {here.folder.name} has begun; labels from now on belong to the next round."
+    elif here is not None:
+        after = f"Every pair has a label. You may go on, or stop with Ctrl-C in the terminal and {_next(what)}."
     with contextlib.closing(LabelLog(labels / f"{who}.jsonl", queue, who)) as log:
         page = Comparison(log, question, after)
         in_browser(

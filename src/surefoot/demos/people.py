@@ -18,12 +18,13 @@ from surefoot.language.data.rows import rows_text
 from surefoot.language.language_model import load_language_model
 from surefoot.language.tasks import reviews
 from surefoot.people import agreement
+from surefoot.people.agreement import share_text
 from surefoot.people.log import LABELS, QUEUE, Round, labelled, write_log
 from surefoot.ranks.collectives import on_first
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import to_toml
-from surefoot.runs.rounds import PEOPLE, RoundsSettings, preferences, run_rounds, share_text
+from surefoot.runs.rounds import PEOPLE, RoundsSettings, preferences, run_rounds
 from surefoot.store.manifest import read_listed_table, write_listed
 from surefoot.terminal import visible
 

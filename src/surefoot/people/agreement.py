@@ -29,8 +29,11 @@ def of_people(queue: Queue, labels: Sequence[Label]) -> dict[str, Any]:
     """What the labels say of each person and of each two, as a table of plain values."""
     names = sorted({label.who for label in labels})
     mine = {name: [label for label in labels if label.who == name] for name in names}
-    pairs = [(one, two) for one, two in combinations(names, 2)]
-    between = {f"{one} and {two}": kappa(_both(mine[one], mine[two])) for one, two in pairs}
+    once = {name: {each.key: each.preference for each in mine[name] if not each.repeat and each.preference} for name in names}
+    between = {
+        f"{one} and {two}": kappa([(better, once[two][key]) for key, better in once[one].items() if key in once[two]])
+        for one, two in combinations(names, 2)
+    }
     return {
         "people": {name: of_person(queue, mine[name]) for name in names},
         "between": {names: table for names, table in between.items() if table["pairs"]},
@@ -41,8 +44,9 @@ def of_person(queue: Queue, labels: Sequence[Label]) -> dict[str, Any]:
     """Counts, time, agreement with oneself, and the two biases of one person."""
     decided = [label for label in labels if label.choice in (LEFT, RIGHT)]
     left = sum(label.choice == LEFT for label in decided)
-    lengths = [_chose_longer(queue, label) for label in decided if "a" in queue[label.key]]
-    longer = [chose for chose in lengths if chose is not None]
+    texts = [(queue[label.key], label.preference) for label in decided if "a" in queue[label.key]]
+    more = [(len(pair["a"]) - len(pair["b"]), better) for pair, better in texts]
+    longer = [(ahead > 0) == (better == "a") for ahead, better in more if ahead]
     first = {label.key: label.preference for label in labels}
     again = [(first.get(label.key.removesuffix(AGAIN)), label.preference) for label in labels if label.repeat]
     again = [(before, now) for before, now in again if before is not None and now is not None]
@@ -56,13 +60,6 @@ def of_person(queue: Queue, labels: Sequence[Label]) -> dict[str, Any]:
         "left": bias(left, len(decided)),
         "longer": bias(sum(longer), len(longer)),
     }
-
-
-def _chose_longer(queue: Queue, label: Label) -> bool | None:
-    """Whether a person chose the longer answer; None where both are as long."""
-    pair = queue[label.key]
-    a, b = len(pair["a"]), len(pair["b"])
-    return None if a == b else (a > b) == (label.preference == "a")
 
 
 def share(count: float, of: int) -> dict[str, Any]:
@@ -102,13 +99,6 @@ def kappa(both: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     variance = (same + other - (value - chance * (1 - value)) ** 2) / (n * (1 - chance) ** 2)
     width = 1.96 * math.sqrt(max(0.0, variance))
     return {**table, "kappa": value, "low": max(-1.0, value - width), "high": min(1.0, value + width)}
-
-
-def _both(one: Sequence[Label], two: Sequence[Label]) -> list[tuple[Any, Any]]:
-    """What two people prefer in the pairs that both judged."""
-    theirs = {label.key: label.preference for label in two if not label.repeat}
-    mine = [(label.preference, theirs.get(label.key)) for label in one if not label.repeat]
-    return [(ours, other) for ours, other in mine if ours is not None and other is not None]
 
 
 def with_model(labels: Sequence[Label], margins: Mapping[str, float]) -> dict[str, Any]:
@@ -182,19 +172,21 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         seconds = "" if person["seconds"] is None else f", {person['seconds']:.1f} s each (median)"
         out.append(f"{name}: {person['labels']} labels, {person['equal']} equal, {person['skipped']} skipped{seconds}")
         if person["same_again"]:
-            out.append(f"  the same again: {_shown(person['same_again'])}")
+            out.append(f"  the same again: {share_text(person['same_again'], count=True)}")
         for which, what in (("left", "the left one"), ("longer", "the longer one")):
             if person[which]["of"] >= FEWEST_LABELS:
-                out.append(f"  chose {what}: {_shown(person[which])}, p = {person[which]['p']:.2g} without bias")
+                out.append(
+                    f"  chose {what}: {share_text(person[which], count=True)}, p = {person[which]['p']:.2g} without bias"
+                )
     for names, both in report["between"].items():
         value = "" if both["kappa"] is None else f", κ {both['kappa']:.2f} ({both['low']:.2f} to {both['high']:.2f})"
         out.append(f"{names}: agree on {both['agreed']} of {both['pairs']} pairs{value}")
     if report.get("model"):
-        out.append(f"the previous reward model predicted {_shown(report['model'])} of the labels")
+        out.append(f"the previous reward model predicted {share_text(report['model'], count=True)} of the labels")
     return [*out, *(finding.line for finding in findings(report))]
 
 
-def _shown(of: Mapping[str, Any]) -> str:
-    if not of["of"]:
-        return "–"
-    return f"{of['share']:.0%} of {of['of']} ({of['low']:.0%} to {of['high']:.0%})"
+def share_text(of: Mapping[str, Any], count: bool = False) -> str:
+    """A share with its interval, to print."""
+    whole = f" of {of['of']}" if count else ""
+    return "–" if of["share"] is None else f"{of['share']:.0%}{whole} ({of['low']:.0%} to {of['high']:.0%})"

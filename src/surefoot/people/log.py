@@ -13,7 +13,6 @@ import json
 import os
 import random
 import time
-from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,8 +55,7 @@ class Queue:
         self.path = path
         content = read_bytes(path) if content is None else content
         self.sha256 = hashlib.sha256(content).hexdigest()
-        lines = content.removeprefix(BOM_UTF8).splitlines()
-        self.pairs = [_pair(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        self.pairs = [_pair(path, number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
         if not self.pairs:
             raise SurefootError(f"{path}: has no pairs; each line needs prompt, a and b")
 
@@ -106,7 +104,7 @@ class Queue:
 
 def _pair(path: Path, number: int, line: bytes) -> Row:
     try:
-        row = parsed(line.decode("utf-8"))
+        row = parsed(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False).encode()  # half of a character can't be shown
     except ValueError as error:
         raise SurefootError(f"{path}:{number}: can't be read ({error}); write a line of JSON for each pair") from None
@@ -173,8 +171,7 @@ class LabelLog:
             content = read_bytes(path) if path.exists() else b""
             whole = content[: content.rfind(b"\n") + 1]
             self.rows = rows_of(path, whole, queue, who)
-            first = {"queue": queue.sha256, "who": who}
-            if not self.rows and whole != _line(first):  # opened before the queue was edited
+            if not self.rows and queue.sha256.encode() not in whole:  # opened before the queue was edited
                 whole = b""
             self.file = path.open("ab", buffering=0)
         except BaseException:
@@ -183,7 +180,7 @@ class LabelLog:
         if len(whole) < len(content):
             self.file.truncate(len(whole))
         if not whole:
-            self._append(first)
+            self._append({"queue": queue.sha256, "who": who})
             flush(path.parent)
 
     def close(self) -> None:
@@ -216,7 +213,7 @@ class LabelLog:
         return key
 
     def _append(self, row: Row) -> None:
-        line, state = _line(row), os.fstat(self.file.fileno())
+        line, state = json.dumps(row).encode() + b"\n", os.fstat(self.file.fileno())
         try:
             if not os.path.samestat(os.stat(self.path), state):
                 raise OSError(0, "another file has its place")
@@ -229,10 +226,6 @@ class LabelLog:
             raise SurefootError(
                 f"{self.path}: the label is not saved ({error.strerror}); restore the file, or free space, and choose again"
             ) from None
-
-
-def _line(row: Row) -> bytes:
-    return json.dumps(row).encode() + b"\n"
 
 
 def check_person(name: str) -> None:

@@ -210,11 +210,6 @@ def policy_before(settings: RoundsSettings, folder: Path, number: int) -> str | 
     return settings.recipe.model if number == 1 else folder / f"round-{number - 1}" / "ppo"
 
 
-def reward_before(settings: RoundsSettings, folder: Path, number: int) -> Path:
-    """The reward model before a round."""
-    return settings.first_reward if number == 1 else folder / f"round-{number - 1}" / "reward"
-
-
 def _claim(settings: RoundsSettings, folder: Path, lock: ExitStack) -> None:
     """Lock the folder, and write the settings into it or compare them with those there."""
     file = folder / "rounds.json"
@@ -302,7 +297,8 @@ def _predict(settings: RoundsSettings, folder: Path, number: int, at: Round, log
 
     Raises SurefootError with ``stop_at_chance`` if that may be chance.
     """
-    rewarding = ModelReward(reward_before(settings, folder, number), device=settings.recipe.device)
+    previous = settings.first_reward if number == 1 else folder / f"round-{number - 1}" / "reward"
+    rewarding = ModelReward(previous, device=settings.recipe.device)
     pairs = at.queue.pairs
     first, second = (rewarding([pair["prompt"] for pair in pairs], [pair[side] for pair in pairs], {}).total for side in "ab")
     margins = {str(key): float(margin) for key, margin in enumerate((first - second).tolist(), 1)}
@@ -482,7 +478,7 @@ def rounds_table(reports: list[dict[str, Any]]) -> str:
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("round", lambda one: str(one["round"])),
         ("labels", lambda one: f"{one['labels']}"),
-        ("predicted", lambda one: share_text(one["predicted"])),
+        ("predicted", lambda one: agreement.share_text(one["predicted"])),
         ("proxy", lambda one: _change(one["reward"])),
         ("gold", lambda one: _change(one["gold"])),
         ("KL to the start", lambda one: _change(one["kl"])),
@@ -501,8 +497,3 @@ def rounds_table(reports: list[dict[str, Any]]) -> str:
 def _change(of: Mapping[str, float | None]) -> str:
     before, after = ("–" if of[when] is None else f"{of[when]:.2f}" for when in ("start", "trained"))
     return "–" if before == after == "–" else f"{before} → {after}"
-
-
-def share_text(of: Mapping[str, Any]) -> str:
-    """A share with its interval, to print."""
-    return "–" if of["share"] is None else f"{of['share']:.0%} ({of['low']:.0%} to {of['high']:.0%})"

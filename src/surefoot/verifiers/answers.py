@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from surefoot.errors import SurefootError, require_package
-from surefoot.verifiers.numbers import correct_number, first_number, last_number
+from surefoot.verifiers.numbers import correct_number, number_in
 from surefoot.verifiers.processes import (
     check_count,
     check_in_processes,
@@ -74,13 +74,10 @@ def numeric(
 
     Raises SurefootError for an answer that may be read in another way, such as 2^{10}, 1:30, 1.5 million or 3 and 4.
     """
-    check_number("tolerance", tolerance)
-    check_number("relative", relative)
-    check_text("after", after)
+    _check_numeric(tolerance=tolerance, relative=relative, after=after)
     scores = []
-    read = first_number if after else last_number
     for response, expected in zip(responses, _numbers(answer, after, len(responses)), strict=True):
-        actual = read(following(response, after) or "")
+        actual = number_in(following(response, after) or "", last=not after)
         allowed = max(Fraction(tolerance), Fraction(relative) * abs(expected))
         scores.append(float(actual is not None and abs(actual - expected) <= allowed))
     return scores

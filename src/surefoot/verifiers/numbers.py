@@ -21,10 +21,7 @@ _MIXED = re.compile(r"(\S+) ([0-9]+)/([0-9]+)")
 _WRAPPED = re.compile(r"\\(?:boxed|fbox|text(?:bf|rm|it)?|math(?:bf|rm|it)|mbox)\s*\{([^{}]*)\}")
 _ARGUMENT = r"\s*(?:\{\s*([-+]?[0-9]+(?:\.[0-9]+)?)\s*\}|([0-9]))"
 _FRACTION = re.compile(r"\\[dtc]?frac" + _ARGUMENT * 2)
-_UNIT = (
-    r"(?<![a-zA-Z\\])(?:[cdkm]m|ft|yd|mi|in|inch(?:es)?|feet|units?|met(?:er|re)s?|(?<=[\s/])[ms])"
-    r"|\\(?:text|mathrm|mbox)\s*\{[^{}]*\}"
-)
+_UNIT = r"(?<![a-zA-Z\\])(?:[cdkm]m|ft|yd|mi|in|feet|units?|(?<=[\s/])[ms])|\\(?:text|mathrm|mbox)\s*\{[^{}]*\}"
 _WRITTEN = (
     (re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!;:]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ""),  # 4{,}200
     (re.compile(r"\\[()\[\]]|\\(?:left|right|displaystyle)(?![a-zA-Z])"), " "),
@@ -50,14 +47,11 @@ _TERMS_AFTER = re.compile(
 """what makes a correct answer more than a number"""
 
 
-def last_number(text: str) -> Fraction | None:
-    """The last number of a text; None if it has none, one that can't be used (1/0, 1e999) or that is part of a formula."""
-    return _usable(text, last=True)
-
-
-def first_number(text: str) -> Fraction | None:
-    """The first number of a text; None in the cases of ``last_number``."""
-    return _usable(text, last=False)
+def number_in(text: str, last: bool = True) -> Fraction | None:
+    """The last or first number of a text; None if it has none, one that can't be used (1/0, 1e999), or a part of a formula."""
+    text = _plain(text)
+    found = _pick(text, last)
+    return None if found is None or _in_formula(text, found) else _fraction(found.group())
 
 
 def correct_number(text: str, last: bool) -> Fraction | None:
@@ -88,12 +82,6 @@ def correct_number(text: str, last: bool) -> Fraction | None:
 def plain_number(text: str) -> str:
     """A number without currency and separators of thousands, as Python reads it."""
     return text.translate(_PLAIN).replace(" ", "")
-
-
-def _usable(text: str, last: bool) -> Fraction | None:
-    text = _plain(text)
-    found = _pick(text, last)
-    return None if found is None or _in_formula(text, found) else _fraction(found.group())
 
 
 def _in_formula(text: str, found: re.Match[str]) -> bool:

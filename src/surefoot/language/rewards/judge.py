@@ -93,7 +93,8 @@ class Judge(Endpoint):
 
     def _questions(self, prompt: Any, response: str, row: Mapping[str, Any]) -> list[str]:
         """The prompt of the judge about one response; of a comparison, both orders."""
-        fields = {**row, "prompt": conversation_text(prompt), "response": response}
+        asked = prompt if isinstance(prompt, str) else "\n".join(f"{each['role']}: {each['content']}" for each in prompt)
+        fields = {**row, "prompt": asked, "response": response}
         if self.settings.against is None:
             return [filled(self.settings.prompt, fields)]
         other = str(row[self.settings.against])
@@ -151,11 +152,6 @@ class Judge(Endpoint):
 def filled(template: str, fields: Mapping[str, Any]) -> str:
     """The template with its {names} replaced, in one pass: braces in a response stay as they are."""
     return re.sub(r"\{(\w+)\}", lambda match: str(fields[match[1]]) if match[1] in fields else match[0], template)
-
-
-def conversation_text(prompt: Any) -> str:
-    """A prompt as text: of a conversation, each message after its role."""
-    return prompt if isinstance(prompt, str) else "\n".join(f"{each['role']}: {each['content']}" for each in prompt)
 
 
 def json_value(answer: str, key: str) -> str | None:
