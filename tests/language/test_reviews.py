@@ -5,7 +5,6 @@ import math
 import pytest
 
 from surefoot.language.tasks.reviews import (
-    BEST,
     HELD_OUT,
     LONGEST,
     PRODUCTS,
@@ -34,6 +33,7 @@ def test_gold_scores_each_part():
         ("the wheel is great.", {"praise": 0.5, "on_topic": 0.25}),
         ("i hate the wheel.", {"on_topic": 0.25, "blame": -0.5}),
         ("i love it. the wheel is great. the chain feels fine.", {"praise": 1.5, "on_topic": 0.5}),
+        ("i love it. i like it. the wheel is great. the chain is fine. the brake is solid.", {"praise": 1.5, "on_topic": 0.5}),
         ("the sole is great.", {"praise": 0.5, "off_topic": -0.5}),
         ("i love the lamp.", {"praise": 0.5, "off_topic": -0.5}),
         ("i love the bike.", {"praise": 0.5}),
@@ -47,12 +47,6 @@ def test_gold_scores_each_part():
     ]:
         assert parts(response) == expected
         assert gold([BIKE], [response]) == [sum(expected.values())]
-
-
-def test_praise_and_on_topic_scores_are_capped():
-    four = "i love it. i like it. the wheel is great. the chain is fine. the brake is solid."
-    assert parts(four) == {"praise": 1.5, "on_topic": 0.5}
-    assert gold([BIKE], [four]) == [BEST]
 
 
 def test_gold_depends_on_the_product_in_the_prompt():

@@ -1,7 +1,6 @@
 """Iterated rounds: labels, training data, the starting point of each run, and exact continuation after a stop."""
 
 import json
-import random
 import shutil
 import sys
 import time
@@ -22,7 +21,6 @@ from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import read_rows
-from surefoot.language.pairs import prefers_first
 from surefoot.people.log import LabelLog, Round
 from surefoot.ranks import collectives
 from surefoot.recipes.language import LanguageRecipe
@@ -262,13 +260,6 @@ def test_a_damaged_report_of_a_round_is_one_line(text: str, start: Path) -> None
     with pytest.raises(SurefootError, match=r"round\.json: .*; remove this file") as raised:
         run_rounds(plan, start / "rounds", 1, lambda recipe, run: Display())
     assert "\n" not in str(raised.value)
-
-
-def test_preferences_are_exact_without_noise_and_bradley_terry_with_noise() -> None:
-    draw = random.Random(1)
-    assert (prefers_first(2, 1, 0, draw), prefers_first(1, 2, 0, draw), prefers_first(1, 1, 0, draw)) == (True, False, None)
-    share = sum(bool(prefers_first(1.5, 1.0, 0.25, draw)) for _ in range(4000)) / 4000
-    assert share == pytest.approx(0.8808, abs=0.02), "σ(2)"
 
 
 def test_with_people_as_judge_a_command_samples_waits_for_labels_and_goes_on_from_them(start: Path, command: Command) -> None:

@@ -178,9 +178,6 @@ def test_what_is_wrong_with_labels_is_one_line(here: Round) -> None:
         with pytest.raises(SurefootError, match=what):
             log.choose(key, choice, 1)
     log.close()
-    for name in ("a/b", "..", ".ann", "a\nb", "", "ann "):
-        with pytest.raises(SurefootError, match=r"^who="):
-            log_of(here, name)
     here.close()
     file = here.folder / LABELS / "ann.jsonl"
     text = file.read_text()
@@ -240,7 +237,7 @@ def test_bad_input_is_one_line_with_exit_code_2_and_changes_no_label(
         code, _, err = command(*words)
         assert (code, err.count("\n"), what in err) == (2, 1, True), err
 
-    for name in ("a/b", "..", "", "x" * 300):
+    for name in ("a/b", "..", ".ann", "a\nb", "", "ann ", "x" * 300):
         rejected("can't be the name of a file of labels", "label", run, "--who", name)
     rejected("in use by another page", "label", "pairs.jsonl", "--who", "bo", "--no-browser")
     rejected("has no labels to train on; label pairs first", "label", run, "--close")

@@ -98,7 +98,6 @@ def test_each_of_several_people_is_asked_a_pair_again_after_others_and_undo_show
                 page.choose(asked[-1], "left", 10**7 * (len(asked) == 1) + 2000, state["row"])
             assert state["seconds"] == 2, "not those of a break"
             repeats = [key for key in asked if key.endswith("#2")]
-            assert len(repeats) == 10
             assert all(asked.index(key) - asked.index(key[:-2]) > APART for key in repeats)
             assert page.undo(state["row"])["pair"]["key"] == asked[-1]
             page.choose(asked[0], "equal", 1, len(log.rows))
