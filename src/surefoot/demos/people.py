@@ -17,8 +17,7 @@ from surefoot.files import write_text
 from surefoot.language.data.rows import rows_text
 from surefoot.language.language_model import load_language_model
 from surefoot.language.tasks import reviews
-from surefoot.people import agreement
-from surefoot.people.agreement import share_text
+from surefoot.people.agreement import share, share_text
 from surefoot.people.log import LABELS, QUEUE, Round, labelled, write_log
 from surefoot.ranks.collectives import on_first
 from surefoot.recipes.language import LanguageRecipe
@@ -94,7 +93,7 @@ def report(judge: str, folder: Path, seed: int, started: float) -> dict[str, Any
     rounds = [read_listed_table(folder / "rounds" / f"round-{number}" / "round.json") for number in (1, ROUNDS)]
     predicted = [of["predicted"] for of in rounds]
     better = [label.preference for label in Round(folder / "compared").labels if not label.repeat]
-    preferred = agreement.share(better.count("b"), better.count("a") + better.count("b"))
+    preferred = share(better.count("b"), better.count("a") + better.count("b"))
     print(f"\n{'What was learned of you':48}{'before':>22}{'after':>22}")
     print(f"{'your labels predicted by the reward model':48}{share_text(predicted[0]):>22}{share_text(predicted[1]):>22}")
     print(f"{'your choice between the SFT model and the trained':48}{'50% of each':>22}{share_text(preferred):>22}")

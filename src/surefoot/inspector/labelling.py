@@ -91,8 +91,7 @@ class Comparison:
         pair = self.log.queue[key]
         if side not in SIDES or "video_a" not in pair:
             raise FileNotFoundError(side)
-        file: str = pair[f"video_{self._shown(key)[side]}"]
-        return self.log.queue.path.parent / file
+        return self.log.queue.path.parent / str(pair[f"video_{self._shown(key)[side]}"])
 
     def _shown(self, key: str) -> dict[str, str]:
         """Which answer is on each side."""

@@ -205,8 +205,7 @@ class LabelLog:
 
     def undo(self) -> str | None:
         """Take back the label that was given last, if there is one, and return its key."""
-        key = next(reversed(self.labels), None)
-        if key is not None:
+        if key := next(reversed(self.labels), None):
             row = {"key": key, "undo": True, "at": round(time.time(), 3)}
             self._append(row)
             self.rows.append(row)
@@ -230,8 +229,8 @@ class LabelLog:
 
 def check_person(name: str) -> None:
     """Raise SurefootError for a name that can't be that of a file."""
-    wrong = not name.isprintable() or name != name.strip() or name.startswith(".") or "/" in name or "\\" in name
-    if wrong or not 0 < len(name.encode()) < 100:
+    plain = name.isprintable() and name == name.strip().lstrip(".") and {"/", "\\"}.isdisjoint(name)
+    if not plain or not 0 < len(name.encode()) < 100:
         raise SurefootError(f"who={name!r:.60}: can't be the name of a file of labels; use letters, digits, - and _")
 
 
