@@ -59,18 +59,6 @@ def test_another_device_has_the_same_hash_and_sums(dtype: torch.dtype, size: int
     torch.testing.assert_close([float(each) for each in sums], [float(each) for each in measure(x, start)[1:]])
 
 
-def test_order_and_sign_change_the_hash_and_the_projection_but_not_the_norm() -> None:
-    x = torch.randn(100)
-    for other in (x.flip(0), -x):
-        (number, square, sign), (its_number, its_square, its_sign) = measure(x), measure(other)
-        assert int(number) != int(its_number)
-        assert abs(float(square - its_square)) < 1e-9
-        assert abs(float(sign - its_sign)) > 0.1
-    pairs = torch.ones(8)
-    pairs[[1, 5]] = -1.0
-    assert hashed(pairs) != hashed(torch.ones(8)), "an even number of signs"
-
-
 def updated(objective: Objective = ONE, change: float = 0.0, taken: bool = True, rollout: Rollout | None = None) -> Learner:
     policy = TinyPolicy(seed=1)
     learner = Learner(policy, objective, LearnerSettings(AdamSettings(1e-2)))

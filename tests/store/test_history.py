@@ -13,7 +13,7 @@ from surefoot.inspector.curves import Columns
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.store.manifest import MANIFEST
-from surefoot.store.metrics import FingerprintFile, cut_back, read_metrics
+from surefoot.store.metrics import cut_back, fingerprint_file, read_metrics
 from surefoot.store.reading import History, read_fingerprints, rising
 
 NONSENSE = {
@@ -291,7 +291,7 @@ def test_no_command_shows_a_traceback_for_invalid_metrics(surefoot, run, tmp_pat
 
 def test_a_row_is_in_its_file_at_once_and_a_run_goes_on_after_the_rows_up_to_its_iteration(tmp_path):
     for iteration, machine, written, there in [(0, "a", 3, [1, 1, 2, 3]), (2, "a", 0, [1, 1, 2]), (2, "b", 1, [1, 1, 2, 3, 3])]:
-        file = FingerprintFile(tmp_path, iteration, {"processor": machine})
+        file = fingerprint_file(tmp_path, iteration, {"processor": machine})
         for later in range(written):
             file.write({"iteration": iteration + 1 + later})
         assert [at for at, _ in read_fingerprints(tmp_path).lines] == there

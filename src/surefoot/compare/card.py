@@ -83,7 +83,7 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
     """
     run = read_run(path)
     checkpoint = chosen_checkpoint(path, options.checkpoint)
-    recipe, notes = public_recipe(make_recipe(read_toml(path / "config.toml")), options.publish)
+    recipe, notes = public_recipe(run.recipe, options.publish)
     card = Card(run, recipe, name, int(checkpoint.name), options.license)
     if options.verify:
         card.verified = _verified(path)

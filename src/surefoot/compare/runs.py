@@ -11,12 +11,11 @@ from typing import Any
 from surefoot.compare.statistics import finite, interquartile_mean, mean, mean_interval, score_interval
 from surefoot.diagnostics.findings import findings_in, without_findings
 from surefoot.errors import SurefootError
-from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import flatten, make_recipe
+from surefoot.recipes.reading import flatten
 from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.finding import Finding
-from surefoot.store.folder import CHANGE_NOTHING, changed_since, sources_in
+from surefoot.store.folder import CHANGE_NOTHING, changed_since, recipe_of, sources_in
 from surefoot.store.manifest import read_listed_table
 from surefoot.store.metrics import FILE, read_history
 from surefoot.store.reading import History, check_is_run, read_samples, samples_in
@@ -117,12 +116,7 @@ def read_run(path: Path) -> SavedRun:
     Raises SurefootError if it is not a run or has no metrics yet.
     """
     check_is_run(path)
-    table = read_toml(path / "config.toml")
-    try:
-        recipe = make_recipe(table)
-    except SurefootError as error:
-        raise SurefootError(f"{path / 'config.toml'}: {error}") from None
-    history = read_history(path)
+    recipe, history = recipe_of(path), read_history(path)
     if not history.rows:
         why = f"has no metrics yet; wait for its first iteration, or continue it if it was stopped: surefoot resume {path}"
         raise SurefootError(f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; no row is left")

@@ -6,6 +6,7 @@ ranks may share the work; a stage whose numbers several ranks hold in parts has 
 
 import math
 import time
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -29,6 +30,8 @@ MEASURED = 10
 """iterations whose time decides how often fingerprints are taken"""
 SHARE = 0.01
 """of an iteration's time that they may take"""
+LARGEST_TAKEN = 2**20
+"""bytes of the actions of an iteration that a rank records: their shape, and float32 numbers in base64"""
 WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int32"}
 """whole numbers as wide as an element, or half as wide"""
 HIGH = 0x5851F42D4C957F2D
@@ -105,11 +108,20 @@ def _measure_on_device(flat: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor
     return number, square, sign
 
 
-def _bits(tensors: Iterable[Parts]) -> list[int]:
-    return [int(bit_sum(x)) for parts in tensors for x, _ in parts]
+def _bits(parts: Parts) -> list[int]:
+    return [int(bit_sum(x)) for x, _ in parts]
 
 
 Group = FlatParameters | Optimizer
+
+
+def _joined(groups: Iterable[Group], gradients: bool = False) -> Parts:
+    """What this rank has of some groups of parameters, as parts of one tensor: they are the same in one group or in two."""
+    parts, start = [], 0
+    for group in groups:
+        parts += [(x, start + first) for x, first in group.parts(gradients)]
+        start += sum(p.numel() for p in group.parameters)
+    return parts
 
 
 class Fingerprints:
@@ -122,7 +134,10 @@ class Fingerprints:
         self.every, self.message = every, ""
         """the message says so once if not every iteration has one"""
         self.wanted = True
-        """the next iteration has them, whatever ``every``: the first, and those after checkpoints, where ``verify`` begins"""
+        """the next iteration has them, whatever ``every``: the first, and those after checkpoints, where ``verify`` begins. It
+        has the actions too: another processor would round to others, with which a simulator soon is elsewhere"""
+        self._taken: list[Any] | None = None
+        """the actions of this rank, if this iteration records them"""
         self.row: dict[str, Fingerprint] | None = None
         """of the last update; None if it was not due, or not finished"""
         self._parts: list[tuple[str, int, Any, Any, Any]] = []
@@ -136,17 +151,20 @@ class Fingerprints:
     def due(self, state: LearnerState) -> bool:
         """Whether the iteration that is being updated has fingerprints; the same on all ranks."""
         self._parts, self.row = [], None
-        wanted, self.wanted = self.wanted, False
-        return wanted or (state.iteration + 1) % (self.every or 1) == 0
+        return self.wanted or (state.iteration + 1) % (self.every or 1) == 0
 
     def begin(self, groups: Iterable[Group], rollout: Rollout, credit: Credit) -> None:
         """Add the stages before an update of some groups of parameters."""
         began = time.perf_counter()
-        parts = [group.parts() for group in groups]
+        actions = rollout.actions  # choices are the same elsewhere
+        small = self.wanted and actions.is_floating_point() and actions.nbytes <= LARGEST_TAKEN
+        numbers = b64encode(actions.float().cpu().contiguous().numpy().tobytes()).decode() if small else ""
+        self._taken = [list(actions.shape), numbers] if small else None
+        parts = _joined(groups)
         if self._updated and _bits(parts) == self._bits:  # nobody has moved them since the last update
             self._parts = [("weights", *numbers) for numbers in self._updated]
         else:
-            self._add("weights", *parts)
+            self._add("weights", parts)
         mask, rows = rollout.mask, len(rollout.mask)
         every_step = bool(mask.all())
         kept = rows * mask.shape[1] if every_step else int(mask.sum())
@@ -169,32 +187,36 @@ class Fingerprints:
     def first_step(self, step: PendingStep, order: Sequence[Tensor]) -> None:
         """Add the first step of an update before it is taken, and the order in which rows were drawn for it.
 
-        A step whose gradient is inside a program has the terms of its loss and the norms of its gradient.
+        A step whose gradient is inside a program has the terms of its loss and the norms of its gradient instead.
         """
         began = time.perf_counter()
         # Every rank has an order of its own.
         self._add("order", [(x, rank() * CHUNK * CHUNK) for x in order[:1]])
-        numbers = torch.tensor([*step.norms.values(), *step.terms.values()], dtype=torch.float64)
-        gradients = [group.parts(gradients=True) for group in step.gradients_of]
-        self._add("gradient", *gradients or [[(numbers, 0)] if rank() == 0 else []])
+        if step.gradients_of:
+            self._add("gradient", _joined(step.gradients_of, gradients=True))
+        elif rank() == 0:
+            numbers = torch.tensor([*step.norms.values(), *step.terms.values()], dtype=torch.float64)
+            self._add("terms", [(numbers, 0)])
         self.seconds += time.perf_counter() - began
 
     def end(self, groups: Iterable[Group]) -> None:
         """Add the stage after an update, and sum up those of all ranks."""
         began = time.perf_counter()
-        parts, before = [group.parts() for group in groups], len(self._parts)
-        self._add("updated", *parts)
+        self.wanted, parts, before = False, _joined(groups), len(self._parts)
+        self._add("updated", parts)
         self._updated, self._bits = [numbers for _, *numbers in self._parts[before:]], _bits(parts)
         whole: dict[str, list[Any]] = {}
-        for each in exchange(
-            [(stage, factor * int(number), float(a), float(b)) for stage, factor, number, a, b in self._parts]
-        ):
-            for stage, *numbers in each:
+        mine = [(stage, factor * int(number), float(a), float(b)) for stage, factor, number, a, b in self._parts]
+        ranks, taken = zip(*exchange((mine, self._taken)), strict=True)
+        for of_rank in ranks:
+            for stage, *numbers in of_rank:
                 whole[stage] = [before + x for before, x in zip(whole.get(stage, (0, 0.0, 0.0)), numbers, strict=True)]
         self.row = {
             stage: [f"{_mixed(number):016x}", *(x if math.isfinite(x) else None for x in (math.sqrt(square), sign))]
             for stage, (number, square, sign) in whole.items()
         }
+        if all(taken):
+            self.row["taken"] = list(taken)
         self._measure(time.perf_counter() - began)
 
     def _add(self, stage: str, *tensors: Parts) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 from surefoot.diagnostics.findings import damaged_files
 from surefoot.errors import SurefootError
-from surefoot.files import read_bytes, read_toml
-from surefoot.recipes.reading import make_recipe
+from surefoot.files import read_bytes
 from surefoot.store.checkpoint import checkpoints_in
-from surefoot.store.folder import CHANGE_NOTHING, differences, table_differences, with_own_rows, working_folder
+from surefoot.store.folder import CHANGE_NOTHING, differences, recipe_differences, recipe_of, table_differences, working_folder
 from surefoot.store.manifest import read_listed_table
 from surefoot.store.metrics import FILE, read_history
 from surefoot.store.reading import STAGES, check_is_run, read_fingerprints
@@ -27,7 +26,7 @@ CLOSE = 1e-4
 IRRELEVANT = ("checkpoint.", "traces.", "evaluation.", *(f"{name}: " for name in CHANGE_NOTHING))
 """beginnings of lines about fields of the recipe that change no fingerprint"""
 WHY = {
-    "weights": "the first weights: another start, or code that sets them",
+    "weights": "what set the weights: another start, a callback, or an iteration without fingerprints",
     "inputs": "the task or the data: another environment, other rows, or their order",
     "actions": "the sampling of actions: its random numbers, or the sampler",
     "log_probs": "how log-probabilities are computed: the network, its precision or the reference",
@@ -35,6 +34,7 @@ WHY = {
     "advantages": "the critic's values, or how advantages are computed",
     "order": "the random numbers that shuffle the rows",
     "gradient": "the loss, or how its gradient is computed",
+    "terms": "the loss, or how its gradient is computed",
     "updated": "the optimizer: its settings or state, or a callback",
 }
 """what a stage rests on that those before it do not"""
@@ -60,21 +60,29 @@ class Parting:
 
 
 def partings(a: Rows, b: Rows) -> list[Parting]:
-    """The stages in which two runs differ, in their order, of all iterations that both have."""
+    """The stages in which two runs differ, in their order, of all that both have."""
     return [
-        Parting(iteration, stage, _distance(one, other))
+        Parting(iteration, stage, _distance(one[stage], other[stage]))
         for iteration in sorted(a.keys() & b.keys())
+        for one, other in [(a[iteration], b[iteration])]
         for stage in STAGES
-        for one, other in [(a[iteration].get(stage), b[iteration].get(stage))]
-        if (one and one[0]) != (other and other[0])
+        if stage in one and stage in other and one[stage][0] != other[stage][0]
     ]
 
 
-def _distance(one: Sequence[Any] | None, other: Sequence[Any] | None) -> float:
-    if one is None or other is None or None in one or None in other:
+def _distance(one: Sequence[Any], other: Sequence[Any]) -> float:
+    if None in one or None in other:
         return math.inf
     apart: float = max(abs(x - y) for x, y in zip(one[1:], other[1:], strict=True))
     return apart / scale if (scale := max(abs(one[1]), abs(other[1]))) else apart
+
+
+def named(compared: Sequence[int]) -> str:
+    """The iterations that were compared, in words."""
+    first, last = compared[0], compared[-1]
+    span = f"iteration {last:,}" if first == last else f"iterations {first:,}–{last:,}"
+    sparse = f" ({len(compared):,} compared; the others have no fingerprints)" if len(compared) <= last - first else ""
+    return f"{span}{sparse}"
 
 
 def machine_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -97,6 +105,8 @@ class Difference:
     """what they differ in besides their numbers"""
     damaged: list[str]
     """files of theirs that are not what a run wrote"""
+    longer: str = ""
+    """which of them goes on after the other's last iteration, in words"""
 
     @property
     def same(self) -> bool:
@@ -109,13 +119,12 @@ class Difference:
         if not self.compared:
             common = f"{self.a} and {self.b} have no iteration with fingerprints in common"
             return [common, *(f"they differ in {line}" for line in self.causes), *self.damaged]
-        last = self.compared[-1]
         if self.first is None:
-            part = f"the same to the last bit, iterations {self.compared[0]:,}–{last:,}"
+            part = f"the same to the last bit, {named(self.compared)}{self.longer}"
             return [part, *(f"although {line}" for line in self.causes), *self.damaged]
         after = f", after {self.before:,}, which is the same" if 0 < self.before < self.first.iteration - 1 else ""
-        why = [f"cause: {line}" for line in self.causes] or [f"no cause is recorded; look at {WHY[self.first.stage]}"]
-        return [f"part in {self.first.text}{after}", *why, *self.damaged]
+        causes = [f"cause: {line}" for line in (*self.causes, *self.damaged)]
+        return [f"part in {self.first.text}{after}", *(causes or [f"no cause is recorded; look at {WHY[self.first.stage]}"])]
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values."""
@@ -132,20 +141,20 @@ def compare_runs(a: Path, b: Path) -> Difference:
     first, compared = next(iter(partings(one.rows, other.rows)), None), sorted(one.rows.keys() & other.rows.keys())
     at = compared[-1] if first is None and compared else first.iteration if first else 1
     before = max((iteration for iteration in compared if iteration < at), default=0)
-    fields = table_differences(_table(a), _table(b))
-    found = [f"recipe: {line}" for line in fields if not line.startswith(IRRELEVANT)]
-    found += [f"{line}{_of_files(line, (a, b))}" for line in _in_checkpoints(a, b, "sources")]
-    found += [f"{part}: {line}" for part in ("model", "code") for line in _in_checkpoints(a, b, part)]
+    tables = [_in_checkpoint(run, "recipe") or recipe_of(run).table for run in (a, b)]
+    found = [f"recipe: {line}" for line in table_differences(*tables) if not line.startswith(IRRELEVANT)]
+    for part in ("sources", "model", "code"):
+        known = [_shown(_in_checkpoint(run, part)) for run in (a, b)]
+        lines = differences(*known) if all(known) else []
+        found += [f"{line}{_of_files(line, (a, b))}" if part == "sources" else f"{part}: {line}" for line in lines]
     # Of a run that was resumed elsewhere, the machine counts that computed the iteration.
     machines = [record.machine_of(at) for record in (one, other)]
     found += [line for line in machine_differences(*machines) if all(machines) and f"recipe: {line}" not in found]
-    if first and (first.iteration, first.stage) == (1, "weights") and not found and (model := _table(a).get("model")):
+    if first and (first.iteration, first.stage) == (1, "weights") and not found and (model := tables[0].get("model")):
         found = [f"weights of model={model!r}"]
-    return Difference(a, b, compared, first, before, found, [*damaged_in(a), *damaged_in(b)])
-
-
-def _table(run: Path) -> dict[str, Any]:
-    return make_recipe(with_own_rows(read_toml(run / "config.toml"), run)).table
+    ends = sorted((rows[-1]["iteration"], run) for run in (a, b) if (rows := read_history(run).rows))
+    longer = f"; {ends[1][1]} goes on to iteration {ends[1][0]:,}" if ends and ends[0][0] < ends[-1][0] else ""
+    return Difference(a, b, compared, first, before, found, [*damaged_in(a), *damaged_in(b)], longer)
 
 
 def _of_files(line: str, runs: Sequence[Path]) -> str:
@@ -158,17 +167,12 @@ def _of_files(line: str, runs: Sequence[Path]) -> str:
     return " (the same rows, other tokens)" if rows[0] == rows[1] else " (the same rows in another order)"
 
 
-def _in_checkpoints(a: Path, b: Path, part: str) -> list[str]:
-    """How a part of the newest checkpoints differs, with hashes instead of long texts: of rows and base weights, of the model's
-    config and tokenizer, or of the user's code and its packages; empty if it is unknown of one.
-    """
+def _in_checkpoint(run: Path, part: str) -> dict[str, Any]:
+    """A part of the newest checkpoint, such as the recipe, or the hashes of rows and weights; empty if it is unknown."""
     with suppress(SurefootError, IndexError):
-        tables = [read_listed_table(checkpoints_in(run / "checkpoints")[-1] / f"{part}.json") for run in (a, b)]
-        one, other = (
-            {key: _shown(value) for key, value in table.items() if key not in ("roots", "search")} for table in tables
-        )
-        return differences(one, other)
-    return []
+        table = read_listed_table(checkpoints_in(run / "checkpoints")[-1] / f"{part}.json")
+        return {key: value for key, value in table.items() if key not in ("roots", "search")}
+    return {}
 
 
 def _shown(value: Any) -> Any:
@@ -181,5 +185,12 @@ def _shown(value: Any) -> Any:
 
 def damaged_in(run: Path) -> list[str]:
     """The files of a run that are not what it wrote."""
-    metrics = read_history(run).fault
-    return [f"{run / fault}" for fault in [*damaged_files(run), *([f"{FILE} {metrics}"] if metrics else [])]]
+    faults, metrics = damaged_files(run), read_history(run).fault
+    faults += [f"{FILE} {metrics}"] if metrics else []
+    if written := _in_checkpoint(run, "recipe"):
+        try:
+            changed = recipe_differences(written, recipe_of(run))
+        except SurefootError as error:
+            changed = [str(error).removeprefix(f"{run / 'config.toml'}: ")]
+        faults += [f"config.toml: changed since the newest checkpoint ({'; '.join(changed)})"] if changed else []
+    return [f"{run / fault}" for fault in faults]

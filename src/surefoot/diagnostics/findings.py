@@ -16,13 +16,11 @@ from surefoot.diagnostics.reward_findings import REWARD_CHECKS
 from surefoot.diagnostics.supervised_findings import SUPERVISED_CHECKS
 from surefoot.diagnostics.update_findings import UPDATE_CHECKS
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import read_toml
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import make_recipe
 from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.events import Event, IterationEnd, RunEnd, RunStart
 from surefoot.store.finding import SEVERITIES, Evidence, Finding
-from surefoot.store.folder import changed_since, lost_checkpoints, working_folder
+from surefoot.store.folder import changed_since, lost_checkpoints, recipe_of, working_folder
 from surefoot.store.manifest import LISTING, MANIFEST, check_folder, check_listed
 from surefoot.store.metrics import FILE, read_history, read_metrics
 from surefoot.store.reading import (
@@ -98,7 +96,7 @@ def check_run(folder: str | Path, hashed: bool = True) -> RunCheck:
     path = Path(folder)
     check_is_run(path)
     others = [tracker_failed(name, str(entry["failed"])) for name, entry in read_trackers(path).items() if "failed" in entry]
-    history, recipe = read_history(path), make_recipe(read_toml(path / "config.toml"))
+    history, recipe = read_history(path), recipe_of(path)
     checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
     if lost := _lost_checkpoints(path, recipe):
         others.append(checkpoints_lost(lost))

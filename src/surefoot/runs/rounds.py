@@ -46,7 +46,7 @@ from surefoot.recipes.callables import import_object
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.store.events import Listener
-from surefoot.store.folder import CHANGE_NOTHING, RunFolder, folder_lock, match_settings
+from surefoot.store.folder import CHANGE_NOTHING, RunFolder, folder_lock, match_settings, recipe_of
 from surefoot.store.manifest import check_listed, read_listed_table, write_listed
 from surefoot.store.reading import FINISHED
 from surefoot.store.source import NAMED
@@ -196,7 +196,7 @@ def _same_model(name: str, run: Path) -> bool:
 
 def reward_recipe(settings: RoundsSettings, here: Path, pairs: int) -> Recipe:
     """The recipe of a round's reward model: the first one's, with as many epochs over the present pairs."""
-    table = to_table(make_recipe(read_toml(settings.first_reward / "config.toml")))
+    table = to_table(recipe_of(settings.first_reward))
     before = sum(1 for _ in _rows_of(table))
     if isinstance(table.get("adapter"), dict):
         table["adapter"]["merge"] = True  # the next round starts from its whole model

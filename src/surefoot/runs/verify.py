@@ -13,20 +13,18 @@ import torch
 from surefoot.core.fingerprints import Fingerprints
 from surefoot.core.rollout import LearnerState
 from surefoot.core.seeding import as_found, prepare_gpu
-from surefoot.diagnostics.differences import CLOSE, WHY, Parting, machine_differences, partings
+from surefoot.diagnostics.differences import CLOSE, WHY, Parting, machine_differences, named, partings
 from surefoot.errors import SurefootError
-from surefoot.files import read_toml
-from surefoot.ranks.collectives import world_size
+from surefoot.ranks.collectives import rank, world_size
 from surefoot.ranks.launching import choose_gpu, join_ranks
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions, with_task
-from surefoot.recipes.reading import make_recipe
 from surefoot.runs.callbacks import Callback
 from surefoot.runs.factory import make_world, start_from
 from surefoot.runs.session import Session
 from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.events import Event, UpdateEnd
-from surefoot.store.folder import changed_since, machine, with_own_rows, working_folder
+from surefoot.store.folder import changed_since, machine, recipe_of, working_folder
 from surefoot.store.hub import local_folder
 from surefoot.store.manifest import fault_of, read_listed_table
 from surefoot.store.reading import FINGERPRINTS, Fingerprinted, check_is_run, read_fingerprints
@@ -76,7 +74,9 @@ class Plan:
     @property
     def taken(self) -> dict[int, Any]:
         """Recorded actions, which another machine takes: its own would differ in the last bits, and a simulator soon in all."""
-        return self.record.taken if self.elsewhere else {}
+        if not self.elsewhere or getattr(self.recipe, "cloning", None) is not None:  # whose rows have theirs
+            return {}
+        return {at: each for at, each in self.record.taken.items() if len(each) == self.ranks}
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,14 @@ class Verified:
     @property
     def line(self) -> str:
         """The result in one line."""
-        first, last = self.compared[0], self.compared[-1]
-        named = f"iterations {first:,}–{last:,} repeat" if last > first else f"iteration {last:,} repeats"
         if self.largest is None:
-            sparse = "" if len(self.compared) == last - first + 1 else f" ({len(self.compared):,} of them have fingerprints)"
-            return f"{named} to the last bit{sparse}{self.plan.given}"
-        other = f"; {'; '.join(self.plan.elsewhere)}" if self.plan.elsewhere else ""
+            return f"{named(self.compared)} repeat{'s' * (len(self.compared) == 1)} to the last bit{self.plan.given}"
+        other = "".join(f"; {line}" for line in self.plan.elsewhere if line not in self.changed)
         if self.result == "close":
             return f"close: {self.largest.text}{other}"
         changed = f"; changed since: {'; '.join(self.changed)}" if self.changed else ""
         place = self.first or self.largest
-        why = "" if changed or other else f"; the same machine and recipe, so look at {WHY[place.stage]}"
+        why = "" if changed or other else f"; no cause is recorded; look at {WHY[place.stage]}"
         return f"{place.text}{changed}{other}{why}"
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +139,7 @@ def plan_of(run: str | Path, iteration: int | None = None, every: bool = False) 
         raise SurefootError(f"{shown}: has no {FINGERPRINTS} to compare with; train it again with fingerprints = true")
     if record.fault:
         raise SurefootError(f"{shown / FINGERPRINTS}: {record.fault}; copy the run again, or compare it with: surefoot diff")
-    recipe = make_recipe(with_own_rows(read_toml(path / "config.toml"), shown))
+    recipe = recipe_of(path, shown)
     starts = {} if every else {_iteration_of(folder): folder for folder in checkpoints_in(path / "checkpoints")}
     last = max(record.rows) if iteration is None else iteration
     if last not in record.rows:
@@ -183,7 +180,8 @@ def verify(
     choose_gpu(plan.recipe.device)
     prepare_gpu(plan.recipe.device, plan.recipe.deterministic)
     torch.set_num_threads(plan.recipe.threads)
-    changed = changed_since(plan.checkpoint, plan.recipe, began_in)
+    newest = next(reversed(checkpoints_in(path / "checkpoints")), None)
+    changed = changed_since(plan.checkpoint or newest, plan.recipe, began_in)
     repeated: dict[int, Mapping[str, Any]] = {}
 
     def listener(event: Event) -> None:
@@ -232,7 +230,7 @@ def _take(collector: Any, agent: Any, state: LearnerState, taken: Mapping[int, A
         act, recorded = actor(*arguments), taken.get(state.iteration + 1)
         if recorded is None:
             return act
-        shape, numbers = recorded
+        shape, numbers = recorded[rank()]
         actions = torch.frombuffer(bytearray(b64decode(numbers)), dtype=torch.float32).view(*shape)
         steps = iter(actions.unbind(1))
 

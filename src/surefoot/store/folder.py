@@ -217,7 +217,7 @@ class RunFolder:
 
     def recipe(self) -> Recipe:
         """The recipe as config.toml has it now."""
-        return make_recipe(with_own_rows(read_toml(self.path / "config.toml"), self.shown))
+        return recipe_of(self.path, self.shown)
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Replace config.toml (a run that was extended, or changed on purpose)."""
@@ -283,22 +283,24 @@ def lost_checkpoints(run: Path, recipe: Recipe) -> str | None:
     return None
 
 
-def with_own_rows(table: Mapping[str, Any], run: Path) -> dict[str, Any]:
-    """The tables of a run's recipe, with its rows where the run's folder is now, if it was moved."""
+def recipe_of(run: Path, shown: Path | None = None) -> Recipe:
+    """The recipe of a run, with its rows where the folder is now, if it was moved. Errors name the file, as ``shown``."""
+    file, shown = run / "config.toml", shown or run
 
     def path_of(field: str, value: Any) -> Any:
         match = SAVED_ROWS.fullmatch(str(value))
-        if match is None:
+        here = [] if match is None else [path for path in (Path(value), shown / ROWS / match[1]) if path.is_file()]
+        if not here:
             return value
-        file = next((path for path in (Path(value), run / ROWS / match[1]) if path.is_file()), None)
-        if file is None:
-            return value
-        if fingerprint(file)["sha256"][:16] != file.stem.rpartition("-")[2]:
+        if fingerprint(here[0])["sha256"][:16] != here[0].stem.rpartition("-")[2]:
             fault = "does not match the SHA-256 in its name (changed or damaged); copy it again"
-            raise SurefootError(f"{field}={str(file)!r}: {fault}")
-        return str(value) if file == Path(value) else str(file)
+            raise SurefootError(f"{field}={str(here[0])!r}: {fault}")
+        return str(value) if here[0] == Path(value) else str(here[0])
 
-    return with_row_fields(table, path_of)
+    try:
+        return make_recipe(with_row_fields(read_toml(file), path_of))
+    except SurefootError as error:
+        raise SurefootError(f"{shown / file.name}: {str(error).removeprefix(f'{file}: ')}") from None
 
 
 def _by_content(table: Mapping[str, Any]) -> dict[str, Any]:

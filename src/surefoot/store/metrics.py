@@ -3,19 +3,16 @@
 import contextlib
 import hashlib
 import json
-from base64 import b64encode
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from surefoot.files import FULL, read_bytes, write_bytes, writing
 from surefoot.store.checkpoint import checkpoints_in, written_before
-from surefoot.store.events import Event, IterationEnd, RolloutEnd, RunEnd, UpdateEnd
+from surefoot.store.events import Event, IterationEnd, RunEnd, UpdateEnd
 from surefoot.store.manifest import flush
 from surefoot.store.reading import FINGERPRINTS, History, Row, read_fingerprints
 
-LARGEST_TAKEN = 2**20
-"""bytes of the actions of an iteration that are recorded"""
 FILE = "metrics.jsonl"
 DAMAGED = "metrics.damaged.jsonl"
 
@@ -27,7 +24,7 @@ def read_history(run: Path) -> History:
     """
     checkpoints = checkpoints_in(run / "checkpoints")  # first: a run that goes on writes its metrics before its checkpoint
     written = written_before(checkpoints[-1]) if checkpoints else None
-    return History(_text_of(run / FILE), written)
+    return History(read_bytes(run / FILE) if (run / FILE).exists() else b"", written)
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -35,13 +32,7 @@ def read_metrics(path: Path) -> list[Row]:
 
     Raises SurefootError when it can't be read.
     """
-    return History(_text_of(path)).rows
-
-
-def _text_of(path: Path) -> bytes:
-    if not path.exists():
-        return b""
-    return read_bytes(path)
+    return History(read_bytes(path) if path.exists() else b"").rows
 
 
 class RowFile:
@@ -90,42 +81,25 @@ def metrics_file(folder: Path, iteration: int, warn: Callable[[str], None]) -> R
     return RowFile(folder / FILE, kept, lambda event: event.metrics if isinstance(event, IterationEnd) else None)
 
 
-class FingerprintFile(RowFile):
+def fingerprint_file(folder: Path, iteration: int, machine: Mapping[str, Any]) -> RowFile:
     """The fingerprints of a run, up to an iteration.
 
     machine   what they depend on besides the recipe: a line before the first that was computed with it
-
-    The first row, and the first after each checkpoint, have the actions too if these are numbers: ``verify`` takes them where
-    another processor would round to others, with which a simulator soon is elsewhere. Choices are the same there.
     """
+    record = read_fingerprints(folder)
+    kept = b"".join(line for at, line in record.lines if at <= iteration)
+    with writing(folder / FINGERPRINTS, FULL):
+        write_bytes(folder / FINGERPRINTS, kept)
 
-    def __init__(self, folder: Path, iteration: int, machine: Mapping[str, Any]) -> None:
-        path, record = folder / FINGERPRINTS, read_fingerprints(folder)
-        kept = [line for at, line in record.lines if at <= iteration]
-        with writing(path, FULL):
-            write_bytes(path, b"".join(kept))
-        super().__init__(path, b"".join(kept), self._row_of)
-        self.due, self.taken, self.alone = True, dict[str, Any](), machine.get("ranks", 1) == 1
-        if json.loads(json.dumps(machine)) != record.machine_of(iteration) or not kept:
-            self.write({"iteration": iteration + 1, "machine": machine})
-
-    def _row_of(self, event: Event) -> Mapping[str, Any] | None:
-        if isinstance(event, RolloutEnd) and self.due:
-            actions, self.due = event.rollout.actions, False
-            if self.alone and actions.is_floating_point() and actions.nbytes <= LARGEST_TAKEN:
-                numbers = b64encode(actions.float().cpu().contiguous().numpy().tobytes()).decode()
-                self.taken = {"taken": [list(actions.shape), numbers]}
-        if not isinstance(event, UpdateEnd):
+    def row_of(event: Event) -> Mapping[str, Any] | None:
+        if not isinstance(event, UpdateEnd) or event.fingerprints is None:
             return None
-        taken, self.taken = self.taken, {}
-        if event.fingerprints is None:
-            return None
-        return {"iteration": event.state.iteration, "steps": event.state.steps, **event.fingerprints, **taken}
+        return {"iteration": event.state.iteration, "steps": event.state.steps, **event.fingerprints}
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Size and SHA-256 of the file; a checkpoint is copied now."""
-        self.due = True
-        return super().fingerprint()
+    file = RowFile(folder / FINGERPRINTS, kept, row_of)
+    if json.loads(json.dumps(machine)) != record.machine_of(iteration) or not kept:
+        file.write({"iteration": iteration + 1, "machine": machine})
+    return file
 
 
 def cut_back(run: Path, iteration: int, warn: Callable[[str], None]) -> bytes:

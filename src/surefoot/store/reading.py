@@ -152,6 +152,7 @@ STAGES = {
     "advantages": "the advantages",
     "order": "the order of the minibatches",
     "gradient": "the first gradient",
+    "terms": "the terms of the first loss, and the norms of its gradient",
     "updated": "the weights after the update",
 }
 """the stages of an iteration that have fingerprints, in their order, in words"""
@@ -166,7 +167,7 @@ class Fingerprinted:
     rows: dict[int, dict[str, Any]]
     """by iteration, the fingerprint of each stage: 16 digits, √Σx² and Σ±x; None for a sum that is not finite"""
     taken: dict[int, list[Any]]
-    """the actions of some iterations: their shape, and float32 numbers in base64"""
+    """the actions of some iterations: for each rank their shape, and float32 numbers in base64"""
     machines: dict[int, dict[str, Any]]
     """what they depend on besides the recipe, by the first iteration that was computed with it"""
     fault: str | None

@@ -18,9 +18,9 @@ from surefoot.control.video.encoder import Encoder
 from surefoot.control.video.frames import caption_text
 from surefoot.control.video.rendering import frames_per_second, rendered
 from surefoot.errors import SurefootError
-from surefoot.files import read_toml, write_text
+from surefoot.files import write_text
 from surefoot.recipes.control import ControlRecipe
-from surefoot.recipes.reading import make_recipe
+from surefoot.store.folder import recipe_of
 from surefoot.store.reading import check_is_run, replay_failure, trace_video, traces_in
 from surefoot.store.traces import read_trace
 
@@ -43,7 +43,7 @@ def record_traces(
     Raises SurefootError when there is no such trace, the task can't be rendered, or no replay matches training.
     """
     files = select_traces(run, which)
-    recipe = make_recipe(read_toml(run / "config.toml"))
+    recipe = recipe_of(run)
     if not isinstance(recipe, ControlRecipe):
         raise SurefootError(f"{run}: was trained on text, but only environments can be recorded; use surefoot inspect {run}")
     made: str | MakeEnvironment = task or recipe.task

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import SurefootError
-from surefoot.files import read_table, read_toml
+from surefoot.files import read_table
 from surefoot.functional import discounted_returns, explained_variance, kl_shaped_rewards, place_scores
 from surefoot.functional.masking import last_kept
 from surefoot.language.analysis.accuracy import Attempts, attempt_lines, measure_attempts
@@ -37,7 +37,7 @@ from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.recipes.supervised import RewardRecipe, SupervisedRecipe
 from surefoot.store.checkpoint import load_checkpoint, require
-from surefoot.store.folder import checkpoint_to_load, is_model, recipe_differences, with_own_rows
+from surefoot.store.folder import checkpoint_to_load, is_model, recipe_differences, recipe_of
 from surefoot.store.manifest import LISTING
 from surefoot.store.reading import check_is_run
 
@@ -81,7 +81,7 @@ def evaluate_run(
         return _evaluate_saved(run, data, rows, seed, attempts, reward)
     check_is_run(run)
     checkpoint = checkpoint_to_load(run)
-    written = make_recipe(with_own_rows(read_toml(run / "config.toml"), run))
+    written = recipe_of(run)
     recipe = with_evaluation_rows(written, data, rows, seed, reward)
     if attempts is not None and recipe.kind != "language":
         raise SurefootError(

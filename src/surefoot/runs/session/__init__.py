@@ -57,7 +57,7 @@ from surefoot.store.events import (
 from surefoot.store.finding import Finding
 from surefoot.store.folder import FIRST_CHECKPOINT, RunFolder, machine, scored_alike
 from surefoot.store.manifest import MANIFEST
-from surefoot.store.metrics import FingerprintFile, RowFile, metrics_file
+from surefoot.store.metrics import RowFile, fingerprint_file, metrics_file
 from surefoot.store.source import sources_of
 from surefoot.store.traces import SampleFolder, TraceFolder
 from surefoot.terminal import Output, phases_shown
@@ -383,7 +383,7 @@ class Session:
         self.row_files = [metrics_file(run_folder, self.state.iteration - (self.pending is not None), self.message)]
         if self.learner.fingerprints is not None:
             here = {**machine(self.recipe, world_size()), "steps": self.recipe.steps}
-            self.row_files.append(FingerprintFile(run_folder, self.state.iteration, here))
+            self.row_files.append(fingerprint_file(run_folder, self.state.iteration, here))
         if traces.rows:
             self.learner.recorder = Recorder(self.recipe.trace_every, traces.rows, self.world.row_details)
         return [
