@@ -484,7 +484,7 @@ def test_four_values_where_five_are_needed_and_other_mistakes_are_one_line() -> 
             return super().step(actions)[:4]
 
     rollout = {"environments": 4, "steps": 4}
-    with pytest.raises(SurefootError, match=r"returned 4 values where the interface has 5 \(observations, rewards"):
+    with pytest.raises(SurefootError, match=r"returned 4 values where Gymnasium's interface has 5 \(observation, reward"):
         world_of(lambda: Four(4), rollout=rollout).collector.collect(fresh_state())
     with pytest.raises(SurefootError, match=r"makes a vector of 3; set it to 3"):
         world_of(lambda: CartPole(3), rollout=rollout)

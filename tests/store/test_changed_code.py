@@ -3,11 +3,13 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import gymnasium
 import pytest
+from gymnasium.envs.registration import EnvSpec
 
 import surefoot
 from surefoot import SurefootError
@@ -15,10 +17,9 @@ from surefoot.compare.runs import compare_runs, read_run
 from surefoot.diagnostics.findings import check_run
 from surefoot.store.checkpoint import load_checkpoint
 from surefoot.store.folder import match_settings
-from surefoot.store.source import follow, named_in, source_of_object
+from surefoot.store.source import follow, named_in, source_of_object, sources_of
 
 ENV = """
-import sys
 import gymnasium
 from helpers import scale
 open("ran", "a").close()
@@ -69,11 +70,8 @@ def copy(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return copy
 
 
-def append(name: str) -> Callable[[], None]:
-    def change() -> None:
-        Path(name).write_text(f"{Path(name).read_text()}\nCHANGED = True\n")
-
-    return change
+def append(name: str) -> None:
+    Path(name).write_text(f"{Path(name).read_text()}\nCHANGED = True\n")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,7 @@ def append(name: str) -> Callable[[], None]:
     [("env.py", "env.py"), ("rate.py", "rate"), ("helpers/scale.py", "helpers.scale"), ("helpers/__init__.py", "helpers")],
 )
 def test_changed_code_is_rejected_before_it_runs(copy: Path, name: str, shown: str) -> None:
-    append(name)()
+    append(name)
     with pytest.raises(
         SurefootError, match=rf"run: changed since the checkpoint \(source of {shown}: \w{{8}} -> \w{{8}}\); undo"
     ):
@@ -99,12 +97,12 @@ def test_a_changed_recipe_is_rejected_before_its_code_runs(copy: Path) -> None:
 
 
 def test_code_that_is_not_used_may_change(copy: Path) -> None:
-    append("unused.py")()
+    append("unused.py")
     surefoot.resume("run", steps=128)
 
 
 def test_allowed_code_belongs_to_the_next_checkpoint_and_the_old_best_score_no_longer_counts(copy: Path) -> None:
-    append("env.py")()
+    append("env.py")
     before = compare_runs([read_run(Path("run"))])
     assert any("source of env.py" in line for line in check_run("run").changed)
     shutil.copytree("run", "old")
@@ -122,8 +120,14 @@ def test_allowed_code_belongs_to_the_next_checkpoint_and_the_old_best_score_no_l
 
 def test_every_name_of_a_file_or_module_in_a_recipe_counts() -> None:
     table = {"task": "pkg.envs:Env", "reward": {"terms": [{"function": "a/b.py:f"}], "gold": "judge:J"}, "text": "see: this"}
-    table |= {"model": "org/name", "url": "http://host:80/x", "id": "pkg:Env-v0"}
-    assert named_in(table) == ["a/b.py", "judge", "pkg", "pkg.envs"]
+    table |= {
+        "model": "org/name",
+        "url": "http://host:80/x",
+        "id": "pkg:Env-v0",
+        "server": "s.py",
+        "of": "pettingzoo/game:make",
+    }
+    assert named_in(table) == ["a/b.py", "game", "judge", "pkg", "pkg.envs", "s.py"]
 
 
 def test_imports_are_followed_through_circles_errors_and_modules_of_every_kind(tmp_path: Path) -> None:
@@ -136,29 +140,50 @@ def test_imports_are_followed_through_circles_errors_and_modules_of_every_kind(t
     assert list(found["packages"]) == ["surefoot"]
 
 
-def test_an_object_of_a_script_is_compared_by_its_source_and_what_it_uses() -> None:
-    def hashed(scale: float, helper: str) -> str:
-        names: dict[str, Any] = {"__name__": "__main__", "SCALE": scale}
-        code = f"def helper():\n    return {helper}\ndef reward(x):\n    return SCALE * helper()\n"
-        exec(compile(code, "<none>", "exec"), names)
-        return source_of_object("reward", names["reward"])["reward"]
+USED_BEFORE_AND_AFTER = {
+    "a table": ("K = {}\nf = lambda: K", "{'a': [1, 2]}", "{'a': [2, 1]}"),
+    "a base class": ("class B:\n    r = {}\nclass f(B):\n    pass", "1", "2"),
+    "a static method": ("K = {}\nclass f:\n    @staticmethod\n    def r():\n        return K", "(1,)", "(2,)"),
+    "a partial": ("import functools\nf = functools.partial(lambda k: k, {})", "1", "2"),
+    "a method": ("class G:\n    def m(self):\n        return {}\nf = G().m", "1", "2"),
+}
 
-    assert hashed(1.0, "1") == hashed(1.0, "1") != hashed(2.0, "1")
+
+@pytest.mark.parametrize(("code", "before", "after"), USED_BEFORE_AND_AFTER.values(), ids=USED_BEFORE_AND_AFTER)
+def test_an_object_of_a_script_is_compared_by_its_source_and_what_it_uses(
+    code: str, before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hashed(value: str) -> str:
+        main = ModuleType("__main__")
+        main.__file__ = str(tmp_path / f"{len(list(tmp_path.iterdir()))}.py")
+        Path(main.__file__).write_text(code.replace("{}", value))
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        exec(compile(code.replace("{}", value), main.__file__, "exec"), vars(main))
+        return source_of_object("reward", main.f)[0]["reward"]
+
+    assert hashed(before) == hashed(before) != hashed(after)
 
 
-def test_imports_by_a_call_are_followed(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(
-        "import importlib\nimport runpy\nWORLDS = {'one': 'worlds.one', 'two': 'worlds.two'}\nOTHER = 'unused'\n"
-        "importlib.import_module(WORLDS[input()])\nM = 'b'\nM: str = 'd'\n__import__(name=M)\nrunpy.run_path('c.py')\n"
-    )
-    (tmp_path / "worlds").mkdir()
-    (tmp_path / "worlds" / "__init__.py").write_text("from importlib import import_module\nimport_module('.three', __name__)")
-    for name in ("worlds/one", "worlds/two", "worlds/three", "b", "c", "d", "unused", "worlds/beside"):
-        (tmp_path / f"{name}.py").write_text("")
-    (tmp_path / "worlds" / "two.py").write_text("import runpy\nrunpy.run_path('beside.py')\nrunpy.run_path('~nobody/x.py')")
-    found = follow(["a"], [], tmp_path)
-    names = ["a", "b", "beside.py", "c.py", "d", "worlds", "worlds.one", "worlds.three", "worlds.two"]
-    assert sorted(found["code"]) == names
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import importlib\nM = {'one': 'c', 'two': 'a.b'}\nimportlib.import_module(M[input()])",
+        "from importlib import import_module as load\nload('.b', __name__)",
+        "import importlib\nfor name in dir(): importlib.import_module(f'{__name__}.{name}')",
+        "exec(open('a/b.py').read())",
+        "import gymnasium\ngymnasium.register('B-v0', entry_point='a.b:Env')",
+    ],
+)
+def test_what_a_file_may_import_by_a_text_is_followed(code: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "__init__.py").write_text(code)
+    (tmp_path / "a" / "b.py").write_text("")
+    assert any(name in follow(["a"], [], tmp_path)["code"] for name in ("a.b", "a/b.py"))
+
+
+def test_a_registered_id_has_the_code_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gymnasium, "registry", {"Own-v0": EnvSpec("Own-v0", entry_point="own.env:Env")})
+    assert sources_of({"task": "Own-v0"})["roots"] == ["own.env"]
 
 
 def test_the_settings_of_rounds_and_comparisons_have_the_code_that_they_name(
@@ -169,6 +194,6 @@ def test_the_settings_of_rounds_and_comparisons_have_the_code_that_they_name(
     settings, file = {"judge": "judge.py:best", "pairs": 8}, tmp_path / "rounds.json"
     match_settings(file, settings, "choose another --name")
     match_settings(file, settings, "choose another --name")
-    append("judge.py")()
+    append("judge.py")
     with pytest.raises(SurefootError, match=r"started with other settings \(source of judge.py: \w{8} -> \w{8}\); repeat"):
         match_settings(file, settings, "choose another --name")

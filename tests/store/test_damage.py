@@ -108,27 +108,15 @@ def test_no_command_reads_what_is_no_regular_file(request, tmp_path, monkeypatch
     assert left_by(campaign, tmp_path, PLACED, commands, sparse=True) == []
 
 
-def unnoticed(campaign, cases, flips, seed, scratch):
-    campaign.go(cases, flips, seed, scratch)
-    return [outcome for outcome in campaign.outcomes if outcome.kind in BAD]
+HEAVY = [
+    pytest.param(kind, CASES, 7, marks=[pytest.mark.release, pytest.mark.timeout(2400)]) for kind in ("control", "language")
+]
 
 
 @pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
-def test_damage_to_a_control_run_is_detected(control, tmp_path, monkeypatch, flips):
+@pytest.mark.parametrize(("kind", "cases", "seed"), [("control", 12, 1), ("language", 4, 1), *HEAVY])
+def test_damage_to_a_run_is_detected(request, tmp_path, monkeypatch, kind, cases, seed, flips):
     monkeypatch.chdir(tmp_path)
-    assert unnoticed(control, 12, flips, 1, tmp_path) == []
-
-
-@pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
-def test_damage_to_a_language_run_is_detected(language, tmp_path, monkeypatch, flips):
-    monkeypatch.chdir(tmp_path)
-    assert unnoticed(language, 4, flips, 1, tmp_path) == []
-
-
-@pytest.mark.release
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("flips", [True, False], ids=["flips", "cuts"])
-@pytest.mark.parametrize("kind", ["control", "language"])
-def test_heavy_damage_is_detected(request, tmp_path, monkeypatch, kind, flips):
-    monkeypatch.chdir(tmp_path)
-    assert unnoticed(request.getfixturevalue(kind), CASES, flips, 7, tmp_path) == []
+    campaign = request.getfixturevalue(kind)
+    campaign.go(cases, flips, seed, tmp_path)
+    assert [outcome for outcome in campaign.outcomes if outcome.kind in BAD] == []

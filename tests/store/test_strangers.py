@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surefoot import SurefootError
-from surefoot.files import read_json, read_table, read_toml, steps_named
+from surefoot.files import steps_named
 from surefoot.recipes.presets import find_recipe
-from surefoot.recipes.reading import parse_flag
 from surefoot.runs import api
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.store.manifest import MANIFEST, fault_of
@@ -303,16 +302,6 @@ def test_weights_that_are_not_finite_are_rejected_when_they_are_loaded(command, 
     agent.save(tmp_path / "saved")
     with pytest.raises(SurefootError, match="not finite"):
         api.load(tmp_path / "saved")
-
-
-def test_readers_print_one_line_for_what_they_cannot_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for read in (read_json, read_table, read_toml):
-        for path in (tmp_path / "pipe", tmp_path, tmp_path / "nothing", tmp_path / "pipe" / "below"):
-            with pytest.raises(SurefootError) as raised:
-                read(path)
-            assert str(raised.value).startswith(f"{path}: ")
-    assert parse_flag(DEEP) == DEEP
 
 
 def test_a_name_of_a_run_is_that_of_one_folder_in_letters_that_are_shown(command, tmp_path):

@@ -335,8 +335,13 @@ def unpack(tree: Any, tensors: Mapping[str, Any], path: Path, whole: bool = True
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], where: Path) -> None:
-    """Load a state dict into a module of the same architecture; one line naming the first tensor that doesn't fit."""
-    check_fits(module.state_dict(), weights, where)
+    """Load a state dict into a module of the same architecture; one line naming the first tensor that doesn't fit, or has
+    numbers that are not finite.
+    """
+    check_shapes(own := module.state_dict(), weights, where)
+    for name, tensor in weights.items():
+        if (bad := non_finite_numbers(tensor)) and own[name].isfinite().all():
+            raise SurefootError(f"{where}: {name} has numbers that are {bad}; take another checkpoint")
     module.load_state_dict(weights)
 
 
@@ -349,14 +354,6 @@ def check_shapes(own: Mapping[str, Tensor], weights: Mapping[str, Any], where: P
         )
         if mine != theirs:
             raise SurefootError(f"{where}: another architecture: {name} is {theirs} in the checkpoint and {mine} in the recipe")
-
-
-def check_fits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> None:
-    """Raise SurefootError, naming the first tensor, unless names and shapes are the same and all numbers finite."""
-    check_shapes(own, weights, where)
-    for name, tensor in weights.items():
-        if (bad := non_finite_numbers(tensor)) and own[name].isfinite().all():
-            raise SurefootError(f"{where}: {name} has numbers that are {bad}; take another checkpoint")
 
 
 def non_finite_numbers(tensor: Tensor) -> str:

@@ -17,18 +17,22 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from surefoot.files import PACKAGE, read_bytes
 
-NAMED = re.compile(r"(?:(?P<file>[^:]*\.py)|(?P<module>[A-Za-z_][\w.]*)):[\w./-]+")
-"""``file.py:name``, ``module:name`` or ``module:Id-v0``"""
-IMPORTING = ("import_module", "__import__", "run_module", "run_path", "spec_from_file_location")
+NAMED = re.compile(r"(?:pettingzoo/)?(?:(?P<file>[^:\n]*\.py)(?::[\w./-]+)?|(?P<module>[A-Za-z_][\w.]*):[\w./-]+)")
+"""``file.py``, ``file.py:name``, ``module:name`` or ``module:Id-v0``"""
+IMPORTING = {"import_module", "__import__", "run_module", "run_path", "spec_from_file_location"}
 """functions whose argument is a module or a file to import"""
-MAYBE = re.compile(r"\.?[A-Za-z_][\w.]*|[^:]+\.py")
-"""a text that may be the name of a module or file"""
+MAYBE = re.compile(r"\.?[A-Za-z_][\w.]*|\.")
+"""a text that may be the name of a module, or begin it"""
+PLAIN = (bool, int, float, str, bytes, type(None))
+INSIDE = ("func", "args", "keywords", "__func__", "__self__", "fget")
+"""attributes of an object with the functions and values that it calls"""
 INSTALLED = ("site-packages", "dist-packages")
+_distributions = cache(packages_distributions)
 SHOWN = 8
 """characters of a hash in a message"""
 Sources = dict[str, Any]
@@ -56,16 +60,14 @@ def sources_of(table: Mapping[str, Any], objects: Mapping[str, Any] | None = Non
     objects  functions and classes that were passed as objects, by field
     """
     roots, code = set(named_in(table)), dict[str, str]()
-    for field, thing in (objects or {}).items():
-        thing = thing if hasattr(thing, "__module__") and hasattr(thing, "__qualname__") else type(thing)
-        if thing.__module__ == "__main__":
-            code |= source_of_object(field, thing)
-            main = getattr(sys.modules["__main__"], "__file__", None)
-            roots |= set(imports_of(Path(main))) if main else set()
-        else:
-            roots.add(thing.__module__)
+    for field, thing in {**_entry_points(table.get("task")), **(objects or {})}.items():
+        own, modules = source_of_object(field, thing)
+        code, roots = code | own, roots | modules
+        if own and (main := getattr(sys.modules["__main__"], "__file__", None)):
+            roots |= set(imports_of(Path(main)))
     here, search = Path.cwd(), [Path(entry).resolve() for entry in sys.path if entry]
-    folders = [_from(here, folder) for folder in dict.fromkeys(search) if folder.is_dir() and not _installed(folder)]
+    search = [folder for folder in dict.fromkeys(search) if folder.is_dir() and not _installed(folder)]
+    folders = [each.relative_to(here).as_posix() if each.is_relative_to(here) else str(each) for each in search]
     files: list[Path] = []
     found = follow(sorted(roots), folders, here, files)
     used = [folder for folder in folders if any((here / folder) in file.parents for file in files)]
@@ -107,35 +109,28 @@ def follow(
 def imports_of(file: Path, package: str = "") -> list[str]:
     """The modules and files that a file may import, anywhere in it; ``from a import b`` may import a and a.b.
 
-    What is imported by a call, as by ``importlib.import_module(name)``, is every text in the call that may be a name, and in
-    the value of each variable in it.
+    A text such as ``file.py`` or ``module:name``, as in the ``entry_point`` of an id, counts as an import; in a file that
+    imports by a call, as by ``importlib.import_module(name)``, every text that may be the name of a module, or begin it.
 
     package  of the file, for relative imports
     """
     names: set[str] = set()
     with suppress(OSError, ValueError, SyntaxError, RecursionError):
-        tree = ast.parse(read_bytes(file))
-        values: dict[str, list[ast.expr]] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    if isinstance(target, ast.Name):
-                        values.setdefault(target.id, []).append(node.value)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", None)) in IMPORTING:
-                given = [*node.args, *(keyword.value for keyword in node.keywords)]
-                parts = [part for argument in given for part in ast.walk(argument)]
-                named = [value for each in parts if isinstance(each, ast.Name) for value in values.get(each.id, ())]
-                parts += [part for value in named for part in ast.walk(value)]
-                texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
-                names |= {text if not text.startswith(".") else f"{package}{text}" for text in texts if MAYBE.fullmatch(text)}
+        nodes = list(ast.walk(ast.parse(read_bytes(file))))
+        calls = any(getattr(node, part, None) in IMPORTING for node in nodes for part in ("id", "attr", "name"))
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(text := node.value, str):
+                names |= set(named_in(text))
+                if calls and MAYBE.fullmatch(text):
+                    name = f"{package}{text}".lstrip(".") if text.startswith(".") else text
+                    names.add(f"{name}*" if name.endswith(".") else name)
             elif isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
                 origin = ".".join(part for part in [*above, node.module or ""] if part)
                 names |= {name for name in (origin, *(f"{origin}.{alias.name}".strip(".") for alias in node.names)) if name}
-    return sorted(names)
+    return sorted(names - {""})
 
 
 def _files_of(name: str, search: Sequence[Path], packages: dict[str, str]) -> dict[str, Path]:
@@ -151,6 +146,8 @@ def _files_of(name: str, search: Sequence[Path], packages: dict[str, str]) -> di
         return {}
     files = {top: place / "__init__.py" if place.is_dir() else place}
     for part in rest:
+        if part == "*":  # any module of a package
+            return files | {f"{next(reversed(files))}.{file.stem}": file for file in sorted(place.glob("*.py"))}
         name, place = f"{next(reversed(files))}.{part}", place / part
         file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
         files[name] = file
@@ -174,11 +171,6 @@ def _own(top: str, search: Sequence[Path]) -> Path | None:
     return next((folder / top for folder in search if (folder / top).is_dir()), None)
 
 
-@cache
-def _distributions() -> Mapping[str, list[str]]:
-    return packages_distributions()
-
-
 def _installed(path: Path) -> bool:
     """Whether a path belongs to Python or to an installed package."""
     places = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
@@ -186,33 +178,58 @@ def _installed(path: Path) -> bool:
     return inside or any(part in INSTALLED for part in path.parts) or path.suffix == ".zip" or path == PACKAGE.parent
 
 
-def _from(here: Path, path: Path) -> str:
-    return path.relative_to(here).as_posix() if path.is_relative_to(here) else str(path)
+def _entry_points(task: Any) -> dict[str, Any]:
+    """What Gymnasium's registry makes a task from, if it is an id: names or objects."""
+    spec = getattr(sys.modules.get("gymnasium"), "registry", {}).get(str(task).rpartition(":")[2])
+    places = (spec, *(spec.additional_wrappers if spec is not None else ()))
+    return {f"task[{index}]": place.entry_point for index, place in enumerate(places) if place is not None}
 
 
-def source_of_object(field: str, thing: Any) -> dict[str, str]:
-    """The hash of a function or class of a script or notebook, and of what it uses there; empty if it has no source."""
-    texts: list[str] = []
-    waiting, seen = [thing], set[int]()
+def source_of_object(field: str, thing: Any) -> tuple[dict[str, str], set[str]]:
+    """The hash of what a function, class or object has in a script or notebook, and of the values that it uses, empty if there
+    is nothing; and the modules of all else that it uses.
+    """
+    texts, modules = list[str](), set(named_in(thing))
+    waiting, seen = [thing], dict[int, Any]()
     while waiting:
         each = waiting.pop()
         if id(each) in seen:
             continue
-        seen.add(id(each))
-        if isinstance(each, (FunctionType, type)) and each.__module__ == "__main__":
+        seen[id(each)] = each
+        if isinstance(each, PLAIN):
+            texts.append("" if each is thing else repr(each))
+        elif isinstance(each, ModuleType):
+            modules.add(each.__name__)
+        elif isinstance(each, (list, tuple, set, frozenset, dict)):
+            parts = sorted(each, key=repr) if isinstance(each, (set, frozenset)) else list(each)
+            parts = list(each.items()) if isinstance(each, dict) else parts
+            texts.append(repr([part for part in parts if isinstance(part, PLAIN)]))
+            waiting += parts
+        elif not isinstance(each, (FunctionType, type)):  # such as a functools.partial, a method or a property
+            waiting += [type(each), *(getattr(each, name) for name in INSIDE if hasattr(each, name))]
+        elif each.__module__ != "__main__":
+            modules.add(each.__module__)
+        else:
             with suppress(OSError, TypeError):
-                texts.append(inspect.getsource(each))
-            functions = [each] if isinstance(each, FunctionType) else [f for f in vars(each).values() if hasattr(f, "__code__")]
-            waiting += [part for function in functions for part in _used_by(function)]
-        elif isinstance(each, (bool, int, float, str, bytes, type(None))):
-            texts.append(repr(each))
-    return {field: hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()} if texts else {}
+                texts.append(inspect.getsource(each.__code__ if isinstance(each, FunctionType) else each))
+            if isinstance(each, FunctionType):
+                waiting += _used_by(each)
+            else:
+                methods = (FunctionType, staticmethod, classmethod, property)
+                waiting += [*each.__bases__, *(part for part in vars(each).values() if isinstance(part, methods))]
+    return {field: hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()} if any(texts) else {}, modules
 
 
-def _used_by(function: Any) -> list[Any]:
-    """The globals and the captured values that a function uses."""
-    captured = [cell.cell_contents for cell in function.__closure__ or () if cell != type(cell)()]
-    return [*captured, *(function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__)]
+def _used_by(function: FunctionType) -> list[Any]:
+    """The globals and the captured values that a function uses; of lists, sets and dicts, which may change while it runs, those
+    with a constant's name.
+    """
+    names, known = function.__code__.co_freevars, {}
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # empty
+            known[name] = cell.cell_contents
+    known |= {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+    return [value for name, value in known.items() if name.isupper() or not isinstance(value, (list, set, dict))]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -232,10 +249,9 @@ def source_differences(
     objects  those that were passed again
     """
     found = (follow(before["roots"], before["search"], folder) for folder in here)
-    nothing: dict[str, dict[str, str]] = {"code": {}, "packages": {}}
-    now = next((each for each in found if each["code"]), nothing)
+    now = next((each for each in found if each["code"]), {"code": {}, "packages": {}})
     for field, thing in (objects or {}).items():
-        now["code"] |= source_of_object(field, thing)
+        now["code"] |= source_of_object(field, thing)[0]
     lines = []
     for kind, word in (("code", "source of "), ("packages", "version of ")):
         for name, old in before[kind].items():

@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
@@ -242,12 +243,10 @@ def check_tuple(returned: Any, names: tuple[str, ...]) -> Any:
 
 def as_number(reward: Any) -> float:
     """A reward as a float; SpaceError if it is not a number. Like Gymnasium's checker, rejects an array with one entry."""
-    if isinstance(reward, str) or (isinstance(reward, np.ndarray) and reward.ndim):  # float would read these
-        raise SpaceError(f"a reward of {_kind(reward)} instead of a number")
-    try:
-        return float(reward)
-    except (TypeError, ValueError):
-        raise SpaceError(f"a reward of {_kind(reward)} instead of a number") from None
+    if not (isinstance(reward, (str, np.complexfloating)) or (isinstance(reward, np.ndarray) and reward.ndim)):
+        with suppress(TypeError, ValueError):  # float would read those too
+            return float(reward)
+    raise SpaceError(f"a reward of {_kind(reward)} instead of a number")
 
 
 def as_end(flag: Any, name: str) -> bool:
@@ -278,7 +277,8 @@ def _kind(value: Any) -> str:
 def score_and_life(info: Any, reward: float) -> tuple[float, bool]:
     """The true score of a step (the reward unless ``info["surefoot"]`` has another), and whether a life was lost."""
     reported = info.get(INFO_KEY, {}) if isinstance(info, dict) else {}
-    return float(reported.get("score", reward)), bool(reported.get("life_lost", False))
+    score = as_number(reported["score"]) if "score" in reported else reward
+    return score, as_end(reported.get("life_lost", False), f"{INFO_KEY}.life_lost")
 
 
 def numbers_in(info: Any) -> dict[str, float]:

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from surefoot.control.environments.looped import Lost, close_all
-from surefoot.control.environments.observations import METHOD, near_mask
+from surefoot.control.environments.observations import METHOD, RESET, STEP, check_tuple, near_mask
 from surefoot.control.environments.records import has_hook
 from surefoot.control.spaces import (
     MASK,
@@ -137,9 +137,7 @@ class TensorEnvironments:
         seed = derived_seed(self.seed, self.first, self.resets)
         self.steps, self.done = 0, None
         with self._errors():
-            returned = self.environment.reset(seed=seed)
-            if not isinstance(returned, tuple) or len(returned) != 2:
-                raise SpaceError(f"{_counted(returned)} where the interface has 2 (observations, infos)")
+            returned = check_tuple(self.environment.reset(seed=seed), RESET)
         self.resets += 1
         with self._errors():
             return self._read(*returned)
@@ -149,11 +147,7 @@ class TensorEnvironments:
         self.steps += 1
         with self._errors(), torch.no_grad():
             returned = self.environment.step(self.nested(actions))
-            if not isinstance(returned, tuple) or len(returned) != 5:
-                raise SpaceError(
-                    f"{_counted(returned)} where the interface has 5 (observations, rewards, terminated, truncated, infos)"
-                )
-            observations, rewards, terminated, truncated, infos = returned
+            observations, rewards, terminated, truncated, infos = check_tuple(returned, STEP)
             double = isinstance(rewards, Tensor) and rewards.dtype == torch.float64
             scores = self._tensor("rewards", rewards, (), torch.float64 if double else torch.float32)
             rewards = scores.float()
@@ -346,7 +340,3 @@ def _with_index(device: torch.device) -> torch.device:
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same_storage and a.storage_offset() == b.storage_offset()
-
-
-def _counted(returned: Any) -> str:
-    return f"{len(returned)} values" if isinstance(returned, tuple) else f"one {type(returned).__name__}"
