@@ -314,7 +314,7 @@ MASK = np.array([1, 0, 1])
 
 @pytest.mark.parametrize(
     ("info", "when"),
-    [({"Action-Mask": MASK.tolist()}, "at the reset"), ({"legal_actions": MASK == 1}, "at the first step")],
+    [({"Action-Mask": MASK.tolist()}, "at the reset"), ({"feasible_actions": MASK == 1}, "at the first step")],
     ids=str,
 )
 def test_a_mask_under_another_name_in_the_info_is_an_error(info: dict[str, Any], when: str) -> None:

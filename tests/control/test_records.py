@@ -1,6 +1,7 @@
 """A resumed environment returns what an undisturbed one would have returned, or the resume says what is different."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -12,7 +13,7 @@ from gymnasium.wrappers import NormalizeReward, TimeLimit
 import surefoot
 from surefoot import SurefootError
 from surefoot.control.environments.looped import LoopedEnvironments
-from surefoot.control.environments.records import restored, saved
+from surefoot.control.environments.records import restored, saved, wrapped
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import SpaceError
@@ -217,6 +218,8 @@ def test_a_final_observation_that_the_reset_has_overwritten_is_an_error() -> Non
 def test_one_environment_inside_several_is_rejected_also_between_training_and_evaluation() -> None:
     one = Reusing()
     make = lambda: TimeLimit(one, 100)  # noqa: E731
+    for hidden in (one, [one], {"a": one}, one.step):
+        assert one in wrapped(SimpleNamespace(hidden=hidden))
     with pytest.raises(SurefootError, match="environments 0 and 1 are the same Reusing inside"):
         surefoot.train(make, steps=32, **SHORT)
     alone: dict[str, Any] = {"rollout": {"environments": 1, "steps": 16}, "evaluation": {"episodes": 1}}

@@ -31,7 +31,6 @@ MAYBE = re.compile(r"\.?[A-Za-z_][\w.]*|\.")
 PLAIN = (bool, int, float, str, bytes, type(None))
 INSIDE = ("func", "args", "keywords", "__func__", "__self__", "fget")
 """attributes of an object with the functions and values that it calls"""
-INSTALLED = ("site-packages", "dist-packages")
 _distributions = cache(packages_distributions)
 SHOWN = 8
 """characters of a hash in a message"""
@@ -174,8 +173,8 @@ def _own(top: str, search: Sequence[Path]) -> Path | None:
 def _installed(path: Path) -> bool:
     """Whether a path belongs to Python or to an installed package."""
     places = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
-    inside = any(path == place or place in path.parents for place in places)
-    return inside or any(part in INSTALLED for part in path.parts) or path.suffix == ".zip" or path == PACKAGE.parent
+    inside = any(path == place or place in path.parents for place in places) or path == PACKAGE.parent
+    return inside or not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or path.suffix == ".zip"
 
 
 def _entry_points(task: Any) -> dict[str, Any]:
@@ -249,7 +248,7 @@ def source_differences(
     objects  those that were passed again
     """
     found = (follow(before["roots"], before["search"], folder) for folder in here)
-    now = next((each for each in found if each["code"]), {"code": {}, "packages": {}})
+    now: dict[str, dict[str, str]] = next((each for each in found if each["code"]), {"code": {}, "packages": {}})
     for field, thing in (objects or {}).items():
         now["code"] |= source_of_object(field, thing)[0]
     lines = []

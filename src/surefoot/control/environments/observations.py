@@ -40,7 +40,8 @@ LIKE_A_MASK = re.compile(
     r"(action|move|valid|legal|avail|allowed|possible).*mask|mask.*(action|move|valid|legal|avail|allowed)"
 )
 MAYBE_A_MASK = re.compile(
-    r"^masks?$|(valid|legal|avail|allowed|possible).*(action|move)|(action|move).*(valid|legal|avail|allowed)"
+    r"^(masks?|valid|legal|available|allowed|forbidden)$|(action|move).*(valid|legal|avail|allowed|feasib)|"
+    r"(valid|legal|avail|allowed|possible|feasib|admiss|permit|forbid).*(action|move)"
 )
 LOOKED_AT = 8
 """infos of an environment in which a mask under another name is searched for"""
@@ -246,7 +247,8 @@ def as_number(reward: Any) -> float:
     if not (isinstance(reward, (str, np.complexfloating)) or (isinstance(reward, np.ndarray) and reward.ndim)):
         with suppress(TypeError, ValueError):  # float would read those too
             return float(reward)
-    raise SpaceError(f"a reward of {_kind(reward)} instead of a number")
+    kind = f"shape {reward.shape}" if isinstance(reward, np.ndarray) and reward.ndim else f"type {type(reward).__name__}"
+    raise SpaceError(f"a reward of {kind} instead of a number")
 
 
 def as_end(flag: Any, name: str) -> bool:
@@ -268,10 +270,6 @@ def as_rows(values: Any, name: str, count: int) -> Array:
     if array.dtype.kind not in "biuf":
         raise SpaceError(f"{name} of type {array.dtype} instead of {'numbers' if name == 'rewards' else 'booleans'}")
     return array if name == "rewards" else array.astype(bool)
-
-
-def _kind(value: Any) -> str:
-    return f"shape {np.shape(value)}" if isinstance(value, np.ndarray) else f"type {type(value).__name__}"
 
 
 def score_and_life(info: Any, reward: float) -> tuple[float, bool]:

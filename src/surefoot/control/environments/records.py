@@ -5,6 +5,7 @@ that is what ``state_dict`` and ``load_state_dict`` of an environment or its wra
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -69,10 +70,12 @@ def wrapped(environment: Any) -> Iterator[Any]:
     found, seen = [environment], {id(environment)}
     for each in found:
         yield each
-        for value in list(getattr(each, "__dict__", {}).values()):
+        slots = [name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ())]
+        for value in [*getattr(each, "__dict__", {}).values(), *(getattr(each, name, None) for name in slots)]:
+            value = [*value.values()] if isinstance(value, dict) else value
             for inner in value if isinstance(value, (list, tuple)) else [value]:
-                methods = (getattr(type(inner), name, None) for name in ("reset", "step"))
-                if id(inner) not in seen and all(map(callable, methods)):
+                inner = inner.__self__ if isinstance(inner, MethodType) else inner
+                if id(inner) not in seen and all(callable(getattr(type(inner), name, None)) for name in ("reset", "step")):
                     seen.add(id(inner))
                     found.append(inner)
 
