@@ -30,7 +30,6 @@ MAYBE = re.compile(r"\.?[A-Za-z_][\w.]*|\.")
 """a text that may be the name of a module, or begin it"""
 PLAIN = (bool, int, float, str, bytes, type(None))
 INSIDE = ("func", "args", "keywords", "__func__", "__self__", "fget")
-"""attributes of an object with the functions and values that it calls"""
 _distributions = cache(packages_distributions)
 SHOWN = 8
 """characters of a hash in a message"""
@@ -185,14 +184,11 @@ def _entry_points(task: Any) -> dict[str, Any]:
 
 
 def source_of_object(field: str, thing: Any) -> tuple[dict[str, str], set[str]]:
-    """The hash of what a function, class or object has in a script or notebook, and of the values that it uses, empty if there
-    is nothing; and the modules of all else that it uses.
-    """
+    """The hash of an object of a script or notebook and of the values it uses, if any; and the modules of all else it uses."""
     texts, modules = list[str](), set(named_in(thing))
     waiting, seen = [thing], dict[int, Any]()
     while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
+        if id(each := waiting.pop()) in seen:
             continue
         seen[id(each)] = each
         if isinstance(each, PLAIN):
@@ -200,8 +196,8 @@ def source_of_object(field: str, thing: Any) -> tuple[dict[str, str], set[str]]:
         elif isinstance(each, ModuleType):
             modules.add(each.__name__)
         elif isinstance(each, (list, tuple, set, frozenset, dict)):
-            parts = sorted(each, key=repr) if isinstance(each, (set, frozenset)) else list(each)
-            parts = list(each.items()) if isinstance(each, dict) else parts
+            parts = list(each.items() if isinstance(each, dict) else each)
+            parts = sorted(parts, key=repr) if isinstance(each, (set, frozenset)) else parts
             texts.append(repr([part for part in parts if isinstance(part, PLAIN)]))
             waiting += parts
         elif not isinstance(each, (FunctionType, type)):  # such as a functools.partial, a method or a property
@@ -223,8 +219,8 @@ def _used_by(function: FunctionType) -> list[Any]:
     """The globals and the captured values that a function uses; of lists, sets and dicts, which may change while it runs, those
     with a constant's name.
     """
-    names, known = function.__code__.co_freevars, {}
-    for name, cell in zip(names, function.__closure__ or (), strict=True):
+    known: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # empty
             known[name] = cell.cell_contents
     known |= {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
