@@ -258,7 +258,7 @@ def test_a_worker_that_is_killed_between_two_steps_is_reported_as_killed() -> No
 
 
 def test_what_can_not_be_made_in_a_worker_is_a_one_line_error() -> None:
-    with pytest.raises(SurefootError, match="Misbehaving: environment 0 raised SystemExit: 5 while it was made"):
+    with pytest.raises(SurefootError, match=r"task='Misbehaving': could not be made \(SystemExit: 5\); fix it \(misbeh"):
         in_workers(Misbehaving, 2, 1, how="while made")
     with pytest.raises(SurefootError, match=r"task='Misbehaving': could not be made \(TypeError"):
         in_workers(Misbehaving, 1, 1, wheels=3)

@@ -163,12 +163,11 @@ def test_undo_equal_skip_pause_and_the_last_labels_can_be_changed(pairs: Path, c
     with served("label", pairs, "--who", "ann") as (address, process):
         page = chromium.new_page(viewport={"width": 390, "height": 800})
         page.goto(address)
-        page.wait_for_selector("#left")
         other = chromium.new_page()
         other.goto(address)
         assert other.inner_text("body").strip().endswith("start the command again"), "this page has no button Invite"
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
         answer(page, 1, lambda *_: "ArrowDown")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
         answer(page, 2, lambda *_: "s")
         answer(page, 3, lambda *_: "equal")
         page.keyboard.press("Backspace")
@@ -179,7 +178,8 @@ def test_undo_equal_skip_pause_and_the_last_labels_can_be_changed(pairs: Path, c
         page.keyboard.press("p")
         page.click("summary")
         page.click(".last li:first-child button")
-        answer(page, 2, lambda *_: "ArrowRight")
+        with page.expect_response("**/api/label"):
+            answer(page, 2, lambda *_: "ArrowRight")
         process.kill()
         page.wait_for_timeout(170)  # clicks are ignored for a moment
         page.click("#skip")
