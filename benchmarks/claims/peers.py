@@ -81,7 +81,7 @@ E14 = Experiment(
         "The PPO paper's seven MuJoCo tasks (version 5), 1,000,000 steps, seeds 1 to 5, the same hyperparameters in both "
         "libraries (docs/benchmarks/control.md). Scores per task: random 0, the mean of Stable-Baselines3 1, taken as exact. "
         f"Margin of non-inferiority: {MARGIN}. All cells but PPO_CLIP's on HalfCheetah existed when the margin was stated; it "
-        f"was not chosen by them. Cells of Stable-Baselines3 need the variable {PEER_PYTHON}."
+        "was not chosen by them."
     ),
     cells={
         cell.name: cell

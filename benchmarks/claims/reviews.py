@@ -244,7 +244,6 @@ E3 = Experiment(
             "at β = 0 the proxy ends above and gold below that of the SFT model",
             hacked,
             {
-                "confirmed": "The policy leaves the text that the reward model was trained on: scores rise and gold falls.",
                 "refuted": "On this task the reward model stays right on the answers that the policy moves to.",
             },
             within("demo"),
@@ -274,7 +273,6 @@ E3 = Experiment(
                 for beta in (0.03, 1.0)
             ],
             {
-                "confirmed": "β trades the proxy against the distance from the data that the reward model knows.",
                 "refuted": "The best β on this task is not the demo's 0.3.",
             },
             within(beta_name(0.03), beta_name(0.3), beta_name(1.0)),
@@ -288,7 +286,6 @@ E3 = Experiment(
                 against(results, "share of repeated answers at β = 0 minus SFT's", beta_name(0.0), "SFT", "repeated"),
             ],
             {
-                "confirmed": "One answer that the proxy likes is as good for every prompt.",
                 "refuted": "Nothing in the reward makes answers to different prompts equal, and sampling keeps them apart.",
                 "undecided": "Some seeds collapse and some don't.",
             },
@@ -387,12 +384,12 @@ WHY_LESS = {
 }
 
 
-def kl_claim(key: str, estimator: str) -> Claim:
+def kl_claim(key: str, estimator: str, source: str) -> Claim:
     """That the KL may as well be in the loss, with an estimator."""
     return Claim(
         key,
         f"KL in the loss ({estimator}) gives as much true reward at equal KL as KL in the reward.",
-        "Shao et al. 2024 (arXiv 2402.03300), section 4.1.1; in the reward: Ouyang et al. 2022 (arXiv 2203.02155)",
+        source,
         f"gold at equal KL, interpolated over three coefficients, is at most {MARGIN} lower than with KL in the reward; where "
         "the KL is equal was chosen after seed 1",
         partial(at_equal_kl, estimator=estimator),
@@ -412,7 +409,14 @@ E4 = Experiment(
     tables=kl_tables,
     cells={cell.name: cell for cell in E4_CELLS},
     core_hours=1.9,
-    claims=(kl_claim("E4.1", "k2"), kl_claim("E4.2", "k3")),
+    claims=(
+        kl_claim(
+            "E4.1",
+            "k2",
+            "Shao et al. 2024 (arXiv 2402.03300), section 4.1.1; in the reward: Ouyang et al. 2022 (arXiv 2203.02155)",
+        ),
+        kl_claim("E4.2", "k3", "as E4.1"),
+    ),
 )
 
 # ---- E5 ---------------------------------------------------------------------------------------------------------------
@@ -453,7 +457,7 @@ E5_CELLS = [
 ]
 
 
-DPO_MATCHES = {"confirmed": "Both learn from the same pairs; DPO has as much gold, at almost twice the KL."}
+DPO_MATCHES = {"confirmed": "Both learn from the same pairs; DPO's KL is almost twice as high."}
 
 
 def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -> Claim:
@@ -516,13 +520,13 @@ E6_BETAS = (0.3, 0.05)
 E6_CELLS = [rounds_cell(rounds, beta, seed) for seed in SEEDS for beta in E6_BETAS for rounds in (1, ROUNDS)]
 
 
-def rounds_claim(key: str, beta: float) -> Claim:
+def rounds_claim(key: str, beta: float, source: str) -> Claim:
     """That rounds help at a β."""
     many, one = (f"rounds_{rounds}_{beta:g}" for rounds in (ROUNDS, 1))
     return Claim(
         key,
         f"Iterated rounds with fresh pairs beat one round of as many responses and pairs (β = {beta:g}).",
-        "Stiennon et al. 2020 (arXiv 2009.01325), section 3.1; Touvron et al. 2023 (arXiv 2307.09288), section 3.2.3",
+        source,
         f"gold after {ROUNDS} rounds is above gold after one",
         lambda results: [against(results, f"gold after {ROUNDS} rounds minus gold after one", many, one, "gold")],
         needs=within(many, one),
@@ -538,7 +542,14 @@ E6 = Experiment(
     "with noise 0.25.",
     cells={cell.name: cell for cell in E6_CELLS},
     core_hours=2.0,
-    claims=tuple(rounds_claim(f"E6.{index}", beta) for index, beta in enumerate(E6_BETAS, start=1)),
+    claims=(
+        rounds_claim(
+            "E6.1",
+            E6_BETAS[0],
+            "Stiennon et al. 2020 (arXiv 2009.01325), section 3.1; Touvron et al. 2023 (arXiv 2307.09288), section 3.2.3",
+        ),
+        rounds_claim("E6.2", E6_BETAS[1], "as E6.1"),
+    ),
 )
 
 EXPERIMENTS = (E3, E4, E5, E6)

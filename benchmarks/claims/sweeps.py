@@ -35,8 +35,7 @@ def grid_cell(short: str, clip: float, epochs: int, seed: int) -> Cell:
 
 
 TOO_CLOSE = {
-    "CartPole": "The three lie too close together for these seeds.",
-    "HalfCheetah": "Runs with ε = 0.2, and with 0.3, differ among themselves by factors of 2.6 and 2.1; three are too few.",
+    "HalfCheetah": {"undecided": "Runs with ε = 0.2, and with 0.3, differ among themselves by factors of 2.6 and 2.1."},
 }
 
 
@@ -87,7 +86,7 @@ E8 = Experiment(
                 "PPO paper, table 1",
                 "with 10 epochs the average return with ε = 0.2 is above that with 0.1 and with 0.3",
                 partial(best_clip, short),
-                {"undecided": TOO_CLOSE[short]},
+                TOO_CLOSE.get(short, {}),
                 within(*(grid_name(short, clip, 10) for clip in (0.1, 0.2, 0.3))),
             )
             for index, short in enumerate(CLIPS, start=1)
@@ -98,8 +97,7 @@ E8 = Experiment(
             "PPO paper, table 3; folklore",
             "with ε = 0.2 the average return with 10 epochs is above that with 1 and with 30",
             partial(few_epochs, "CartPole"),
-            {"refuted": "On this small task thirty epochs learn faster still."},
-            within(*(grid_name("CartPole", 0.2, epochs) for epochs in (1, 10, 30))),
+            needs=within(*(grid_name("CartPole", 0.2, epochs) for epochs in (1, 10, 30))),
         ),
         Claim(
             "E8.4",
@@ -116,7 +114,6 @@ E8 = Experiment(
             "PPO paper, table 3; folklore",
             "with ε = 0.2 the average return with 10 epochs is above that with 1 and with 30",
             partial(few_epochs, "HalfCheetah"),
-            {"undecided": "It is far above one epoch; three seeds don't separate it from thirty."},
             needs=within(*(grid_name("HalfCheetah", 0.2, epochs) for epochs in (1, 10, 30))),
         ),
     ),
@@ -195,7 +192,6 @@ E9 = Experiment(
             "Schulman et al. 2016 (arXiv 1506.02438), section 6; the default of most libraries",
             "the average return with λ = 0.95 is above that with 0, 0.5 and 1",
             best_lambda,
-            {"undecided": "It is far above 0 and 0.5; five seeds don't separate it from 1."},
             needs=within(*(lambda_name("Hopper", gae_lambda) for gae_lambda in (0.0, 0.5, 0.95, 1.0))),
         ),
         Claim(
@@ -207,7 +203,6 @@ E9 = Experiment(
             {
                 "confirmed": "With λ < 1 the reward reaches early tokens through a critic that has yet to learn it.",
                 "refuted": "Five tokens are so few that the critic bridges them.",
-                "undecided": "λ = 1 is far above 0 and 0.5; with five tokens 0.9 does as well.",
             },
             within(*(lambda_name("sorting", gae_lambda) for gae_lambda in (0.0, 0.5, 0.9, 1.0))),
         ),

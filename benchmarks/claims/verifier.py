@@ -152,8 +152,6 @@ E1 = Experiment(
             CALIBRATED,
             lambda results: calibrated(results, MIXED),
             {
-                "confirmed": "Problems of different length give V something to tell apart, and twice the responses, a larger "
-                "learning rate and a model of its own let it follow the policy.",
                 "undecided": "V is calibrated, but whether it tells problems apart better than a constant is not separated.",
                 "refuted": "V still lags behind the policy.",
             },
