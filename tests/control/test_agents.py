@@ -184,11 +184,46 @@ def test_a_copy_that_replays_otherwise_is_lost_with_all_its_agents() -> None:
     one.reset()
     for _ in range(8):
         one.step(np.zeros(6, np.int64))
-    other.copies[1].look = lambda agent: {"observation": np.zeros(3, np.float32), "action_mask": np.ones(3, np.int8)}
+    other.environments[1].look = lambda agent: {"observation": np.zeros(3, np.float32), "action_mask": np.ones(3, np.int8)}
     observations, lost = other.load_state_dict(one.state_dict())
     assert set(lost) == {3, 4, 5}
     assert "observations" in lost[3]
     assert np.array_equal(observations["observation"][:3], one.observations["observation"][:3])
+
+
+class Tired(Herd):
+    """The reward falls from episode to episode."""
+
+    slept = 0
+
+    def step(self, actions: dict[str, int]) -> Any:
+        returned = super().step(actions)
+        self.slept += not self.agents
+        returned[1].update({agent: reward - self.slept for agent, reward in returned[1].items()})
+        return returned
+
+
+class Rested(Tired):
+    def state_dict(self) -> dict[str, int]:
+        return {"slept": self.slept}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.slept = state["slept"]
+
+
+@pytest.mark.parametrize("herd", [Tired, Rested])
+def test_what_outlives_an_episode_is_noticed_right_after_a_reset_or_loaded(herd: type[Herd]) -> None:
+    one, other = (AgentEnvironments(herd, 6, 1, "herd") for _ in range(2))
+    one.reset()
+    for _ in range(15):  # three whole episodes
+        one.step(np.zeros(6, np.int64))
+    _, lost = other.load_state_dict(one.state_dict())
+    if herd is Tired:
+        assert "rewards" in lost[0]
+        return
+    assert not lost
+    now, then = (each.step(np.zeros(6, np.int64)) for each in (one, other))
+    assert np.array_equal(now.rewards, then.rewards)
 
 
 def test_whole_episodes_end_when_every_agent_has_had_as_many() -> None:

@@ -74,7 +74,10 @@ def through_a_file(state: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("shows", "workers"),
-    [("rewards", 1), *((shows, 0) for shows in ("rewards", "scores", "ends", "observations", "action masks"))],
+    [
+        *((shows, 1) for shows in ("rewards", "nothing yet")),
+        *((shows, 0) for shows in ("rewards", "scores", "ends", "observations", "action masks", "nothing yet")),
+    ],
 )
 def test_a_state_that_outlives_an_episode_is_noticed_wherever_it_shows(shows: str, workers: int, tmp_path: Path) -> None:
     """Two steps after a reset, in which nothing but the first observation could be compared."""
@@ -93,7 +96,10 @@ def test_a_state_that_outlives_an_episode_is_noticed_wherever_it_shows(shows: st
             state = through_a_file(environments.state_dict(), tmp_path / task.__name__)
             again.reset()
             _, lost = again.load_state_dict(state)
-            if task is Curriculum:
+            assert again.forgotten() == (
+                dict.fromkeys((0, 1), "Curriculum.level") if task is Curriculum and shows == "nothing yet" else {}
+            )
+            if task is Curriculum and shows != "nothing yet":
                 assert list(lost) == [0, 1]
                 assert {"scores": "rewards", "ends": "ended"}.get(shows, shows) in lost[0]
                 continue
@@ -121,6 +127,17 @@ def test_a_resumed_run_is_the_same_or_rejected_in_one_line_unless_changes_are_al
         surefoot.resume(tmp_path / "cut", task=task, display=None)
     assert before == sorted(path for path in (tmp_path / "cut").rglob("*") if path.is_file() and path.name != "lock")
     surefoot.resume(tmp_path / "cut", task=task, allow_changes=True, display=None)
+
+
+def test_resume_names_attributes_that_did_not_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def quiet() -> Curriculum:
+        return Curriculum("nothing yet")
+
+    surefoot.train(quiet, steps=128, run_dir=tmp_path, callback=lambda metrics: metrics["steps"] >= 64, **SHORT)
+    surefoot.resume(tmp_path, task=quiet, display=True)
+    out = "".join(capsys.readouterr())
+    assert "environments [0, 1] of" in out
+    assert "Curriculum.level did not come back" in out
 
 
 def test_a_wrapper_with_running_statistics_is_noticed() -> None:
@@ -259,6 +276,9 @@ def test_check_compares_a_later_episode_with_one_in_a_new_environment(kind: str)
         "vector": (lambda: together("NEXT_STEP", [Curriculum()]).environments, lambda: Vector().environments),
         "tensor": (lambda: rows(Curriculum), lambda: rows(Resumable)),
     }[kind]
+    if kind == "single":  # no episode shows the level yet
+        quiet = [each for each in check_environment(lambda: Curriculum("nothing yet"), {}) if each.name == "resume"]
+        assert [(each.severity, each.what.split()[0]) for each in quiet] == [("note", "Curriculum.level")]
     found = [each for each in check_environment(make[0], {}) if each.name == "resume"]
     assert [each.severity for each in found] == ["warning"]
     assert "had other rewards" in repr(found[0])

@@ -168,10 +168,13 @@ class ControlWorld:
         notes = [f"{name} has {note}"] if note else []
         with together():
             self.collector.load_state_dict(parts["collector"])
-        first = self.environments.first
-        lost: dict[int, str] = {}
-        for rows in exchange({first + i: why for i, why in self.collector.lost.items()}):
-            lost |= rows
+        if forgotten := self._of_all_ranks(getattr(self.environments, "forgotten", dict)()):
+            notes.append(
+                f"environments {sorted(forgotten)} of {name} replayed as in training, but {next(iter(forgotten.values()))} "
+                "did not come back; if later episodes depend on it, this resume is not exact: give it to state_dict and "
+                "load_state_dict of the environment"
+            )
+        lost = self._of_all_ranks(self.collector.lost)
         if not lost:
             return notes
         if different := next(filter(None, lost.values()), None):
@@ -183,6 +186,11 @@ class ControlWorld:
                 "many, or of another number of environments)"
             )
         return [*notes, f"{name}: {why}: all {len(lost):,} start new episodes, so this resume is not exact"]
+
+    def _of_all_ranks(self, rows: dict[int, str]) -> dict[int, str]:
+        """What each rank has of its environments, by their number in the run."""
+        parts = exchange({self.environments.first + index: what for index, what in rows.items()})
+        return {number: what for part in parts for number, what in part.items()}
 
     def _difference(self, lost: list[int], first: str, allow_changes: bool) -> str:
         """The warning about environments that replayed differently; an error unless that is allowed."""

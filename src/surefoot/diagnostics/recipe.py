@@ -355,7 +355,7 @@ def _repeated(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int,
         one = make_environments(task, arguments, 1, seed, device=str(device))
         return _Rows(one) if isinstance(one, TensorEnvironments) else one
 
-    draw, different = np.random.default_rng(seed), ""
+    draw, different, kept = np.random.default_rng(seed), "", ""
     with suppress(Exception), closing(made()) as used:
         space, observations = used.action_space, used.reset()
         space.seed(seed)
@@ -364,6 +364,7 @@ def _repeated(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int,
             observations = used.step(_actions(used, observations, draw)).observations
         with closing(made()) as new:
             different = next(iter(new.load_state_dict(used.state_dict())[1].values()), "")
+            kept = next(iter(getattr(new, "forgotten", dict)().values()), "")
             for step in range(1, CONTINUED + 1 if not different else 0):
                 actions = _actions(used, observations, draw)
                 one, other = used.step(actions), new.step(actions)
@@ -373,6 +374,10 @@ def _repeated(task: str | MakeEnvironment, arguments: dict[str, Any], seed: int,
                 if not all(np.array_equal(np.asarray(x), np.asarray(y), equal_nan=x.dtype.kind == "f") for x, y in pairs):
                     different = f"step {step} after its state was restored was another one"
                     break
+    if not different and kept:
+        what = f"{kept} of a new environment is not that of this one, after the same last two episodes"
+        fix = "if an episode depends on it, keep it by state_dict and load_state_dict, or a resumed run is not exact"
+        return [check_result("resume", "note", what, fix)]
     if not different:
         return []
     what = f"{different} in a new environment, with the same seed and actions: a resumed run is not exact"

@@ -24,8 +24,8 @@ from surefoot.control.environments.observations import (
     copied,
     numbers_in,
 )
-from surefoot.control.environments.records import ENDS, REWARDS, Record, as_arrays, claim
-from surefoot.control.spaces import BARE, MASK, Array, Observations, SpaceError, action_dtype, as_float32, nester
+from surefoot.control.environments.records import ENDS, REWARDS, Replayed
+from surefoot.control.spaces import BARE, MASK, Array, Observations, SpaceError, as_float32, nester
 from surefoot.errors import SurefootError
 from surefoot.recipes.callables import import_object
 
@@ -66,7 +66,7 @@ def as_gymnasium(observation: Any, info: Any) -> tuple[Any, dict[str, Any]]:
     return rest[BARE] if list(rest) == [BARE] else rest, {**(info or {}), MASK: observation[MASK]}
 
 
-class AgentEnvironments:
+class AgentEnvironments(Replayed):
     """Copies of a parallel environment. Row i is agent i mod n of copy i div n, and all share one policy.
 
     An agent that ended waits, ignored, until its copy is over. Seeds, checkpoints and replays are those of
@@ -80,48 +80,47 @@ class AgentEnvironments:
         self, make: Callable[[], Any], count: int, seed: int, name: str, purpose: str = "training", first: int = 0
     ) -> None:
         self.seed, self.name, self.purpose, self.first = seed, name, purpose, first
-        self.copies: list[Any] = copies_of(make())
-        self.agents: list[Any] = list(self.copies[0].possible_agents)
+        copies = copies_of(make())
+        self.agents: list[Any] = list(copies[0].possible_agents)
         if not self.agents:
             raise SurefootError(f"task={name!r}: has no possible_agents; name its agents there")
         self.size = len(self.agents)
-        while len(self.copies) * self.size < count:
-            self.copies += copies_of(make())
-        del self.copies[-(-count // self.size) :]
-        self.count = len(self.copies) * self.size
+        while len(copies) * self.size < count:
+            copies += copies_of(make())
+        del copies[-(-count // self.size) :]
+        self.count = len(copies) * self.size
         self.returns = tuple(f"return_{agent}" for agent in self.agents[:SHOWN])
         """names of the numbers that are the returns of single agents"""
-        claim(self.copies, self, name)
-        self.observation_space, self.action_space = shared_spaces(self.copies[0], self.agents, name)
+        self.observation_space, self.action_space = shared_spaces(copies[0], self.agents, name)
+        super().__init__(copies, self.action_space, name)
         self.nested = int if isinstance(self.action_space, spaces.Discrete) else nester(self.action_space)
         self.reader = Reader(self.observation_space, self.action_space, self.count, name)
         self.observations = self.reader.empty()
-        self.records = [Record(-1) for _ in self.copies]
         self.ended = np.zeros(self.count, bool)
         """[B] agents that wait until their copy is over"""
         self.totals = np.zeros(self.count)
         """[B] the agents' returns so far"""
 
     def reset(self) -> Observations:
-        for copy in range(len(self.copies)):
-            self._begin(copy, self.records[copy].number + 1)
+        for copy in range(len(self.environments)):
+            self.begin_next(copy)
         return copied(self.observations)
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
         copy = index // self.size
-        self._begin(copy, self.records[copy].number + 1)
+        self.begin_next(copy)
         return copied(self.observations), list(self._rows(copy))
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         ignored = self.ended.copy() if active is None else self.ended | ~active
         step = self._empty(ignored)
-        for copy in range(len(self.copies)):
+        for copy in range(len(self.environments)):
             rows = self._rows(copy)
             if active is not None and not active[rows].any():
                 continue
             self._act(copy, actions[rows], step)
             if self.ended[rows].all():
-                self._begin(copy, self.records[copy].number + 1)
+                self.begin_next(copy, whole=True)
         step.observations, step.rewards = copied(self.observations), as_float32(step.rewards)
         return step
 
@@ -132,18 +131,20 @@ class AgentEnvironments:
     def _rows(self, copy: int) -> range:
         return range(copy * self.size, (copy + 1) * self.size)
 
-    def _begin(self, copy: int, episode: int) -> None:
-        self.records[copy] = Record(episode)
-        seed = episode_seed(self.seed, self.first // self.size + copy, episode, self.purpose) % SEEDS
-        with self._errors(copy):
-            seen, infos = check_tuple(self.copies[copy].reset(seed=seed), RESET)
-            for row, agent in zip(self._rows(copy), self.agents, strict=True):
+    def begin(self, index: int, episode: int) -> None:
+        """Reset one copy to an episode."""
+        rows = self._rows(index)
+        seed = episode_seed(self.seed, self.first // self.size + index, episode, self.purpose) % SEEDS
+        with self._errors(index):
+            self.begin_record(index, episode)
+            seen, infos = check_tuple(self.environments[index].reset(seed=seed), RESET)
+            for row, agent in zip(rows, self.agents, strict=True):
                 self._store(row, _of(agent, "observation", seen), infos.get(agent), True)
-        self.ended[self._rows(copy)], self.totals[self._rows(copy)] = False, 0.0
+        self.ended[rows], self.totals[rows] = False, 0.0
 
     def _act(self, copy: int, actions: Array, step: Step) -> None:
         """Act in one copy, and write what its agents get into the step."""
-        record, environment = self.records[copy], self.copies[copy]
+        record, environment = self.records[copy], self.environments[copy]
         record.actions.append(np.copy(actions))
         living = [(row, agent) for row, agent in zip(self._rows(copy), self.agents, strict=True) if not self.ended[row]]
         with self._errors(copy):
@@ -181,6 +182,10 @@ class AgentEnvironments:
         self.reader.store(self.observations, row, observation, info, acting)
         self.records[row // self.size].add_observations(self.observations, row, acting)
 
+    def repeat(self, index: int, action: Any) -> bool:
+        self._act(index, action, self._empty(self.ended.copy()))
+        return bool(self.ended[self._rows(index)].all())
+
     @contextlib.contextmanager
     def _errors(self, copy: int) -> Iterator[None]:
         """Raise errors of a copy as a SurefootError that names the call."""
@@ -194,37 +199,22 @@ class AgentEnvironments:
         """Nothing: single rows are not replayed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """``rows``: the present episode of each copy, at its first agent."""
-        saved = [record.saved(action_dtype(self.action_space)) for record in self.records]
+        """``rows``: the episodes of each copy, at its first agent."""
+        saved = self.saved_rows()
         return {"rows": [None if row % self.size else saved[row // self.size] for row in range(self.count)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, Lost]:
         if "rows" not in state:  # saved by a vector environment
             return self.reset(), dict.fromkeys(range(self.count), "")
         check_saved_count(len(state["rows"]), self.count)
-        lost: Lost = {}
-        for copy, saved in enumerate(as_arrays(state["rows"][:: self.size])):
-            if different := self._replay(copy, saved):
-                lost |= dict.fromkeys(self._rows(copy), different)
-                self._begin(copy, saved["number"] + 1)
-        return copied(self.observations), lost
+        lost = self.load_rows(state["rows"][:: self.size])
+        return copied(self.observations), {row: why for copy, why in lost.items() for row in self._rows(copy)}
 
-    def _replay(self, copy: int, saved: dict[str, Any]) -> str:
-        """Replay an episode; return what was different, in words."""
-        where = f"episode {saved['number']}"
-        try:
-            self._begin(copy, saved["number"])
-            for actions in saved["actions"]:
-                if self.ended[self._rows(copy)].all():
-                    return f"{where} ended early"
-                self._act(copy, actions, self._empty(self.ended.copy()))
-        except SurefootError as error:
-            return f"{where}: {error}"
-        different = self.records[copy].difference(saved["hashes"])
-        return different and f"{where} had other {different}"
+    def forgotten(self) -> dict[int, str]:
+        return {self._rows(copy)[0]: names for copy, names in super().forgotten().items()}
 
     def close(self) -> None:
-        close_all(self.copies)
+        close_all(self.environments)
 
 
 def shared_spaces(environment: Any, agents: list[Any], name: str) -> tuple[Any, Any]:

@@ -28,10 +28,10 @@ from surefoot.control.environments.observations import (
     numbers_in,
     score_and_life,
 )
-from surefoot.control.environments.records import ENDS, REWARDS, Hook, Record, as_arrays, claim, release
-from surefoot.control.spaces import Array, Observations, SpaceError, action_dtype, as_float32, nester
+from surefoot.control.environments.records import ENDS, REWARDS, Record, Replayed, release
+from surefoot.control.spaces import Array, Observations, action_dtype, as_float32, nester
 from surefoot.core.seeding import derived_seed
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError
 
 MakeEnvironment = Callable[[], "gymnasium.Env[Any, Any]"]
 Lost = dict[int, str]
@@ -129,30 +129,23 @@ def check_same_actions(found: Sequence[gymnasium.Space[Any]], name: str, numbers
             )
 
 
-class LoopedEnvironments:
+class LoopedEnvironments(Replayed):
     """B environments stepped one after the other in this process, each reset as soon as its episode ends.
 
-    Every episode is reset with ``episode_seed``. A checkpoint restores an environment by replaying its last whole episode and
-    the present one, and compares hashes of what both returned; state that outlives an episode is loaded with its
-    ``load_state_dict``, if it has that.
+    Every episode is reset with ``episode_seed``.
     """
 
     def __init__(
         self, make: MakeEnvironment, count: int, seed: int, name: str, purpose: str = "training", first: int = 0
     ) -> None:
         self.count, self.seed, self.name, self.purpose = count, seed, name, purpose
-        self.environments = [make() for _ in range(count)]
-        claim(self.environments, self, name)
-        self.observation_space: gymnasium.Space[Any] = self.environments[0].observation_space
-        self.action_space: gymnasium.Space[Any] = self.environments[0].action_space
+        made = [make() for _ in range(count)]
+        self.observation_space: gymnasium.Space[Any] = made[0].observation_space
+        self.action_space: gymnasium.Space[Any] = made[0].action_space
+        super().__init__(made, self.action_space, name)
         check_same_actions([each.action_space for each in self.environments], name, range(first, first + count))
         self.reader = Reader(self.observation_space, self.action_space, count, name)
         self.observations = self.reader.empty()
-        self.hooks = [Hook(environment) for environment in self.environments]
-        self.records = [Record(-1) for _ in range(count)]
-        """the present episodes"""
-        self.whole: list[Record | None] = [None] * count
-        """the last whole episodes"""
         self.marked: list[tuple[Record, int]] = []
         self._discrete, self._nested = isinstance(self.action_space, spaces.Discrete), nester(self.action_space)
         self.first = first
@@ -161,33 +154,24 @@ class LoopedEnvironments:
 
     def reset(self) -> Observations:
         for index in range(self.count):
-            self.begin(index, self.records[index].number + 1)
+            self.begin_next(index)
         return copied(self.observations)
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
-        self.begin(index, self.records[index].number + 1)
+        self.begin_next(index)
         return copied(self.observations), [index]
 
     def begin(self, index: int, episode: int) -> None:
         """Reset one environment to an episode."""
-        self.records[index] = Record(episode, self._start(index))
         number = self.first + index
-        self.position[:] = number, episode, 0
         try:
+            self.begin_record(index, episode)
+            self.position[:] = number, episode, 0
             seed = episode_seed(self.seed, number, episode, self.purpose)
             observation, info = check_tuple(self.environments[index].reset(seed=seed), RESET)
         except (Exception, SystemExit) as error:
             raise self._failure(index, error) from error
         self._store(index, observation, info, True)
-
-    def _start(self, index: int) -> Any:
-        """The state before a reset, from environments that save one."""
-        try:
-            return self.hooks[index].save()
-        except Exception as error:
-            if self.records[index].number < 0 and not isinstance(error, SpaceError):
-                return None  # before the first reset it may have none
-            raise self._failure(index, error) from error
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         count = self.count
@@ -202,8 +186,7 @@ class LoopedEnvironments:
                 infos[index] = numbers_in(info)
                 if trunc and not term:
                     finals[index] = self.reader.row(self.observations, index)
-                self.whole[index] = self.records[index]
-                self.begin(index, self.records[index].number + 1)
+                self.begin_next(index, whole=True)
         ignored = np.zeros(count, bool) if active is None else ~active
         rewards = as_float32(rewards)
         return Step(copied(self.observations), rewards, terminated, truncated, ignored, finals, scores, life_lost, infos)
@@ -246,42 +229,20 @@ class LoopedEnvironments:
         position = self.first + index, self.records[index].number, len(self.records[index].actions)
         return call_failure(self.name, position, error, self.purpose)
 
+    def repeat(self, index: int, action: Any) -> bool:
+        _, terminated, truncated, *_ = self.act(index, action)
+        return terminated or truncated
+
     def state_dict(self) -> dict[str, Any]:
         """``rows``: the present and the last whole episode of each environment."""
-        dtype = action_dtype(self.action_space)
-        pairs = zip(self.records, self.whole, strict=True)
-        return {"rows": [now.saved(dtype) | {"whole": None if past is None else past.saved(dtype)} for now, past in pairs]}
+        return {"rows": self.saved_rows()}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, Lost]:
         if "rows" not in state:  # saved by a vector environment
             return self.reset(), dict.fromkeys(range(self.count), "")
         check_saved_count(len(state["rows"]), self.count)
-        lost = {}
-        for index, row in enumerate(as_arrays(state["rows"])):
-            past = row["whole"]
-            different = "" if past is None else self._replay(index, past, True)
-            self.whole[index] = None if different or past is None else self.records[index]
-            if different := different or self._replay(index, row, False):
-                lost[index] = different
-                self.begin(index, row["number"] + 1)
+        lost = self.load_rows(state["rows"])
         return copied(self.observations), lost
-
-    def _replay(self, index: int, saved: dict[str, Any], whole: bool) -> str:
-        """Replay an episode, to its end if it was whole; return what was different, in words."""
-        where, last = f"episode {saved['number']}", len(saved["actions"])
-        try:
-            if saved["start"] is not None:
-                self.hooks[index].load(saved["start"])
-            self.begin(index, saved["number"])
-            for step, action in enumerate(saved["actions"], 1):
-                _, terminated, truncated, *_ = self.act(index, action)
-                if (terminated or truncated) != (whole and step == last):
-                    how = "ended" if terminated or truncated else "did not end"
-                    return f"{where} {how} after {step} steps"
-        except Exception as error:
-            return f"{where}: {error if isinstance(error, SurefootError) else cause_of(error)}"
-        different = self.records[index].difference(saved["hashes"])
-        return different and f"{where} had other {different}"
 
     def close(self) -> None:
         close_all(self.environments)

@@ -4,16 +4,18 @@ A simulator's inner state can't be saved. An episode is a function of its seed a
 that is what ``state_dict`` and ``load_state_dict`` of an environment or its wrappers are for.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from surefoot.control.spaces import MASK, Observations, SpaceError
+from surefoot.control.spaces import MASK, Observations, SpaceError, action_dtype
 from surefoot.core.seeding import RunningHash
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, cause_of
 
 OBSERVATIONS, MASKS, REWARDS, ENDS = KINDS = ("observations", "action masks", "rewards", "ends of episodes")
 """what is compared"""
@@ -57,6 +59,93 @@ class Record:
         return " and ".join(kind for kind, each in self.hashes.items() if each.digits() != hashes.get(kind))
 
 
+class Replayed:
+    """Environments that a checkpoint restores by replaying the last whole episode of each and the present one.
+
+    It compares hashes of what both returned. State that outlives an episode is loaded with ``load_state_dict`` of an
+    environment or its wrappers, if they have that. A subclass has ``begin``, which resets one environment to an episode, and
+    ``repeat``, which takes one action in it and returns whether its episode ended.
+    """
+
+    begin: Callable[[int, int], None]
+    repeat: Callable[[int, Any], bool]
+
+    def __init__(self, environments: list[Any], action_space: Any, name: str) -> None:
+        claim(environments, self, name)
+        self.environments, self._dtype = environments, action_dtype(action_space)
+        self.hooks = [Hook(environment) for environment in environments]
+        self.records = [Record(-1) for _ in environments]
+        """the present episodes"""
+        self.whole: list[Record | None] = [None for _ in environments]
+        """the last whole episodes"""
+        self._new = [attributes(environment) for environment in environments]
+        """attributes before the first reset"""
+        self._forgotten: dict[int, str] = {}
+
+    def begin_record(self, index: int, episode: int) -> None:
+        """Begin the record of an episode, before the reset; it has the state of an environment that saves one."""
+        try:
+            start = self.hooks[index].save()
+        except Exception as error:
+            if self.records[index].number >= 0 or isinstance(error, SpaceError):
+                raise
+            start = None  # before the first reset it may have none
+        self.records[index] = Record(episode, start)
+
+    def begin_next(self, index: int, whole: bool = False) -> None:
+        """Reset one environment to its next episode; ``whole``: the present one has ended."""
+        if whole:
+            self.whole[index] = self.records[index]
+        self.begin(index, self.records[index].number + 1)
+
+    def saved_rows(self) -> list[dict[str, Any]]:
+        """What a checkpoint has of each environment."""
+        pairs = zip(self.records, self.whole, strict=True)
+        return [
+            now.saved(self._dtype)
+            | {"whole": None if past is None else past.saved(self._dtype), "attributes": self._changed(index)}
+            for index, (now, past) in enumerate(pairs)
+        ]
+
+    def _changed(self, index: int) -> dict[str, str]:
+        """The attributes of an environment that are others than before its first reset."""
+        now, new = attributes(self.environments[index]), self._new[index]
+        return {name: digest for name, digest in now.items() if digest != new.get(name)}
+
+    def load_rows(self, rows: list[Any]) -> dict[int, str]:
+        """Restore each environment; what was different in those that did not replay, which begin a new episode."""
+        lost, self._forgotten = {}, {}
+        for index, row in enumerate(as_arrays(rows)):
+            past = row["whole"]
+            different = "" if past is None else self._replay(index, past, True)
+            self.whole[index] = None if different or past is None else self.records[index]
+            if different := different or self._replay(index, row, False):
+                lost[index] = different
+                self.begin(index, row["number"] + 1)
+            elif other := unlike(row["attributes"], self._changed(index)):
+                self._forgotten[index] = other
+        return lost
+
+    def forgotten(self) -> dict[int, str]:
+        """Environments that replayed but have other attributes than when they were saved -> these attributes."""
+        return self._forgotten
+
+    def _replay(self, index: int, saved: dict[str, Any], whole: bool) -> str:
+        """Replay an episode, to its end if it was whole; return what was different, in words."""
+        where, last = f"episode {saved['number']}", len(saved["actions"])
+        try:
+            if saved["start"] is not None:
+                self.hooks[index].load(saved["start"])
+            self.begin(index, saved["number"])
+            for step, action in enumerate(saved["actions"], 1):
+                if (ended := self.repeat(index, action)) != (whole and step == last):
+                    return f"{where} {'ended' if ended else 'did not end'} after {step} steps"
+        except Exception as error:
+            return f"{where}: {error if isinstance(error, SurefootError) else cause_of(error)}"
+        different = self.records[index].difference(saved["hashes"])
+        return different and f"{where} had other {different}"
+
+
 # ---- state of its own -------------------------------------------------------------------------------------------------
 
 
@@ -78,6 +167,27 @@ def wrapped(environment: Any) -> Iterator[Any]:
                 if id(inner) not in seen and all(callable(getattr(type(inner), name, None)) for name in ("reset", "step")):
                     seen.add(id(inner))
                     found.append(inner)
+
+
+def attributes(environment: Any) -> dict[str, str]:
+    """Hashes of the numbers, texts, arrays and collections of these that an environment has, by class and name.
+
+    Attributes of Gymnasium's own classes are left out: what they keep, clocks and episode counts, changes no episode.
+    """
+    found = {}
+    for each in wrapped(environment):
+        if not type(each).__module__.startswith("gymnasium."):
+            for name, value in getattr(each, "__dict__", {}).items():
+                with suppress(Exception):  # what can't be hashed, such as spaces and windows
+                    digest = RunningHash()
+                    digest.add(list(value) if isinstance(value, deque) else value)
+                    found[f"{type(each).__name__}.{name}"] = digest.digits()
+    return found
+
+
+def unlike(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The names of attributes that differ, in words; empty if none."""
+    return ", ".join(name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name))
 
 
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()

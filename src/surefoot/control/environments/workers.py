@@ -163,10 +163,14 @@ class WorkerEnvironments:
         check_saved_count(len(state["rows"]), self.count)
         answers = self._call("load_state_dict", [(slice_state(state, worker.rows),) for worker in self._workers])
         self._observations = concatenate([observations for observations, _ in answers])
-        lost = {
-            w.first + local: why for w, (_, rows) in zip(self._workers, answers, strict=True) for local, why in rows.items()
-        }
-        return self._observations, lost
+        return self._observations, self._by_environment([lost for _, lost in answers])
+
+    def forgotten(self) -> dict[int, str]:
+        """Environments that replayed but have other attributes than when they were saved -> these attributes."""
+        return self._by_environment(self._call("forgotten"))
+
+    def _by_environment(self, answers: list[dict[int, str]]) -> dict[int, str]:
+        return {w.first + local: what for w, rows in zip(self._workers, answers, strict=True) for local, what in rows.items()}
 
     def close(self) -> None:
         """End every worker; kill those that don't close their environments within ``CLOSE_TIMEOUT`` seconds."""
