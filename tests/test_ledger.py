@@ -48,9 +48,7 @@ def test_the_page_matches_the_results(ledger: Any) -> None:
 
 @settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.booleans()), max_size=4))
-def test_a_claim_is_confirmed_only_if_every_interval_supports_it(
-    parts: list[tuple[float, float, float, float, bool]],
-) -> None:
+def test_a_claim_is_confirmed_only_if_every_interval_supports_it(parts: list[tuple[float, float, float, float, bool]]) -> None:
     from claims import verdict_of
 
     bounds = [bound(*part) for part in parts]

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 import surefoot
-from surefoot.compare.across_tasks import (
-    AGGREGATES,
-    compare_across_tasks,
-    improvement,
-    iqm,
-    optimality_gap,
-    profile,
-    task_mean,
-)
+from surefoot.compare.across_tasks import AGGREGATES, compare_across_tasks, improvement, iqm, optimality_gap, profile, task_mean
 from surefoot.compare.report import across_tasks_tables
 from surefoot.compare.runs import SavedRun, read_run
 from surefoot.compare.statistics import interquartile_mean, interval

@@ -272,8 +272,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.release)],
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.release)]
 )
 def test_a_study_killed_at_a_trial_ends_with_the_same_trials_and_numbers(undisturbed, tmp_path, number):
     """Wherever it is killed, no trial is lost, none is counted twice, and a trial continues with its runs."""

@@ -130,9 +130,7 @@ def check_returns(x: Inputs, make: Make) -> dict[str, Any]:
     rewards, done = make(x["rewards"]), make(x["done"])
     following = make([math.nan] * (len(rewards) - 1) + [x["bootstrap"]])
     none = torch.zeros_like(done)
-    return {
-        "returns": F.discounted_returns(rewards, following, terminated=done, truncated=none, gamma=x["gamma"]),
-    }
+    return {"returns": F.discounted_returns(rewards, following, terminated=done, truncated=none, gamma=x["gamma"])}
 
 
 @covers("reinforce_rtg_and_total")
@@ -497,10 +495,7 @@ def check_rlhf_rewards(x: Inputs, make: Make) -> dict[str, Any]:
 @covers("logprob_temperature")
 def check_temperature(x: Inputs, make: Make) -> dict[str, Any]:
     logits, token = make(x["logits"]), torch.tensor(x["token"])
-    return {
-        "correct": F.token_log_probs(logits, token, x["temperature"]),
-        "untempered": F.token_log_probs(logits, token),
-    }
+    return {"correct": F.token_log_probs(logits, token, x["temperature"]), "untempered": F.token_log_probs(logits, token)}
 
 
 @covers("sft_masked_cross_entropy")

@@ -74,11 +74,7 @@ def test_in_the_loss_k1_has_no_expected_gradient_k2_has_kls_and_k3_the_other_dir
     logits_p, logits_q, p, q = pair(seed)
     log_p, log_q = logits_p.log_softmax(-1), logits_q.log_softmax(-1)
     probability = torch.tensor(p, dtype=DOUBLE)
-    expected = {
-        F.kl_k1: torch.zeros(4, dtype=DOUBLE),
-        F.kl_k2: reverse_gradient(p, q),
-        F.kl_k3: forward_gradient(p, q),
-    }
+    expected = {F.kl_k1: torch.zeros(4, dtype=DOUBLE), F.kl_k2: reverse_gradient(p, q), F.kl_k3: forward_gradient(p, q)}
     for estimator, gradient in expected.items():
         loss = (probability * estimator(log_p, log_q)).sum()
         torch.testing.assert_close(torch.autograd.grad(loss, logits_p, retain_graph=True)[0], gradient, **CLOSE)

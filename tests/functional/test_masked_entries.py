@@ -19,10 +19,7 @@ from surefoot import functional as F
 
 from .strategies import DOUBLE, flags, masks, random, seeds
 
-FLAGS = {
-    "terminated": torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]]),
-    "truncated": torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]]),
-}
+FLAGS = {"terminated": torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]]), "truncated": torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]])}
 ENDS = {name: flag.bool() for name, flag in FLAGS.items()}
 
 
@@ -66,15 +63,11 @@ MASKED: dict[str, Masked] = {
     "whiten scale only": Masked(lambda x, mask: F.whiten(x, mask, shift_mean=False)),
     "whiten by given moments": Masked(
         lambda x, mask: F.whiten(
-            x,
-            mask,
-            moments=F.Moments(torch.tensor(9.0), torch.tensor(0.5, dtype=x.dtype), torch.tensor(2.0, dtype=x.dtype)),
+            x, mask, moments=F.Moments(torch.tensor(9.0), torch.tensor(0.5, dtype=x.dtype), torch.tensor(2.0, dtype=x.dtype))
         )
     ),
     "kl_shaped_rewards": Masked(lambda r, p, q, mask: F.kl_shaped_rewards(r, p, q, mask, 0.1), 3, still=(1, 2)),
-    "expert_load": Masked(
-        lambda x, mask: F.expert_load(torch.stack((x, -x), -1).flatten(0, 1), 1, mask.flatten())[1],
-    ),
+    "expert_load": Masked(lambda x, mask: F.expert_load(torch.stack((x, -x), -1).flatten(0, 1), 1, mask.flatten())[1]),
     "covariance_terms": Masked(lambda p, a, mask: F.covariance_terms(p, a, mask), 2),
     "sequence_ratio": Masked(lambda p, q, mask: F.sequence_ratio(p, q, mask), 2),
     "sampler_ratio": Masked(lambda p, q, mask: F.sampler_ratio(p, q, mask), 2),

@@ -128,8 +128,7 @@ def test_conjugate_gradient_of_a_zero_gradient_is_no_step_and_computes_no_produc
 # Line search.
 
 outcomes = st.tuples(
-    st.sampled_from([-1.0, 0.0, 1e-9, 1.0, math.nan, math.inf]),
-    st.sampled_from([0.0, 0.005, 0.01, 0.010001, 1.0, math.nan]),
+    st.sampled_from([-1.0, 0.0, 1e-9, 1.0, math.nan, math.inf]), st.sampled_from([0.0, 0.005, 0.01, 0.010001, 1.0, math.nan])
 )
 
 

@@ -212,14 +212,7 @@ def test_next_step_autoreset_rows_give_the_same_step_result(batch: Batch, seed: 
         terminated, truncated, mask = torch.tensor(columns[2:])
         following = F.successor_values(row_values, observation_to_come, truncated=truncated, mask=mask)
         next_step = F.gae(
-            rewards,
-            row_values,
-            following,
-            terminated=terminated,
-            truncated=truncated,
-            gamma=batch.gamma,
-            lam=lam,
-            mask=mask,
+            rewards, row_values, following, terminated=terminated, truncated=truncated, gamma=batch.gamma, lam=lam, mask=mask
         )
         assert torch.equal(next_step[mask], same_step)
 

@@ -99,8 +99,7 @@ def expected_gradient(seed: int, weights: Tensor) -> Tensor:
     total = sum(map(math.exp, logits))
     pi = [math.exp(x) / total for x in logits]
     return torch.tensor(
-        [sum(pi[a] * weights[a].item() * ((a == i) - pi[i]) for a in range(len(pi))) for i in range(len(pi))],
-        dtype=DOUBLE,
+        [sum(pi[a] * weights[a].item() * ((a == i) - pi[i]) for a in range(len(pi))) for i in range(len(pi))], dtype=DOUBLE
     )
 
 

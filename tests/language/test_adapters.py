@@ -399,12 +399,7 @@ def test_targets_name_layers_of_the_trunk(files: Path, folders: dict[str, Path])
     ],
 )
 def test_a_missing_package_names_the_extra(
-    package: str,
-    line: str,
-    changes: dict[str, Any],
-    files: Path,
-    folders: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    package: str, line: str, changes: dict[str, Any], files: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == package else real(name, *a))

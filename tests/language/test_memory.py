@@ -29,15 +29,7 @@ from surefoot.language.memory.check import (
 )
 from surefoot.language.memory.parameters import count_parameters
 from surefoot.language.memory.passes import family_note, unknown_families
-from surefoot.language.memory.planner import (
-    MemoryPlan,
-    fits,
-    llama_of,
-    model_config,
-    tables,
-    textbook,
-    to_json,
-)
+from surefoot.language.memory.planner import MemoryPlan, fits, llama_of, model_config, tables, textbook, to_json
 from surefoot.language.memory.probe import measured_work
 from surefoot.language.memory.roles import permanent_bytes
 from surefoot.language.memory.savings import alternatives, settings

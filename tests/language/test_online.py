@@ -126,11 +126,7 @@ def test_score_is_on_the_last_token_and_kl_on_every_token(files: dict[str, str],
 def test_responses_without_eos_are_treated_as_configured(
     treatment: str, wanted: float, files: dict[str, str], folders: dict[str, Path]
 ) -> None:
-    settings = {
-        "terms": [{"function": f"{files['rewards']}:length"}],
-        "missing_eos": treatment,
-        "missing_eos_value": -2.0,
-    }
+    settings = {"terms": [{"function": f"{files['rewards']}:length"}], "missing_eos": treatment, "missing_eos_value": -2.0}
     made = world(files, folders["llama"], reward=settings, sampling={"prompts": 8, "max_tokens": 8})
     made.policy.value_head.bias.data.fill_(3.0)
     r = collected(made)
@@ -218,10 +214,7 @@ def test_responses_of_eos_alone_terminate_and_score_as_empty_text(files: dict[st
 
 def test_each_held_out_prompt_gets_one_response(files: dict[str, str], folders: dict[str, Path]) -> None:
     """The number of samples per prompt in training does not matter."""
-    changes = {
-        "data": {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32},
-        "evaluation": {"rows": 7},
-    }
+    changes = {"data": {"train": files["prompts"], "held_out": files["prompts"], "max_length": 32}, "evaluation": {"rows": 7}}
     several = {"sampling": {"prompts": 4, "samples": 4, "max_tokens": 8}}
     one, many = (world(files, folders["llama"], **changes, **more).evaluate() for more in ({}, several))
     assert len(many.samples) == 7

@@ -301,14 +301,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"adapter": {"rank": 4}, "critic": {"own_model": True}, "gradient_checkpointing": True}),
     ("grpo", {"optimizer": {"learning_rate": 1e-4, "micro_batch_tokens": 60}}),  # rows that share a prompt stay together
     ("reward", {"adapter": {"rank": 4}, "optimizer": {"learning_rate": 1e-4, "micro_batch": 3}}),
-    (
-        "dpo",
-        {
-            "adapter": {"rank": 4},
-            "gradient_checkpointing": True,
-            "optimizer": {"learning_rate": 1e-3, "micro_batch": 5},
-        },
-    ),
+    ("dpo", {"adapter": {"rank": 4}, "gradient_checkpointing": True, "optimizer": {"learning_rate": 1e-3, "micro_batch": 5}}),
 ]
 
 

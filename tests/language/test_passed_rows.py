@@ -107,10 +107,7 @@ def test_invalid_rows_are_rejected_and_leave_no_run_folder(tmp_path: Path) -> No
     for rows, message in [
         ([], r"^data\.train: has no rows; pass at least one"),
         (["new bike: "], r"^data\.train: row 1 is text; pass rows as dicts, such as \{'prompt': …\}"),
-        (
-            [ROWS["sft"][0], {"prompt": {1, 2}}],
-            r"^data\.train: row 2 has what JSON can't hold \(.*a set.*\); use text",
-        ),
+        ([ROWS["sft"][0], {"prompt": {1, 2}}], r"^data\.train: row 2 has what JSON can't hold \(.*a set.*\); use text"),
         ([{"prompt": float("nan")}], r"^data\.train: row 1 has what JSON can't hold"),
         ([{"prompt": "a", "note": CIRCLE}], r"^data\.train: row 1 has what JSON can't hold \(.*Circular"),
         ([{"prompt": "a", "note": ["\ud83d"]}], r"^data\.train: row 1: column 'note' has half of a character \('\\ud83d'\)"),

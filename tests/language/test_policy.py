@@ -270,12 +270,7 @@ def test_value_head_has_its_own_parameters_and_its_loss_reaches_the_trunk() -> N
 # ---- learning -----------------------------------------------------------------------------------------------------------
 
 EVERYTHING = replace(
-    PPO_CLIP,
-    gamma=1.0,
-    reuse=Reuse(1, 1),
-    normalise_advantages="batch",
-    entropy_coefficient=0.05,
-    reference_coefficient=0.1,
+    PPO_CLIP, gamma=1.0, reuse=Reuse(1, 1), normalise_advantages="batch", entropy_coefficient=0.05, reference_coefficient=0.1
 )
 
 

@@ -297,10 +297,7 @@ def test_incomplete_and_unsuitable_models_are_rejected(folders: dict[str, Path],
     tensors = load_file(headless / "model.safetensors")
     tensors.pop("score.weight")
     save_file(tensors, headless / "model.safetensors", {"format": "pt"})
-    for folder, what in (
-        (bare, "has no tokenizer"),
-        (headless, "its weights lack score.weight"),
-    ):
+    for folder, what in ((bare, "has no tokenizer"), (headless, "its weights lack score.weight")):
         with pytest.raises(SurefootError, match=what) as caught:
             ModelReward(folder)
         assert "\n" not in str(caught.value)

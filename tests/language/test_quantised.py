@@ -141,10 +141,7 @@ def test_reference_is_the_quantised_base_and_the_initial_ratio_is_one(
     assert float(rollout.metrics["sampler_gap"] or 0) < (1e-4 if kind == "nf4" else 0.05)
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [("nf4", "float32"), ("nf4", "bfloat16-weights"), ("int8", "float32")],
-)
+@pytest.mark.parametrize(("kind", "precision"), [("nf4", "float32"), ("nf4", "bfloat16-weights"), ("int8", "float32")])
 def test_sft_learns_and_saved_files_match_the_trained_model(
     files: Path, model: Path, tmp_path: Path, kind: str, precision: str
 ) -> None:

@@ -42,11 +42,7 @@ def turn(speaker: str, value: Any, **more: Any) -> dict[str, Any]:
 SHARE = [turn("human", "2+2"), turn("gpt", "4"), turn("human", "3+3"), turn("gpt", "6")]
 FOUR, FIVE = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]
 DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "ShareGPT": (
-        {"conversations": SHARE},
-        f"{USER}2+2{ASSISTANT}4⟨eos⟩{USER}3+3{ASSISTANT}6⟨eos⟩",
-        "4⟨eos⟩6⟨eos⟩",
-    ),
+    "ShareGPT": ({"conversations": SHARE}, f"{USER}2+2{ASSISTANT}4⟨eos⟩{USER}3+3{ASSISTANT}6⟨eos⟩", "4⟨eos⟩6⟨eos⟩"),
     "ShareGPT with weight and system": (
         {"conversations": [SHARE[0], turn("gpt", "4", weight=0), *SHARE[2:]], "system": "sum"},
         f"⟨system⟩sum{USER}2+2{ASSISTANT}4⟨eos⟩{USER}3+3{ASSISTANT}6⟨eos⟩",

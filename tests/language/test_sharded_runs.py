@@ -125,8 +125,7 @@ def test_checkpoints_restore_bit_for_bit_on_any_number_of_ranks(folder: Path, tm
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("language", "reward", "steps of an adapter"))],
+    "kind", ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("language", "reward", "steps of an adapter"))]
 )
 def test_sharded_run_repeats_and_resumes_bit_for_bit_and_saves_a_model(kind: str, folder: Path, tmp_path: Path) -> None:
     def body(rank: int) -> None:

@@ -220,10 +220,7 @@ def test_async_function_that_fails_or_hangs_raises_a_one_line_error() -> None:
 
 
 def test_column_vectors_are_accepted_like_lists() -> None:
-    for array in (
-        np.array([[1.0], [2.0], [3.0]]),
-        torch.tensor([[1.0], [2.0], [3.0]]),
-    ):
+    for array in (np.array([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [3.0]])):
         assert score(lambda responses, array=array: array) == [1, 2, 3]
         assert score(lambda completions, array=array: array) == [1, 2, 3]
         assert "returned 1 numbers for 3" in error(lambda responses, array=array: array.T)

@@ -127,11 +127,7 @@ def _content(content: bytes) -> Callable[[Path], Path]:
 
 def test_unreadable_files_raise_a_one_line_error(tmp_path: Path) -> None:
     for name, make, expected in [
-        (
-            "a.jsonl.gz",
-            _content(b"{}"),
-            r"a\.jsonl\.gz: can't be read \(BadGzipFile: Not a gz.*\); compress it again",
-        ),
+        ("a.jsonl.gz", _content(b"{}"), r"a\.jsonl\.gz: can't be read \(BadGzipFile: Not a gz.*\); compress it again"),
         ("a.jsonl.gz", lambda path: _cut(write(path)), r"can't be read \(EOFError: Compressed file ended before.*compress it"),
         ("a.jsonl.zst", lambda path: _cut(write(path)), r"can't be read \(EOFError: the file ends before .*compress it again"),
         ("a.jsonl.gz", _content(gzip.compress(b"")), r"a\.jsonl\.gz: has no rows; write at least one"),

@@ -414,11 +414,7 @@ def chat(turn: str = TURN, before: str = "", over: str = "messages") -> str:
 
 
 def test_reply_matches_the_template_for_any_text_filter() -> None:
-    for filter_, made in [
-        ("trim", str.strip),
-        ("upper", str.upper),
-        ("escape", lambda text: html.escape(text)),
-    ]:
+    for filter_, made in [("trim", str.strip), ("upper", str.upper), ("escape", lambda text: html.escape(text))]:
         for before in [
             "{{ '<system>1234567890' + strftime_now('%Y-%m-%d %H:%M:%S') + eos_token }}",
             "{{ '<user>Surefoot' + eos_token + '<assistant>Surefoot' + eos_token }}",

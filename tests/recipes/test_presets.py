@@ -145,11 +145,7 @@ def test_a_trust_region_may_be_a_value():
 def test_keys_of_another_trust_region_than_the_named_algorithms_are_rejected():
     for algorithm, table, part in (
         ("TRPO", {"clip": 0.1}, "has keys of a clip (clip), and algorithm='TRPO' has a constraint; name PPO_CLIP"),
-        (
-            "PPO_CLIP",
-            {"beta": 3},
-            "has keys of a penalty (beta), and algorithm='PPO_CLIP' has a clip; name PPO_PENALTY",
-        ),
+        ("PPO_CLIP", {"beta": 3}, "has keys of a penalty (beta), and algorithm='PPO_CLIP' has a clip; name PPO_PENALTY"),
         ("GRPO", {"beta": 3}, "has keys of a penalty (beta), and algorithm='GRPO' has a clip; use keys of a clip"),
     ):
         with pytest.raises(SurefootError, match=re.escape(f"objective.trust_region: {part}")):

@@ -79,13 +79,7 @@ def test_with_a_marker_the_number_after_it_counts() -> None:
 
 
 def test_answers_in_other_notations_are_read() -> None:
-    for answer, number in (
-        (r"\frac{3}{4}", "0.75"),
-        ("4{,}200", "4200"),
-        ("50%", "50"),
-        ("2+2=4", "4"),
-        ("It's 5!", "5"),
-    ):
+    for answer, number in ((r"\frac{3}{4}", "0.75"), ("4{,}200", "4200"), ("50%", "50"), ("2+2=4", "4"), ("It's 5!", "5")):
         assert numeric([number, "1"], [answer] * 2) == [1, 0]
 
 

@@ -35,12 +35,7 @@ class Flat:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        objective: Objective,
-        moving: Sequence[FlatParameters],
-        fixed: Sequence[FlatParameters],
-        rows: int,
+        self, policy: Policy, objective: Objective, moving: Sequence[FlatParameters], fixed: Sequence[FlatParameters], rows: int
     ) -> None:
         self.policy, self.objective, self.moving, self.fixed, self.rows = policy, objective, moving, fixed, rows
         self.groups = [*moving, *fixed]

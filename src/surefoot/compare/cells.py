@@ -192,11 +192,7 @@ def train_cell(folder: Path, cell: Cell, episodes: int, parent: Parent) -> dict[
 
 
 def train_or_resume(
-    path: Path,
-    recipe: Recipe,
-    display: Listener,
-    callback: MetricsCallback | None = None,
-    callbacks: Sequence[Callback] = (),
+    path: Path, recipe: Recipe, display: Listener, callback: MetricsCallback | None = None, callbacks: Sequence[Callback] = ()
 ) -> None:
     """Train a recipe in a run folder; if the folder has a run of it already, resume that."""
     if not (path / "config.toml").exists():

@@ -20,15 +20,7 @@ import tomli_w
 from surefoot import __version__
 from surefoot.compare.across_tasks import AGGREGATES, TaskComparison
 from surefoot.compare.plots import Panel, draw_panel, draw_profiles, panels_of, run_colour
-from surefoot.compare.runs import (
-    ABSENT,
-    SCORES,
-    Comparison,
-    SavedRun,
-    differences_between,
-    distinguishing_fields,
-    short_text,
-)
+from surefoot.compare.runs import ABSENT, SCORES, Comparison, SavedRun, differences_between, distinguishing_fields, short_text
 from surefoot.compare.statistics import (
     Results,
     finite,

@@ -223,11 +223,7 @@ class CustomTrunk(nn.Module):
     """
 
     def __init__(
-        self,
-        path: str,
-        observation_space: gymnasium.Space[Any],
-        generator: torch.Generator,
-        functions: Functions | None = None,
+        self, path: str, observation_space: gymnasium.Space[Any], generator: torch.Generator, functions: Functions | None = None
     ) -> None:
         super().__init__()
         self.path = path

@@ -376,12 +376,7 @@ KL_COV = replace(GRPO, trust_region=Penalty(beta=1.0, fraction=0.002), aggregati
 RLOO = replace(REINFORCE, baseline="leave_one_out", gamma=1.0, aggregation="sequence-sum")
 ONLINE_DPO = replace(REINFORCE, baseline="pair", gamma=1.0, aggregation="sequence-sum")
 REINFORCE_PLUS_PLUS = replace(
-    PPO_CLIP,
-    baseline=None,
-    gae_lambda=1.0,
-    gamma=1.0,
-    reuse=Reuse(epochs=1, minibatches=4),
-    normalise_advantages="batch",
+    PPO_CLIP, baseline=None, gae_lambda=1.0, gamma=1.0, reuse=Reuse(epochs=1, minibatches=4), normalise_advantages="batch"
 )
 
 LADDER = (REINFORCE, REINFORCE_BASELINE, ACTOR_CRITIC, A2C, PPO_UNCLIPPED, PPO_CLIP)

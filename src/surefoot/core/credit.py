@@ -45,12 +45,7 @@ def assign_credit(rollout: Rollout, objective: Objective) -> Credit:
         targets = advantages if same else advantages_at(objective.target_lambda)
         return Credit(advantages, keep_only(targets + rollout.values, mask))
     returns = discounted_returns(
-        rollout.rewards,
-        torch.zeros_like(rollout.rewards),
-        terminated=terminated,
-        truncated=truncated,
-        gamma=gamma,
-        mask=mask,
+        rollout.rewards, torch.zeros_like(rollout.rewards), terminated=terminated, truncated=truncated, gamma=gamma, mask=mask
     )
     if objective.baseline is None:
         return Credit(returns, returns)

@@ -69,11 +69,7 @@ def random_order(count: int, generator: torch.Generator) -> Tensor:
 
 
 def micro_batches(
-    batch: Batch,
-    size: int | None,
-    tokens: int | None = None,
-    costs: Tensor | None = None,
-    shared: Shared | None = None,
+    batch: Batch, size: int | None, tokens: int | None = None, costs: Tensor | None = None, shared: Shared | None = None
 ) -> Iterator[Batch]:
     """Micro-batches of at most ``size`` consecutive rows, or with ``tokens`` those of ``groups_by_length``.
 

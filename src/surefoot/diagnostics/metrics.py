@@ -228,9 +228,7 @@ METRICS: dict[str, Metric] = {
         why_high="the sampler's policy is not the trained one: see sampler_kl",
     ),
     "ratio_max": Metric(
-        "the largest ρ of the iteration",
-        high=10.0,
-        why_high="a ratio ran away: lower the learning rate, or set dual_clip",
+        "the largest ρ of the iteration", high=10.0, why_high="a ratio ran away: lower the learning rate, or set dual_clip"
     ),
     "ratio_min": Metric("the smallest ρ of the iteration"),
     "ratio_at_start": Metric(

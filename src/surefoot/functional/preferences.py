@@ -15,12 +15,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def dpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    beta: float,
-    label_smoothing: float = 0.0,
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float, label_smoothing: float = 0.0
 ) -> Tensor:
     """−log σ(β((log π_c − log π_r) − (log ref_c − log ref_r))) on summed log-probabilities of whole answers.   [...]
 
@@ -35,12 +30,7 @@ def dpo_loss(
 
 
 def ipo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    beta: float,
-    label_smoothing: float = 0.0,
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float, label_smoothing: float = 0.0
 ) -> Tensor:
     """(h − 1/(2β))² with h = (log π_c − log π_r) − (log ref_c − log ref_r), of whole answers.   [...]
 

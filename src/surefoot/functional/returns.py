@@ -152,13 +152,7 @@ def true_columns(flags: Tensor) -> list[bool]:
 
 
 def discounted_returns(
-    rewards: Tensor,
-    next_values: Tensor,
-    *,
-    terminated: Tensor,
-    truncated: Tensor,
-    gamma: float,
-    mask: Tensor | None = None,
+    rewards: Tensor, next_values: Tensor, *, terminated: Tensor, truncated: Tensor, gamma: float, mask: Tensor | None = None
 ) -> Tensor:
     """G_t = r_t + γ G_{t+1}: rewards to go. Where the trace or the batch is cut, γ V(successor) stands for the rest.   [..., T]
 

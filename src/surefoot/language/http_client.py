@@ -92,13 +92,7 @@ class HttpClient:
         return httpx2.Client(headers=self.headers, verify=_certificates(remote), trust_env=remote, limits=limits)
 
     def request(
-        self,
-        client: "httpx2.Client",
-        ends: float,
-        body: bytes | None = None,
-        *,
-        url: str | None = None,
-        method: str = "POST",
+        self, client: "httpx2.Client", ends: float, body: bytes | None = None, *, url: str | None = None, method: str = "POST"
     ) -> "httpx2.Response":
         """The server's response to a request, retried until it succeeds, the retries are used up or the deadline is near.
 

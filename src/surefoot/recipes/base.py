@@ -131,9 +131,7 @@ class TrackingSettings(Section):
     name: str | None = Field(None, min_length=1, max_length=128)
     """name of the run; none: its folder's name"""
     tags: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
-        Field(max_length=64),
-        pydantic.BeforeValidator(names_in),
+        tuple[Annotated[str, Field(min_length=1, max_length=64)], ...], Field(max_length=64), pydantic.BeforeValidator(names_in)
     ] = ()
     """tags of the run"""
 

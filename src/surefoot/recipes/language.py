@@ -146,9 +146,7 @@ class CriticSettings(Section):
     """label of critic.start whose logit is the value; none: the only one"""
 
 
-ALGORITHM_SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "DAPO": {"sampling": {"rounds": 10}, "reward": {"overlong": 0.2}},
-}
+ALGORITHM_SECTIONS: dict[str, dict[str, dict[str, Any]]] = {"DAPO": {"sampling": {"rounds": 10}, "reward": {"overlong": 0.2}}}
 """settings outside the objective that belong to a named algorithm"""
 GROUP_SIZES = {"group": 8, "leave_one_out": 8, "pair": 2}
 """default responses to each prompt, if they are compared, by ``objective.baseline``"""

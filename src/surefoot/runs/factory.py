@@ -19,19 +19,12 @@ from surefoot.recipes.control import ControlRecipe
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.supervised import SupervisedRecipe
 
-OPTIMIZERS: dict[str, type[AdamSettings]] = {
-    "adam": AdamSettings,
-    "adam-8bit": Adam8BitSettings,
-    "rmsprop": RMSpropSettings,
-}
+OPTIMIZERS: dict[str, type[AdamSettings]] = {"adam": AdamSettings, "adam-8bit": Adam8BitSettings, "rmsprop": RMSpropSettings}
 """settings by optimizer.kind"""
 
 
 def make_world(
-    recipe: Recipe,
-    task: Callable[..., Any] | None = None,
-    environments: int | None = None,
-    functions: Functions | None = None,
+    recipe: Recipe, task: Callable[..., Any] | None = None, environments: int | None = None, functions: Functions | None = None
 ) -> World:
     """The world of a recipe. For control, ``task`` makes the environments if the recipe's task can't be imported, and
     ``environments`` limits their number, to inspect a recipe without training. ``functions`` are the rewards, or the network,

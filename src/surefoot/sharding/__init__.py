@@ -64,11 +64,7 @@ def _sharded_parts(module: nn.Module) -> list[Any]:
 
 
 def shard(
-    module: nn.Module,
-    blocks: Iterable[nn.Module],
-    settings: Sharding,
-    exact: Iterable[nn.Module] = (),
-    frozen: bool = False,
+    module: nn.Module, blocks: Iterable[nn.Module], settings: Sharding, exact: Iterable[nn.Module] = (), frozen: bool = False
 ) -> None:
     """Shard a module in place; all ranks have the same whole weights. Shards are float32, whatever the weights were.
 

@@ -253,11 +253,7 @@ def _entry(path: Path, remedy: str = AGAIN) -> dict[str, Any]:
 
 @contextmanager
 def atomic_folder(
-    folder: Path,
-    marker: str,
-    kind: str,
-    remedy: str = "choose another folder",
-    extra: Mapping[str, Any] | None = None,
+    folder: Path, marker: str, kind: str, remedy: str = "choose another folder", extra: Mapping[str, Any] | None = None
 ) -> Iterator[Path]:
     """A temporary folder that replaces ``folder`` at the end, flushed to the disk; after an error, nothing has changed.
 

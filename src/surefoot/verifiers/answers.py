@@ -11,13 +11,7 @@ from typing import Any
 
 from surefoot.errors import SurefootError, require_package
 from surefoot.verifiers.numbers import correct_number, number_in
-from surefoot.verifiers.processes import (
-    check_count,
-    check_in_processes,
-    check_number,
-    check_text,
-    reward_function,
-)
+from surefoot.verifiers.processes import check_count, check_in_processes, check_number, check_text, reward_function
 
 
 def _check_texts(*, answer: Sequence[Any] = (), after: Any = "", **_: Any) -> None:
@@ -56,12 +50,7 @@ def _check_numeric(*, answer: Sequence[Any] = (), tolerance: Any = 0, relative: 
 
 @reward_function(_check_numeric)
 def numeric(
-    responses: Sequence[str],
-    answer: Sequence[Any],
-    *,
-    tolerance: float = 0.0,
-    relative: float = 0.0,
-    after: str = "",
+    responses: Sequence[str], answer: Sequence[Any], *, tolerance: float = 0.0, relative: float = 0.0, after: str = ""
 ) -> list[float]:
     """1 for each response whose number is the answer: ``|actual − expected| ≤ max(tolerance, relative · |expected|)``.
 

@@ -86,11 +86,7 @@ def code(
 
 
 def run_tests(
-    response: str,
-    tests: Sequence[Mapping[str, Any]],
-    limits: Limits | None = None,
-    *,
-    every: bool = True,
+    response: str, tests: Sequence[Mapping[str, Any]], limits: Limits | None = None, *, every: bool = True
 ) -> CodeResult:
     """Run a response's code on tests from ``parsed``, and compare the results. No script begins after the deadline of a caller.
 

@@ -18,10 +18,7 @@ from datasets import Dataset
 
 
 def main(name: str, policy: str, reward: str, prompts: str, out: str) -> None:
-    trainer_class, config_class = {
-        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-    }[name]
+    trainer_class, config_class = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}[name]
     settings = config_class(
         output_dir=out,
         per_device_train_batch_size=4,

@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import filelock
 
-from surefoot.compare.cells import (
-    REQUEST,
-    reached,
-    read_request,
-)
+from surefoot.compare.cells import REQUEST, reached, read_request
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
 from surefoot.recipes.base import Recipe

@@ -5,11 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surefoot.compare.cells import (
-    reached,
-    run_listener,
-    train_or_resume,
-)
+from surefoot.compare.cells import reached, run_listener, train_or_resume
 from surefoot.compare.processes import Parent
 from surefoot.compare.statistics import mean, number, numbers
 from surefoot.compare.tune.study import Plan, Study, usable_database

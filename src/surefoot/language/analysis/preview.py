@@ -12,16 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surefoot.language.data.cache import lengths_of
-from surefoot.language.data.datasets import (
-    Mapped,
-    Pairs,
-    Tokenised,
-    demonstrations,
-    labelled,
-    pairs,
-    prompts,
-    stepped,
-)
+from surefoot.language.data.datasets import Mapped, Pairs, Tokenised, demonstrations, labelled, pairs, prompts, stepped
 from surefoot.language.data.preparation import ControlPolicy
 from surefoot.language.data.shapes import is_labelled, paired, shape_of
 from surefoot.language.data.sources import Source, open_rows

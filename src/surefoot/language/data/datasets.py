@@ -95,10 +95,7 @@ def repeat_prompts(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> P
     rows = [row for row in rows for _ in range(samples)]
     columns = {name: [column[row] for row in rows] for name, column in prompts.columns.items()}
     return replace(
-        prompts,
-        prompts=[prompts.prompts[row] for row in rows],
-        ids=[prompts.ids[row] for row in rows],
-        columns=columns,
+        prompts, prompts=[prompts.prompts[row] for row in rows], ids=[prompts.ids[row] for row in rows], columns=columns
     )
 
 

@@ -6,16 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from surefoot.errors import SurefootError
-from surefoot.language.data.rows import (
-    CALLS,
-    WEIGHT,
-    Row,
-    joined_parts,
-    json_list,
-    json_type,
-    require_columns,
-    text_column,
-)
+from surefoot.language.data.rows import CALLS, WEIGHT, Row, joined_parts, json_list, json_type, require_columns, text_column
 
 ROLES = {
     "human": "user",

@@ -398,10 +398,7 @@ class Tokens(ChatTemplate):
         plain = [{key: part for key, part in self._suited(message, template).items() if key != WEIGHT} for message in marked]
         text, spans = within_time(
             lambda: render_jinja_template(
-                conversations=[plain],
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **options,
+                conversations=[plain], chat_template=template, return_assistant_tokens_mask=True, **options
             )
         )
         ids, offsets = control.encode(text[0])

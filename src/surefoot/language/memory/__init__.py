@@ -35,14 +35,7 @@ from surefoot.language.memory.layout import (
 )
 from surefoot.language.memory.parameters import adapter_size, count_parameters
 from surefoot.language.memory.passes import WORK
-from surefoot.language.memory.roles import (
-    GRADIENT,
-    ByRole,
-    critic_in_updates,
-    moment_bytes,
-    on_device_and_host,
-    permanent,
-)
+from surefoot.language.memory.roles import GRADIENT, ByRole, critic_in_updates, moment_bytes, on_device_and_host, permanent
 from surefoot.language.memory.workload import PROMPT_BYTES, BatchShape, Workload, model_size
 from surefoot.language.rewards.model import BATCH_TOKENS
 from surefoot.language.sampling.rows import chunk_of, rows_that_fit

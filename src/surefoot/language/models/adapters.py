@@ -36,13 +36,7 @@ from surefoot.language.models.adapter_targets import (
     renamed_by_peft,
     resolve_targets,
 )
-from surefoot.language.models.quantised import (
-    parameter_count,
-    prepare_bitsandbytes,
-    restore,
-    restored_state,
-    shown_to_peft,
-)
+from surefoot.language.models.quantised import parameter_count, prepare_bitsandbytes, restore, restored_state, shown_to_peft
 from surefoot.ranks.collectives import rank
 
 if TYPE_CHECKING:

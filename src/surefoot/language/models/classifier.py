@@ -19,13 +19,7 @@ from surefoot.errors import SurefootError, did_you_mean
 from surefoot.language import quiet_transformers
 from surefoot.language.data.chat import ChatTemplate, Dialogue, Messages, options_of
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.models.loading import (
-    check_vocabulary,
-    logits_close,
-    no_dropout,
-    read_tokenizer,
-    read_weights,
-)
+from surefoot.language.models.loading import check_vocabulary, logits_close, no_dropout, read_tokenizer, read_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

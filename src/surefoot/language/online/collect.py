@@ -19,14 +19,7 @@ from surefoot.core.minibatches import select_rows
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
-from surefoot.functional import (
-    kl_k1,
-    kl_k3,
-    kl_shaped_rewards,
-    masked_mean,
-    proportional_kl_control,
-    successor_values,
-)
+from surefoot.functional import kl_k1, kl_k3, kl_shaped_rewards, masked_mean, proportional_kl_control, successor_values
 from surefoot.functional.masking import keep_only, last_kept
 from surefoot.language.data.batches import EpochSampler, FromData, pack_batch, row_lengths
 from surefoot.language.data.datasets import Prompts, repeat_prompts
@@ -282,10 +275,7 @@ class LanguageCollector(FromData):
         names, columns = list(prompts.columns), zip(*prompts.columns.values(), strict=True)
         rows = [dict(zip(names, values, strict=True)) for values in columns] if names else [{} for _ in prompts.ids]
         conversations = environments.converse(
-            rows,
-            seeds,
-            lambda ids, of_turn: self._sample(ids, of_turn, 1, greedy),
-            self.ends,
+            rows, seeds, lambda ids, of_turn: self._sample(ids, of_turn, 1, greedy), self.ends
         )
         device = next(self.policy.parameters()).device
         return self._as_responses(as_samples(conversations, self.tokens, device), prompts, conversations)
@@ -303,12 +293,7 @@ class LanguageCollector(FromData):
         return self.engine.sample(self._request(prompts, seeds, samples, greedy, on_finished))
 
     def _request(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        samples: int,
-        greedy: bool,
-        on_finished: OnFinished | None,
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, greedy: bool, on_finished: OnFinished | None
     ) -> Request:
         settings = self.recipe.sampling
         return Request(

@@ -24,14 +24,7 @@ from surefoot.language.data.batches import right_padded
 from surefoot.language.data.chat import Dialogue, Messages, options_of
 from surefoot.language.data.rows import CALLS, TOOLS, fault_in
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.online.tools import (
-    InvalidReply,
-    Rows,
-    ToolEnvironment,
-    check_faults,
-    checked_schemas,
-    load_tools,
-)
+from surefoot.language.online.tools import InvalidReply, Rows, ToolEnvironment, check_faults, checked_schemas, load_tools
 from surefoot.language.rewards.scores import Prompt, Scores
 from surefoot.language.sampling.ends import Ends
 from surefoot.language.sampling.engines import DecodedBy, Samples, padded_samples

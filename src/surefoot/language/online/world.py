@@ -286,10 +286,7 @@ class LanguageWorld:
         with errors_for("critic.start"):
             trusted = self.recipe.trust_remote_code
             scores: Any = RewardModel.load(
-                model_folder(start),
-                self.recipe.critic.label,
-                trust_remote_code=trusted,
-                as_stored=keeps_stored(self.recipe),
+                model_folder(start), self.recipe.critic.label, trust_remote_code=trusted, as_stored=keeps_stored(self.recipe)
             )
         check_compatible("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
         trunk, scale = scores.backbone.requires_grad_(True), (float(scores.mean), float(scores.std))

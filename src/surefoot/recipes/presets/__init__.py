@@ -68,10 +68,7 @@ class ResolvedRecipe:
 
 
 def resolve_recipe(
-    what: str,
-    changes: Mapping[str, Any] | None = None,
-    algorithm: Objective | str | None = None,
-    preset: str | None = None,
+    what: str, changes: Mapping[str, Any] | None = None, algorithm: Objective | str | None = None, preset: str | None = None
 ) -> ResolvedRecipe:
     """The recipe for the name of a preset, a ``.toml`` file, an environment id, or ``module:function``.
 
