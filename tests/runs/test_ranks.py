@@ -249,11 +249,20 @@ def test_a_callback_that_stops_on_one_rank_stops_all_with_a_checkpoint(tmp_path)
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "192"
 
 
-def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("when", ["while it collects", "when all have agreed to go on"])
+def test_a_signal_to_a_rank_stops_all_with_a_checkpoint(tmp_path, when, monkeypatch):
     class Signal(surefoot.Callback):
         def on_iteration(self, run, metrics):
-            if rank() == 1 and metrics["steps"] == 192:
+            if rank() == 1 and metrics["steps"] == 192 and when == "while it collects":
                 os.kill(os.getpid(), signal.SIGTERM)
+
+    def agreed(values):
+        everyone = exchange(values)
+        if when != "while it collects" and signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGHUP)
+        return everyone
+
+    monkeypatch.setattr(session, "exchange", agreed)
 
     def body(_):
         surefoot.train("CartPole-v1", preset="none", run_dir=tmp_path / "run", callbacks=Signal(), **RECIPE)

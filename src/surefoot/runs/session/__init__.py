@@ -463,7 +463,8 @@ class Session:
         for number, of_rank in enumerate(lines if rank() == 0 else ()):
             for line in of_rank:
                 self.message(f"rank {number}: {line}")
-        self.signals.stop_requested = any(signalled)
+        if any(signalled):  # an assignment of False would undo a signal that has come since the exchange
+            self.signals.stop_requested = True
         return any(stops), any(late)
 
     def _publish_update(self, metrics: Metrics) -> Metrics:
