@@ -248,11 +248,15 @@ def test_saving_again_replaces_and_saving_over_something_else_is_rejected(tmp_pa
     first.save(tmp_path / "agent")
     second.save(tmp_path / "agent")
     assert_same_weights(surefoot.load(tmp_path / "agent"), second)
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.txt").write_text("irreplaceable")
-    with pytest.raises(SurefootError, match="not a checkpoint"):
-        first.save(tmp_path / "thesis")
-    assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "irreplaceable"
+    surefoot.train("CartPole-v1", preset="none", run_dir=tmp_path / "run", steps=64, rollout={"environments": 2, "steps": 32})
+    for folder, file in (("thesis", "chapter1.txt"), ("web", "manifest.json"), ("agent", "notes/why.md")):
+        (tmp_path / folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / file).write_text('{"name": "irreplaceable"}')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for folder in ("thesis", "web", "agent", "run", "run/traces", "run/checkpoints/64"):
+        with pytest.raises(SurefootError, match=r"not a checkpoint \(.*\); choose an empty folder"):
+            first.save(tmp_path / folder)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 # ---- judging ----------------------------------------------------------------------------------------------------------

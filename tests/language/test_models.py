@@ -403,10 +403,17 @@ def test_failed_save_keeps_the_older_model(folders: dict[str, Path], tmp_path: P
 
 def test_folder_with_other_files_is_not_overwritten(folders: dict[str, Path], tmp_path: Path) -> None:
     model, tokenizer = load_model(folders["llama"])
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(SurefootError, match="contains something that is not a model"):
-        save_model(model, tokenizer, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    for name in ("thesis.tex", "config.json", "src/app.js"):  # a project whose settings are in a file of that name
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(SurefootError, match="contains something that is not a model"):
+            save_model(model, tokenizer, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    shutil.copytree(folders["llama"], tmp_path / "of transformers")
+    save_model(model, tokenizer, tmp_path / "of transformers")
+    (tmp_path / "of transformers" / "README.md").write_text("my card")
+    with pytest.raises(SurefootError, match=r"not a model \(README\.md\); choose an empty folder"):
+        save_model(model, tokenizer, tmp_path / "of transformers")
 
 
 def test_models_of_pictures_and_quantised_weights_are_rejected_before_they_are_read(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Manifests: what is listed is compared, what is not is not believed, and a kill at any moment leaves a sound file."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable
@@ -84,6 +85,23 @@ def test_a_folder_is_on_the_disk_whole_before_it_has_its_name(tmp_path: Path, mo
     assert temporary.startswith(".model.")
     assert files == ["config.json", "manifest.json", "model.safetensors"]
     assert flushed[4:] == [tmp_path.name], "the new name is on the disk too"
+
+
+def test_a_kill_while_a_folder_is_replaced_leaves_the_older_one_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "model")
+    renames, rename = itertools.count(), manifest.os.rename
+
+    def dying(*names: Path) -> None:
+        if next(renames):
+            raise KeyboardInterrupt
+        rename(*names)
+
+    monkeypatch.setattr(manifest.os, "rename", dying)
+    with contextlib.suppress(KeyboardInterrupt):
+        written(tmp_path / "model")
+    check_folder(tmp_path / "model", "model", required=True)
 
 
 def test_the_home_folder_of_nobody_is_a_folder_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

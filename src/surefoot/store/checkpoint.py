@@ -140,7 +140,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
     Raises SurefootError if writing fails; the older checkpoint then stays.
     """
     remedy = "earlier ones are intact; free space and resume"
-    with atomic_folder(folder, MANIFEST, "a checkpoint", remedy, snapshot.written) as temporary:
+    with atomic_folder(folder, MANIFEST, "a checkpoint", remedy, snapshot.written, snapshot.skeletons) as temporary:
         for name, skeleton in snapshot.skeletons.items():
             (temporary / f"{name}.json").write_bytes(json.dumps(skeleton, indent=1).encode())
             if snapshot.tensors[name]:

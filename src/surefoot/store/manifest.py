@@ -9,12 +9,13 @@ This module imports no torch.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -253,18 +254,24 @@ def _entry(path: Path, remedy: str = AGAIN) -> dict[str, Any]:
 
 @contextmanager
 def atomic_folder(
-    folder: Path, marker: str, kind: str, remedy: str = "choose another folder", extra: Mapping[str, Any] | None = None
+    folder: Path,
+    marker: str,
+    kind: str,
+    remedy: str = "choose another folder",
+    extra: Mapping[str, Any] | None = None,
+    parts: Collection[str] = (),
 ) -> Iterator[Path]:
     """A temporary folder that replaces ``folder`` at the end, flushed to the disk; after an error, nothing has changed.
 
-    marker  a file that marks an older folder of this kind, which may be replaced
+    marker  a file that marks an older folder of this kind, which may be replaced if there is nothing else in it
     extra   further entries of the manifest, which is written unless the folder has the listing of a repository
+    parts   names of its files up to the first dot, if these make the kind
 
     Raises SurefootError if the folder contains something else, or if writing fails.
     """
     folder = Path(os.path.expanduser(folder)).absolute()
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / marker).exists())):
-        raise SurefootError(f"{folder}: contains something that is not {kind}; choose an empty folder")
+    if other := _other_in(folder, marker, parts):
+        raise SurefootError(f"{folder}: contains something that is not {kind} ({other}); choose an empty folder")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -281,20 +288,47 @@ def atomic_folder(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _other_in(folder: Path, marker: str, parts: Collection[str]) -> str | None:
+    """A file for which a folder may not be replaced, since no manifest lists it and ``transformers`` wrote none like it; None
+    if there is none.
+    """
+    if not folder.is_dir():
+        return folder.name if os.path.lexists(folder) else None
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    if marker == LISTING:
+        return None if (folder / marker).is_file() else next(paths, None)
+    own: Collection[str] = ()
+    with contextlib.suppress(SurefootError, OSError):
+        if (folder / MANIFEST).exists():
+            own = {MANIFEST, *listed_files(folder / MANIFEST)} if (folder / marker).is_file() else ()
+        elif read_table(folder / marker).keys() & {"model_type", "peft_type"}:
+            own = {path.name for path in folder.iterdir() if path.suffix in LOADED}
+    return next((path for path in paths if path not in own or (parts and path.split(".")[0] not in (*parts, "manifest"))), None)
+
+
 def replace_folder(temporary: Path, folder: Path) -> None:
-    """Rename a finished folder to its place; on an error the older one is there again."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
-    if folder.exists():
-        erase(old)
-        os.rename(folder, old)
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        if old.exists():
-            os.rename(old, folder)
-        raise
+    """Put a finished folder in its place: in one step where the system can, else the older one is back after an error."""
+    old = temporary
+    if not (folder.exists() and _exchanged(temporary, folder)):
+        old = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
+        if folder.exists():
+            erase(old)
+            os.rename(folder, old)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if old.exists():
+                os.rename(old, folder)
+            raise
     flush(folder.parent)
     erase(old)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether two folders have exchanged their names, in one step; Linux can do that on most disks."""
+    with contextlib.suppress(AttributeError):
+        return bool(ctypes.CDLL(None).renameat2(-100, os.fsencode(one), -100, os.fsencode(other), 2) == 0)
+    return False
 
 
 def flush(path: Path) -> None:
