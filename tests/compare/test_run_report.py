@@ -83,6 +83,10 @@ def test_a_page_contains_scores_settings_curves_and_the_command(runs: list[Path]
     assert {picture.name for picture in pictures} >= {"return.png", "kl.png", "clip.png", "entropy.png", "critic.png"}
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert f"{len(pictures)} figures" in out
+    for words in (("report", str(runs[0])), ("inspect", "--clip-table", "--no-browser")):
+        code, _, error = command(*words, "--out", str(runs[0] / "config.toml"))
+        assert (code, error) == (2, f"surefoot: --out {runs[0]}/config.toml: name a file that ends in .html\n")
+    assert read_run(runs[0]).recipe.steps == 512
 
 
 def test_the_command_on_a_page_can_be_repeated(runs: list[Path], command: Any, tmp_path: Path) -> None:

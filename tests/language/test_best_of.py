@@ -184,6 +184,10 @@ def test_the_command_writes_rows_that_sft_and_reward_models_train_on(
     code, out, err = command(*words, "--reward", "judge", "--out", "judged.jsonl", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["best_reward"] > json.loads(out)["mean_reward"]
+    for out in (str(prompts), "judge/metrics.jsonl"):
+        before = Path(out).read_bytes()
+        rejected(command(*words, "--reward", "mine.py:codes", "--out", out), f"--out {out}: ", "choose another file")
+        assert Path(out).read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from surefoot.cli.options import (
     RUN,
     IntRange,
     changes_from,
+    check_out,
     complete_task,
     json_option,
     option,
@@ -167,8 +168,7 @@ def report(
     from surefoot.compare.runs import read_run
 
     path = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    if path.is_dir():
-        raise SurefootError(f"--out {path}: is a folder; name a file, such as {path / 'report.html'}")
+    check_out(path, ".html")
     loaded = [read_run(run) for run in runs]
     tasks = tasks_compared("report", loaded, by, score, ranges)
     write_page(loaded, path, tasks)

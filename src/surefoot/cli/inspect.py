@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from surefoot.cli.options import PATH, RUN, IntRange, option
+from surefoot.cli.options import PATH, RUN, IntRange, check_out, option
 from surefoot.cli.output import echo, echo_json
 from surefoot.errors import SurefootError, did_you_mean, require_package
 from surefoot.files import RUNS, write_text, writing
@@ -48,6 +48,7 @@ def inspect(runs: tuple[Path, ...], clip_table: bool, out: Path | None, port: in
     from surefoot.inspector.clip_table import clip_table_of_runs
 
     path = out or Path("clip-table.html")
+    check_out(path, ".html")
     content = clip_table_of_runs(list(runs))
     with writing(path, "choose another --out"):
         write_text(path, content)

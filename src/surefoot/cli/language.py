@@ -18,7 +18,7 @@ from surefoot.cli.options import (
     FiniteFloat,
     Group,
     IntRange,
-    check_rows_file,
+    check_out,
     check_stop_texts,
     complete_run,
     device_option,
@@ -252,7 +252,7 @@ def best_of_n(
     The rows are for SFT; with --worst they are pairs for reward models. MODEL is a run, a checkpoint, a transformers folder or
     a hub id.
     """
-    replaced = check_rows_file(out)
+    replaced = check_out(out, ".jsonl", prompts)
     if worst and drawing["samples"] < 2:
         raise SurefootError("--samples 1: the best and the worst of one response are the same; use 2 or more")
     check_stop_texts(drawing["stop"])
@@ -461,7 +461,7 @@ def make(
     from surefoot.language import tasks
     from surefoot.language.data.rows import write_rows
 
-    replaced = check_rows_file(out)
+    replaced = check_out(out, ".jsonl")
     if sloppy is not None and not demonstrations:
         raise SurefootError(f"--sloppy {sloppy:g}: is for demonstrations; add --demonstrations")
     if demonstrations:

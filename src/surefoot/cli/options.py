@@ -19,6 +19,7 @@ from surefoot.core.algorithms import ALGORITHMS, MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import SurefootError
 from surefoot.files import BOOLEAN_WORDS, RUNS
+from surefoot.store.manifest import MANIFEST
 
 TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
 """recipe fields whose types need no explanation"""
@@ -251,11 +252,17 @@ def reject_options(names: Iterable[str], reason: str) -> None:
             raise SurefootError(f"{option.opts[0]}: {reason}; leave it out")
 
 
-def check_rows_file(out: Path) -> str:
-    """A note for the output if a file of rows will be replaced. Raises SurefootError unless the name ends in .jsonl."""
-    if out.suffix != ".jsonl" or out.is_dir():
-        raise SurefootError(f"--out {out}: rows are written as JSON lines; name a file that ends in .jsonl")
-    return ", replacing the rows that were there" if out.exists() else ""
+def check_out(out: Path, ending: str, source: Path | None = None) -> str:
+    """A note for the output if a file of rows will be replaced. Raises SurefootError unless the name has the ending, and for
+    rows that a run wrote or the command reads.
+    """
+    if out.suffix != ending or out.is_dir():
+        raise SurefootError(f"--out {out}: name a file that ends in {ending}")
+    if not out.exists() or ending != ".jsonl":
+        return ""
+    if (out.parent / MANIFEST).exists() or (source and out.resolve().is_relative_to(source.resolve())):
+        raise SurefootError(f"--out {out}: is a file of a run, or one that this command reads; choose another file")
+    return ", replacing the rows that were there"
 
 
 def check_stop_texts(stop: Iterable[str]) -> None:
