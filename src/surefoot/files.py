@@ -55,6 +55,12 @@ def check_plain(path: Path) -> None:
         raise SurefootError(f"{path}: is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a regular file; move it away")
 
 
+def check_link(path: Path) -> None:
+    """Raise SurefootError for a link to what is not there, such as a disk that is not mounted."""
+    if path.is_symlink() and not path.exists():
+        raise SurefootError(f"{path}: is a link to {os.readlink(path)}, which is not there; mount it, or bring it back")
+
+
 def check_plain_folder(folder: Path) -> None:
     """Raise SurefootError if a folder that another library reads has anything but files and folders."""
     for path in sorted(folder.iterdir()):

@@ -78,12 +78,20 @@ def exported(run: Path) -> None:
     (run / "finished.json").write_text('{"steps": 256}')
 
 
+def traced(run: Path) -> None:
+    only()(run)
+    (run / "traces").mkdir()
+    for steps in (64, 128, 192):
+        (run / "traces" / f"{steps}.safetensors").touch()
+
+
 LOST: dict[str, tuple[Callable[[Path], None], str]] = {
     "a link to a disk that is not mounted": (linked, "checkpoints: is a link to /mnt/not-mounted/checkpoints, which is no"),
     "an empty folder": (emptied, "checkpoints: has no checkpoint, but there is best/"),
     "no folder, but metrics": (only("metrics.jsonl"), "has no checkpoint, but metrics.jsonl has 4 iterations"),
     "no folder, but the best agent": (only("best"), "has no checkpoint, but there is best/"),
     "no folder, but the end": (exported, "has no checkpoint, but there is finished.json"),
+    "no folder, but traces": (traced, "has no checkpoint, but there is traces/128.safetensors"),
     "no manifests": (without_manifests, "checkpoints/256: no manifest.json: it was removed, or lost in a copy; copy it again"),
 }
 
@@ -100,6 +108,17 @@ def test_a_run_whose_checkpoints_are_lost_is_left_as_it_is(
     assert message in str(error.value)
     assert files_of(copy) == before
     assert check_run(copy).findings[0].name == "checkpoints_lost"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "fingerprints.jsonl", "traces", ".lock", ""])
+def test_a_link_to_what_is_not_there_is_named_and_stays(name: str, run: Path, tmp_path: Path) -> None:
+    link = shutil.copytree(run, tmp_path / "run") / name
+    shutil.rmtree(link) if link.is_dir() else link.unlink(missing_ok=True)
+    link.symlink_to("/mnt/not-mounted")
+    for call in (surefoot.resume, lambda path, steps: surefoot.train("CartPole-v1", run_dir=path, steps=steps)):
+        with pytest.raises(SurefootError, match=r"is a link to /mnt/not-mounted, which is not there; mount it|contains a run"):
+            call(tmp_path / "run", steps=512)
+    assert link.is_symlink()
 
 
 def test_a_numbered_folder_without_a_manifest_is_never_removed(run: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import made_from, open_file, read_json, read_table, steps_named
+from surefoot.files import check_link, made_from, open_file, read_json, read_table, steps_named
 from surefoot.sharding import Shard
 from surefoot.store.manifest import MANIFEST, REMEDY, atomic_folder, clear, fault_of, forget, listed_files, remove_folder
 from surefoot.store.tensors import StoredTensor, host_copies, open_tensors, read_tensors, stored_tensors, write_tensors
@@ -226,11 +226,11 @@ def check_numbered(folder: Path) -> None:
     """Raise SurefootError if something other than a folder has the name of a checkpoint, or of their folder itself, such as a
     link to a disk that is not mounted.
     """
-    if os.path.lexists(folder) and not folder.is_dir():
-        if folder.is_symlink():
-            raise SurefootError(f"{folder}: is a link to {os.readlink(folder)}, which is no folder; mount it, or bring it back")
+    check_link(folder)
+    if folder.exists() and not folder.is_dir():
         raise SurefootError(f"{folder}: is not a folder; move it away")
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        check_link(path)
         if steps_named(path.name) is not None and not path.is_dir():
             raise SurefootError(f"{path}: is not a folder, but has the name of a checkpoint; move it away")
 

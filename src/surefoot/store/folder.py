@@ -34,6 +34,7 @@ import filelock
 
 from surefoot.errors import SurefootError
 from surefoot.files import (
+    check_link,
     check_shown,
     copy_file,
     is_temporary,
@@ -54,7 +55,7 @@ from surefoot.store.checkpoint import check_numbered, checkpoints_in, latest_che
 from surefoot.store.hub import is_hub_name, local_folder
 from surefoot.store.manifest import LISTING, clear, fingerprint, flush, is_checkpoint, read_listed_table, write_listed
 from surefoot.store.metrics import FILE, read_metrics
-from surefoot.store.reading import ENVIRONMENT, FINISHED, LOCK, ROWS, acquire, check_is_run, others_in
+from surefoot.store.reading import ENVIRONMENT, FINISHED, LOCK, ROWS, acquire, check_is_run, others_in, samples_in, traces_in
 from surefoot.store.source import SHOWN, source_differences, sources_of
 from surefoot.terminal import visible
 
@@ -110,6 +111,7 @@ PACKAGES = ("surefoot", "torch", "numpy", "gymnasium", "mujoco", "ale-py", "envp
 def check_free(path: Path) -> None:
     """Raise SurefootError if a new run can't have this folder, because it already holds something."""
     check_shown("run_dir", path.resolve().name)
+    check_link(path)
     if (path / "config.toml").is_file():
         raise SurefootError(f"{path}: contains a run; continue it with: surefoot resume {path}; or choose another --name")
     if path.exists() and not path.is_dir():
@@ -205,6 +207,8 @@ class RunFolder:
             raise SurefootError(
                 f"{path}: comes from the hub, without what resuming needs; begin a new run, with start or model = {str(path)!r}"
             )
+        for entry in path.iterdir():
+            check_link(entry)
         run = cls(path)
         run._acquire()
         for folder in (run.path, run.checkpoints, run.best):
@@ -274,6 +278,9 @@ def lost_checkpoints(run: Path, recipe: Recipe) -> str | None:
     if exported := [name for name in (FINISHED, "model", "adapter") if os.path.lexists(run / name)]:
         return f"there is {exported[0]}"
     rows, periods = read_metrics(run / FILE), (recipe.checkpoint_every, recipe.evaluate_every)
+    for file in (*traces_in(run / "traces")[:-1], *samples_in(run / "samples")[:-1]):
+        if int(file.stem) >= min(periods):
+            return f"there is {file.parent.name}/{file.name}"
     seconds, before = 0.0, 0
     for row in rows[:-1]:
         seconds += max(row.get("seconds_collecting") or 0, row.get("seconds_learning") or 0)

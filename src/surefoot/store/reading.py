@@ -20,7 +20,7 @@ import filelock
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 from surefoot.errors import SurefootError
-from surefoot.files import RUNS, is_temporary, parsed, read_bytes, read_table, steps_named
+from surefoot.files import RUNS, check_link, is_temporary, parsed, read_bytes, read_table, steps_named
 from surefoot.store.manifest import MANIFEST, read_listed, read_listed_table
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def others_in(folder: Path) -> list[str]:
 
 def check_is_run(path: Path) -> None:
     """Raise SurefootError unless ``path`` is a run folder."""
+    check_link(path)
     if not path.exists():
         named, where = RUNS / path, Path.cwd() / (RUNS if len(path.parts) == 1 and RUNS.is_dir() else path.parent)
         remedy = f"did you mean {named}?" if (named / "config.toml").is_file() else f"see what there is with: ls {where}"
