@@ -130,14 +130,22 @@ def test_a_resumed_run_is_the_same_or_rejected_in_one_line_unless_changes_are_al
 
 
 def test_resume_names_attributes_that_did_not_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def quiet() -> Curriculum:
-        return Curriculum("nothing yet")
+    taken = [0]
+
+    class Quiet(Curriculum):
+        def step(self, action: Any) -> Any:
+            taken[0] += 1
+            return super().step(action)
+
+    def quiet() -> Quiet:
+        return Quiet("nothing yet")
 
     surefoot.train(quiet, steps=128, run_dir=tmp_path, callback=lambda metrics: metrics["steps"] >= 64, **SHORT)
     surefoot.resume(tmp_path, task=quiet, display=True)
     out = "".join(capsys.readouterr())
     assert "environments [0, 1] of" in out
-    assert "Curriculum.level did not come back" in out
+    assert "but Quiet.level" in out
+    assert "Quiet.step.taken did not come back" in out
 
 
 def test_a_wrapper_with_running_statistics_is_noticed() -> None:

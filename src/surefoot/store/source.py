@@ -64,7 +64,7 @@ def sources_of(table: Mapping[str, Any], objects: Mapping[str, Any] | None = Non
         if own and (main := getattr(sys.modules["__main__"], "__file__", None)):
             roots |= set(imports_of(Path(main)))
     here, search = Path.cwd(), [Path(entry).resolve() for entry in sys.path if entry]
-    search = [folder for folder in dict.fromkeys(search) if folder.is_dir() and not _installed(folder)]
+    search = [folder for folder in dict.fromkeys(search) if folder.is_dir() and not installed(folder)]
     folders = [each.relative_to(here).as_posix() if each.is_relative_to(here) else str(each) for each in search]
     files: list[Path] = []
     found = follow(sorted(roots), folders, here, files)
@@ -164,12 +164,12 @@ def _own(top: str, search: Sequence[Path]) -> Path | None:
     with suppress(ImportError, ValueError, AttributeError):
         if (found := importlib.util.find_spec(top)) is not None:
             places = [Path(place) for place in (*(found.submodule_search_locations or ()), found.origin or "") if place]
-            own = [place for place in places if place.exists() and not _installed(place)]
+            own = [place for place in places if place.exists() and not installed(place)]
             return own[0] if own and len(own) == len(places) else None
     return next((folder / top for folder in search if (folder / top).is_dir()), None)
 
 
-def _installed(path: Path) -> bool:
+def installed(path: Path) -> bool:
     """Whether a path belongs to Python or to an installed package."""
     places = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
     inside = any(path == place or place in path.parents for place in places) or path == PACKAGE.parent

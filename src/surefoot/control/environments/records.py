@@ -4,9 +4,7 @@ A simulator's inner state can't be saved. An episode is a function of its seed a
 that is what ``state_dict`` and ``load_state_dict`` of an environment or its wrappers are for.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,6 +14,7 @@ import numpy as np
 from surefoot.control.spaces import MASK, Observations, SpaceError, action_dtype
 from surefoot.core.seeding import RunningHash
 from surefoot.errors import SurefootError, cause_of
+from surefoot.store.attributes import attributes, changed, unlike
 
 OBSERVATIONS, MASKS, REWARDS, ENDS = KINDS = ("observations", "action masks", "rewards", "ends of episodes")
 """what is compared"""
@@ -78,7 +77,7 @@ class Replayed:
         """the present episodes"""
         self.whole: list[Record | None] = [None for _ in environments]
         """the last whole episodes"""
-        self._new = [attributes(environment) for environment in environments]
+        self._new = [attributes(wrapped(environment)) for environment in environments]
         """attributes before the first reset"""
         self._forgotten: dict[int, str] = {}
 
@@ -101,16 +100,10 @@ class Replayed:
     def saved_rows(self) -> list[dict[str, Any]]:
         """What a checkpoint has of each environment."""
         pairs = zip(self.records, self.whole, strict=True)
-        return [
-            now.saved(self._dtype)
-            | {"whole": None if past is None else past.saved(self._dtype), "attributes": self._changed(index)}
-            for index, (now, past) in enumerate(pairs)
-        ]
-
-    def _changed(self, index: int) -> dict[str, str]:
-        """The attributes of an environment that are others than before its first reset."""
-        now, new = attributes(self.environments[index]), self._new[index]
-        return {name: digest for name, digest in now.items() if digest != new.get(name)}
+        rows = [now.saved(self._dtype) | {"whole": None if past is None else past.saved(self._dtype)} for now, past in pairs]
+        for row, environment, new in zip(rows, self.environments, self._new, strict=True):
+            row["attributes"] = changed(new, attributes(wrapped(environment)))
+        return rows
 
     def load_rows(self, rows: list[Any]) -> dict[int, str]:
         """Restore each environment; what was different in those that did not replay, which begin a new episode."""
@@ -122,7 +115,7 @@ class Replayed:
             if different := different or self._replay(index, row, False):
                 lost[index] = different
                 self.begin(index, row["number"] + 1)
-            elif other := unlike(row["attributes"], self._changed(index)):
+            elif other := unlike(row["attributes"], attributes(wrapped(self.environments[index]))):
                 self._forgotten[index] = other
         return lost
 
@@ -167,27 +160,6 @@ def wrapped(environment: Any) -> Iterator[Any]:
                 if id(inner) not in seen and all(callable(getattr(type(inner), name, None)) for name in ("reset", "step")):
                     seen.add(id(inner))
                     found.append(inner)
-
-
-def attributes(environment: Any) -> dict[str, str]:
-    """Hashes of the numbers, texts, arrays and collections of these that an environment has, by class and name.
-
-    Attributes of Gymnasium's own classes are left out: what they keep, clocks and episode counts, changes no episode.
-    """
-    found = {}
-    for each in wrapped(environment):
-        if not type(each).__module__.startswith("gymnasium."):
-            for name, value in getattr(each, "__dict__", {}).items():
-                with suppress(Exception):  # what can't be hashed, such as spaces and windows
-                    digest = RunningHash()
-                    digest.add(list(value) if isinstance(value, deque) else value)
-                    found[f"{type(each).__name__}.{name}"] = digest.digits()
-    return found
-
-
-def unlike(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The names of attributes that differ, in words; empty if none."""
-    return ", ".join(name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name))
 
 
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()

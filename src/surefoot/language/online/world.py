@@ -250,6 +250,12 @@ class LanguageWorld:
         """The rewards that may read columns."""
         return [*function_rewards(self.reward), *([] if self.gold is None else [self.gold])]
 
+    @property
+    def user_code(self) -> list[Any]:
+        """The functions, environments and tools that a run calls."""
+        turns = [] if self.environments is None else [self.environments.make, *self.environments.functions.values()]
+        return [*(reward.function for reward in self._functions()), *turns]
+
     def _demonstrations(self, path: str, context: int | None) -> Rows:
         limits = data.token_limit(sys.maxsize, context)
         made = data.demonstrations(open_rows(path), self.tokens, *limits)

@@ -38,6 +38,7 @@ from surefoot.runs.session.saving import Saver
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.sharding import is_sharded
 from surefoot.signals import GRACE_SECONDS, SignalHandler
+from surefoot.store.attributes import attributes, changed, unlike
 from surefoot.store.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require
 from surefoot.store.events import (
     CheckpointSaved,
@@ -112,6 +113,9 @@ class Session:
         """whether best/ lacks the weights of the checkpoint that the run continues from"""
         self.sources = sources_of(recipe.table, objects)
         """the code of the user that the run rests on"""
+        self.user_code = [*(objects or {}).values(), *getattr(world, "user_code", ())]
+        self.attributes = attributes(self.user_code)
+        """what functions and classes of the user keep before the run"""
         self.saved = False
         """whether a checkpoint is on the disk or being written; the first one is on the disk before training goes on"""
         self.began = time.monotonic()
@@ -151,6 +155,11 @@ class Session:
         with made_from(checkpoint):
             with together() if self.sharded else nullcontext():
                 lines = self.world.load(parts, checkpoint, allow_changes)
+            if lost := unlike(parts["attributes"], attributes(self.user_code)):
+                lines.append(
+                    f"{lost} did not come back: no checkpoint holds attributes and globals of your code; if rewards or "
+                    "episodes depend on them, this resume is not exact"
+                )
             for line in lines:
                 self.message(line)
             with together():
@@ -164,7 +173,7 @@ class Session:
     def _read(self, checkpoint: Path) -> dict[str, Any]:
         """The parts of a checkpoint from which this run can continue."""
         parts = load_checkpoint(checkpoint, in_files=("agent", "learner") if self.sharded else ())
-        require(parts, ("agent", "recipe", "state", "learner", "collector", "progress", "code"), checkpoint)
+        require(parts, ("agent", "recipe", "state", "learner", "collector", "progress", "code", "attributes"), checkpoint)
         with made_from(checkpoint):
             run_folder, done = checkpoint.parent.parent, parts["state"]["steps"]
             if done != steps_named(checkpoint.name):
@@ -564,6 +573,7 @@ class Session:
             "state": self.state.state_dict(),
             "progress": {"best": self.best, "since_best": self.since_best, "best_at": self.best_at},
             "pending": self.pending or {},
+            "attributes": changed(self.attributes, attributes(self.user_code)),
             "code": self.sources,  # the world has sources of its own: data and base weights
         }
 
