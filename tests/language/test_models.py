@@ -411,6 +411,8 @@ def test_folder_with_other_files_is_not_overwritten(folders: dict[str, Path], tm
     assert len(list(tmp_path.iterdir())) == 3
     shutil.copytree(folders["llama"], tmp_path / "of transformers")
     save_model(model, tokenizer, tmp_path / "of transformers")
+    (tmp_path / "of transformers" / "manifest.json").write_text("{}")  # damaged
+    save_model(model, tokenizer, tmp_path / "of transformers")
     (tmp_path / "of transformers" / "README.md").write_text("my card")
     with pytest.raises(SurefootError, match=r"not a model \(README\.md\); choose an empty folder"):
         save_model(model, tokenizer, tmp_path / "of transformers")

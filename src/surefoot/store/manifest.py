@@ -297,12 +297,12 @@ def _other_in(folder: Path, marker: str, parts: Collection[str]) -> str | None:
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     if marker == LISTING:
         return None if (folder / marker).is_file() else next(paths, None)
-    own: Collection[str] = ()
+    own = set[str]()
     with contextlib.suppress(SurefootError, OSError):
-        if (folder / MANIFEST).exists():
-            own = {MANIFEST, *listed_files(folder / MANIFEST)} if (folder / marker).is_file() else ()
-        elif read_table(folder / marker).keys() & {"model_type", "peft_type"}:
-            own = {path.name for path in folder.iterdir() if path.suffix in LOADED}
+        own |= {MANIFEST, *listed_files(folder / MANIFEST)} if (folder / marker).is_file() else own
+    with contextlib.suppress(SurefootError, OSError):  # a damaged manifest is no reason to keep a model
+        if read_table(folder / marker).keys() & {"model_type", "peft_type"}:
+            own |= {path.name for path in folder.iterdir() if path.suffix in LOADED}
     return next((path for path in paths if path not in own or (parts and path.split(".")[0] not in (*parts, "manifest"))), None)
 
 
