@@ -122,9 +122,9 @@ def read_run(path: Path) -> SavedRun:
         raise SurefootError(f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; no row is left")
     facts = path / "environment.json"
     environment = read_listed_table(facts) if facts.exists() else {}
-    checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
-    changed = changed_since(checkpoint, recipe, environment.get("working_folder"))
-    return SavedRun(path, recipe, history, environment, changed, sources_in(checkpoint))
+    checkpoints = checkpoints_in(path / "checkpoints")
+    changed = changed_since(checkpoints[-1] if checkpoints else None, recipe, environment.get("working_folder"))
+    return SavedRun(path, recipe, history, environment, changed, sources_in(checkpoints))
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------------

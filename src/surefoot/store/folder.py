@@ -482,13 +482,20 @@ def changed_since(checkpoint: Path | None, recipe: Recipe, began_in: str | None)
         return []
 
 
-def sources_in(checkpoint: Path | None) -> dict[str, str]:
-    """The code that a checkpoint was made by, each file or package with its hash or version, shortened; empty if unknown."""
-    try:
-        sources = read_listed_table(checkpoint / SOURCES) if checkpoint else {"code": {}, "packages": {}}
-        return {name: str(value)[:SHOWN] for kind in ("code", "packages") for name, value in sources[kind].items()}
-    except (SurefootError, LookupError, AttributeError):
-        return {}
+def sources_in(checkpoints: Sequence[Path]) -> dict[str, str]:
+    """The code that the newest sound checkpoint was made by, each file or package with its hash or version, shortened; empty
+    without checkpoints. Raises SurefootError if all are damaged.
+    """
+    fault: SurefootError | None = None
+    for checkpoint in reversed(checkpoints):
+        try:
+            sources = read_listed_table(checkpoint / SOURCES)
+            return {name: str(value)[:SHOWN] for kind in ("code", "packages") for name, value in sources[kind].items()}
+        except SurefootError as error:
+            fault = fault or error
+    if fault is not None:
+        raise fault
+    return {}
 
 
 def check_unchanged(checkpoint: Path, recipe: Recipe, functions: Functions | None, allow_changes: bool) -> None:
