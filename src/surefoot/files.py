@@ -232,11 +232,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary file that becomes ``path`` at the end; after an error, nothing has changed."""
+    """A temporary file that becomes ``path`` at the end; after an error, which has its name, nothing has changed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -17,6 +17,7 @@ from surefoot.errors import to_install
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.runs.api import launch
+from surefoot.store import manifest
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -345,6 +346,7 @@ def test_a_failed_replacement_leaves_the_old_checkpoint(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(*names)
 
+    monkeypatch.setattr(manifest, "_exchanged", lambda *names: False)  # as on a disk that can't
     monkeypatch.setattr(os, "rename", rejects_the_second)
     with pytest.raises(SurefootError, match="No space left on device"):
         save_checkpoint(tmp_path / "one", {"tree": {"n": 2}})

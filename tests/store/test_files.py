@@ -28,11 +28,12 @@ def test_a_failed_write_leaves_the_older_file_and_no_temporary_one(tmp_path: Pat
 
     def fail(source: Path, target: Path) -> None:
         seen.append(source)
-        raise OSError("no space")
+        raise OSError(28, "no space")
 
     monkeypatch.setattr("surefoot.files.os.replace", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match="no space") as error:
         write_bytes(file, b"new")
+    assert error.value.filename == str(file), "a full disk has no name by itself"
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]
     assert len(seen) == 1
