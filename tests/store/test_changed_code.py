@@ -13,8 +13,14 @@ from gymnasium.envs.registration import EnvSpec
 
 import surefoot
 from surefoot import SurefootError
+from surefoot.compare import algorithms
+from surefoot.compare.algorithms import compare_algorithms
+from surefoot.compare.cells import REQUEST
 from surefoot.compare.runs import compare_runs, read_run
+from surefoot.compare.tune import Plan, resume_study
 from surefoot.diagnostics.findings import check_run
+from surefoot.recipes.presets import find_recipe
+from surefoot.recipes.spaces import Choices
 from surefoot.store.checkpoint import load_checkpoint
 from surefoot.store.folder import match_settings
 from surefoot.store.source import follow, named_in, source_of_object, sources_of
@@ -93,6 +99,28 @@ def test_a_changed_recipe_is_rejected_before_its_code_runs(copy: Path) -> None:
     config.write_text(config.read_text().replace("env.py:Env", "other.py:Env"))
     with pytest.raises(SurefootError, match=r"config.toml: changed since the checkpoint \(task: env.py:Env -> other.py:Env"):
         surefoot.resume("run", steps=128)
+    assert not Path("ran").exists()
+
+
+def test_a_study_and_a_comparison_of_changed_code_are_rejected_before_it_runs(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(find_recipe("env.py:Env", FIELDS), {"objective.gamma": Choices((0.9, 0.99))}, 1, False)
+    Path("study").mkdir()
+    Path("same.py").write_text(SAME)
+    match_settings(Path("study") / REQUEST, plan.to_json(), "")
+    monkeypatch.setattr(algorithms, "run_cells", lambda *anything: [][0])
+    calls = (
+        lambda: compare_algorithms("env.py:Env", ["PPO_CLIP"], FIELDS, 1, Path("both")),
+        lambda: resume_study(Path("study"), trials=2),
+    )
+    with pytest.raises(IndexError):
+        calls[0]()
+    append("env.py")
+    Path("ran").unlink()
+    for call in calls:
+        with pytest.raises(SurefootError, match=r"was started with other settings \(source of env.py: "):
+            call()
     assert not Path("ran").exists()
 
 

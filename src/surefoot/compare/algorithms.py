@@ -8,7 +8,6 @@ from typing import Any
 from surefoot.compare.cells import (
     Cell,
     check_counts,
-    check_trainable,
     default_folder,
     locked_folder,
     recipe_tables,
@@ -71,11 +70,10 @@ def compare_algorithms(
     """
     check_counts(seeds, episodes, jobs)
     recipes = ablation_of(task, changes) if algorithms is None else recipes_for(task, algorithms, changes)
-    check_trainable(recipes, episodes)
     request = {"command": "compare-algorithms", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(recipes)}
     folder = folder or default_folder("compare", next(iter(recipes.values())))
     cells = [Cell(name, recipe) for name in recipes for recipe in seeds_of(recipes[name], seeds)]
-    with locked_folder(folder, request):
+    with locked_folder(folder, request, recipes):
         with OverallProgress(sum(cell.steps for cell in cells), stderr) as progress:
             done = run_cells(folder, cells, episodes, jobs, progress)
         by_name = {name: [result for result in done if result["label"] == name] for name in recipes}

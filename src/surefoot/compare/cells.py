@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import filelock
@@ -105,13 +106,17 @@ def default_folder(command: str, recipe: Recipe) -> Path:
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path, request: dict[str, Any]) -> Iterator[None]:
+def locked_folder(
+    folder: Path, request: dict[str, Any], recipes: Mapping[str, ControlRecipe] = MappingProxyType({})
+) -> Iterator[None]:
     """Lock the folder of a comparison while it runs, and save or check its settings.
 
-    Raises SurefootError if the folder contains other files, was started with other settings or is in use, or if a launcher has
-    started several processes.
+    Raises SurefootError if the folder contains other files, was started with other settings or code or is in use, if a launcher
+    has started several processes, or for recipes of a new folder that can't be trained.
     """
     check_single_process(folder)
+    if not (folder / REQUEST).exists():
+        check_trainable(recipes, request.get("episodes", 0))
     with folder_lock(folder, REQUEST):
         match_settings(folder / REQUEST, request, "choose another --run-dir")
         yield

@@ -24,7 +24,6 @@ from surefoot.compare.algorithms import check_switches_used
 from surefoot.compare.cells import (
     Cell,
     check_counts,
-    check_trainable,
     default_folder,
     locked_folder,
     recipe_tables,
@@ -123,14 +122,13 @@ def run_ladder(
     ladder = _planned(task, changes, seeds, rungs)
     # Gradients are measured on whole episodes, so the task must be able to run those for any choice of rungs.
     extra = {"frozen": ladder.top, "gradients": rung_recipe(task, 0, changes)} if ladder.measured else {}
-    check_trainable({**ladder.recipes, **extra}, episodes)
     request = {"command": "ladder", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(ladder.recipes)}
     cells, gradient_steps = ladder.cells, 0
     if ladder.measured:
         request["frozen"] = {"batches": batches, "until": ladder.frozen.until, **recipe_tables({"recipe": ladder.top})}
         cells, gradient_steps = [ladder.frozen, *cells], batches * ladder.top.batch_size
     folder = folder or default_folder("ladder", ladder.top)
-    with locked_folder(folder, request):
+    with locked_folder(folder, request, {**ladder.recipes, **extra}):
         with OverallProgress(sum(cell.steps for cell in cells) + gradient_steps, stderr) as progress:
             done = run_cells(folder, cells, episodes, jobs, progress)[len(cells) - len(ladder.cells) :]
             gradients = _measured_noise(folder, ladder, batches, progress) if ladder.measured else None

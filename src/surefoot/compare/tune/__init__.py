@@ -105,11 +105,12 @@ def tune(
 def resume_study(folder: Path, *, trials: int | None = None, jobs: int = 1, confirm: int = 0, stderr: bool = False) -> Result:
     """Continue the study in a folder with its own settings. ``trials`` is None for the number of the last command.
 
-    Raises SurefootError if the folder has no study.
+    Raises SurefootError if the folder has no study, or if code that its recipe names has changed.
     """
     require_package("optuna", "tune", "surefoot tune")
     check_single_process(folder)
     plan = Plan.read(folder)
+    match_settings(folder / REQUEST, plan.to_json(), "begin another study")
     if trials is None:
         with usable_database(folder):
             trials = Study(folder, plan).wanted
