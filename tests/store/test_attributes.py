@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import RecordEpisodeStatistics
 
-from surefoot.store.attributes import attributes, changed, unlike
+from surefoot.store.attributes import Kept
 
 COUNT = {"calls": 0}
 
@@ -71,16 +71,15 @@ class Counter:
     ],
 )
 def test_a_call_that_keeps_something_is_noticed_by_its_name(call: Any, names: str) -> None:
-    before = attributes([call])
-    assert changed(before, attributes([call])) == {}
+    kept = Kept(lambda: [call])
+    assert kept.changed() == {}
     call()
-    assert [name.rpartition(" ")[2] for name in unlike(before, attributes([call])).split(", ")] == [
-        f"{__package__}.{names}" if __package__ and names.startswith("test_") else names
-    ]
+    assert list(kept.changed()) == [f"{__package__}.{names}" if __package__ and names.startswith("test_") else names]
+    assert kept.unlike(kept.before) == ", ".join(kept.changed())
 
 
 def test_counts_and_clocks_of_gymnasium_are_left_out() -> None:
     environment = RecordEpisodeStatistics(gymnasium.make("CartPole-v1"))
-    before = attributes([environment])
+    kept = Kept(lambda: [environment])
     environment.reset(seed=1)
-    assert changed(before, attributes([environment])) == {}
+    assert kept.changed() == {}

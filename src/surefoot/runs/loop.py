@@ -17,6 +17,7 @@ from surefoot.runs.api.launch import with_pinned_names
 from surefoot.runs.api.objects import Task, plain_fields, take_agent, take_rows, task_reference
 from surefoot.runs.factory import make_learner, make_world, start_from, with_engine
 from surefoot.runs.session.arithmetic import arithmetic
+from surefoot.store.attributes import kept_by
 from surefoot.store.checkpoint import load_checkpoint, require, save_checkpoint
 from surefoot.store.folder import recipe_differences
 from surefoot.store.source import source_differences, sources_of
@@ -50,6 +51,7 @@ class Loop:
         made = None if isinstance(task, (str, Path)) else task
         self._objects = with_task(functions, made)
         self._world = make_world(self.recipe, made, functions=functions)
+        self._code = kept_by(self._world, self._objects)
         start_from(self._world, agent)
         self.learner = make_learner(self.recipe, self._world.policy, self._objects)
         self.learner.auxiliary_loss = self._world.auxiliary_loss
@@ -105,6 +107,7 @@ class Loop:
                 "collector": self._world.collector.state_dict(),
                 "state": self.state.state_dict(),
                 "code": sources_of(self.recipe.table, self._objects),
+                "attributes": self._code.changed(),
             },
         )
 
@@ -115,13 +118,13 @@ class Loop:
         """
         path = as_path(folder, "folder").absolute()
         parts = load_checkpoint(path)
-        require(parts, ("agent", "recipe", "state", "learner", "collector", "code"), path)
+        require(parts, ("agent", "recipe", "state", "learner", "collector", "code", "attributes"), path)
         with made_from(path):
             changed = recipe_differences(parts["recipe"], self.recipe)
             changed += source_differences(parts["code"], [Path.cwd()], self._objects)
             if changed:
                 raise SurefootError(f"{path}: was saved by another loop ({'; '.join(changed)}); repeat its recipe and code")
-            lines = self._world.load(parts, path, allow_changes=False)
+            lines = self._world.load(parts, path, allow_changes=False) + self._code.lost(parts["attributes"])
             self.learner.load_state_dict(parts["learner"])
             self.state.load_state_dict(parts["state"])
         return lines

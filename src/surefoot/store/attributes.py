@@ -6,7 +6,7 @@ arrays, or collections of these.
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -20,8 +20,41 @@ from surefoot.store.source import installed
 
 LARGEST = 10_000
 """entries of a collection that is still hashed"""
+LOST = (
+    "did not come back: no checkpoint holds attributes and globals of your code; if rewards or episodes depend on them, this "
+    "resume is not exact"
+)
 PLAIN = (bool, int, float, str, bytes, type(None), np.ndarray, np.generic)
 COLLECTIONS = (list, tuple, dict, deque)
+
+
+class Kept:
+    """What code of the user keeps, compared with what it kept when this was made."""
+
+    def __init__(self, things: Callable[[], Iterable[Any]]) -> None:
+        self.things, self.before = things, attributes(things())
+
+    def changed(self) -> dict[str, str]:
+        """The hashes that are new or other ones, for a checkpoint."""
+        return {name: digest for name, digest in attributes(self.things()).items() if self.before.get(name) != digest}
+
+    def unlike(self, saved: Mapping[str, str]) -> str:
+        """The names of those that have another hash now than in a checkpoint, in words; empty if none."""
+        now = attributes(self.things())
+        return ", ".join(sorted(name for name, digest in saved.items() if now.get(name) != digest))
+
+    def lost(self, saved: Mapping[str, str]) -> list[str]:
+        """The line of a resume about them, if there is one."""
+        return [f"{names} {LOST}" for names in filter(None, [self.unlike(saved)])]
+
+
+def kept_by(world: Any, objects: Mapping[str, Any] | None) -> Kept:
+    """What the code of a run keeps.
+
+    objects  functions and classes that were passed as objects, by field
+    """
+    things = [*(objects or {}).values(), *getattr(world, "user_code", ())]
+    return Kept(lambda: things)
 
 
 def attributes(things: Iterable[Any]) -> dict[str, str]:
@@ -55,16 +88,6 @@ def attributes(things: Iterable[Any]) -> dict[str, str]:
             _add(found, type(thing).__name__, held)
             waiting += [type(thing), *_own_in(held.values())]
     return {name: each.digits() for name, each in found.items()}
-
-
-def unlike(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The names of those that have another hash now, in words; empty if none."""
-    return ", ".join(sorted(name for name, digest in before.items() if now.get(name) != digest))
-
-
-def changed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """The hashes that are new or other ones."""
-    return {name: digest for name, digest in now.items() if before.get(name) != digest}
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -5,6 +5,7 @@ that is what ``state_dict`` and ``load_state_dict`` of an environment or its wra
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,7 +15,7 @@ import numpy as np
 from surefoot.control.spaces import MASK, Observations, SpaceError, action_dtype
 from surefoot.core.seeding import RunningHash
 from surefoot.errors import SurefootError, cause_of
-from surefoot.store.attributes import attributes, changed, unlike
+from surefoot.store.attributes import Kept
 
 OBSERVATIONS, MASKS, REWARDS, ENDS = KINDS = ("observations", "action masks", "rewards", "ends of episodes")
 """what is compared"""
@@ -77,8 +78,7 @@ class Replayed:
         """the present episodes"""
         self.whole: list[Record | None] = [None for _ in environments]
         """the last whole episodes"""
-        self._new = [attributes(wrapped(environment)) for environment in environments]
-        """attributes before the first reset"""
+        self._kept = [Kept(partial(wrapped, environment)) for environment in environments]
         self._forgotten: dict[int, str] = {}
 
     def begin_record(self, index: int, episode: int) -> None:
@@ -101,8 +101,8 @@ class Replayed:
         """What a checkpoint has of each environment."""
         pairs = zip(self.records, self.whole, strict=True)
         rows = [now.saved(self._dtype) | {"whole": None if past is None else past.saved(self._dtype)} for now, past in pairs]
-        for row, environment, new in zip(rows, self.environments, self._new, strict=True):
-            row["attributes"] = changed(new, attributes(wrapped(environment)))
+        for row, kept in zip(rows, self._kept, strict=True):
+            row["attributes"] = kept.changed()
         return rows
 
     def load_rows(self, rows: list[Any]) -> dict[int, str]:
@@ -115,7 +115,7 @@ class Replayed:
             if different := different or self._replay(index, row, False):
                 lost[index] = different
                 self.begin(index, row["number"] + 1)
-            elif other := unlike(row["attributes"], attributes(wrapped(self.environments[index]))):
+            elif other := self._kept[index].unlike(row["attributes"]):
                 self._forgotten[index] = other
         return lost
 

@@ -38,7 +38,7 @@ from surefoot.runs.session.saving import Saver
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.sharding import is_sharded
 from surefoot.signals import GRACE_SECONDS, SignalHandler
-from surefoot.store.attributes import attributes, changed, unlike
+from surefoot.store.attributes import kept_by
 from surefoot.store.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require
 from surefoot.store.events import (
     CheckpointSaved,
@@ -113,9 +113,7 @@ class Session:
         """whether best/ lacks the weights of the checkpoint that the run continues from"""
         self.sources = sources_of(recipe.table, objects)
         """the code of the user that the run rests on"""
-        self.user_code = [*(objects or {}).values(), *getattr(world, "user_code", ())]
-        self.attributes = attributes(self.user_code)
-        """what functions and classes of the user keep before the run"""
+        self.code = kept_by(world, objects)
         self.saved = False
         """whether a checkpoint is on the disk or being written; the first one is on the disk before training goes on"""
         self.began = time.monotonic()
@@ -155,11 +153,7 @@ class Session:
         with made_from(checkpoint):
             with together() if self.sharded else nullcontext():
                 lines = self.world.load(parts, checkpoint, allow_changes)
-            if lost := unlike(parts["attributes"], attributes(self.user_code)):
-                lines.append(
-                    f"{lost} did not come back: no checkpoint holds attributes and globals of your code; if rewards or "
-                    "episodes depend on them, this resume is not exact"
-                )
+            lines += self.code.lost(parts["attributes"])
             for line in lines:
                 self.message(line)
             with together():
@@ -573,7 +567,7 @@ class Session:
             "state": self.state.state_dict(),
             "progress": {"best": self.best, "since_best": self.since_best, "best_at": self.best_at},
             "pending": self.pending or {},
-            "attributes": changed(self.attributes, attributes(self.user_code)),
+            "attributes": self.code.changed(),
             "code": self.sources,  # the world has sources of its own: data and base weights
         }
 
