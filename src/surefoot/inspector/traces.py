@@ -247,8 +247,7 @@ def exact(x: Tensor | None, part: slice) -> list[JsonNumber] | None:
 
 def finite(x: Tensor) -> list[JsonNumber]:
     """Numbers for JSON with nine digits, which represent a float32 exactly."""
-    values = x.double().tolist()
-    return [float(f"{v:.9g}") if abs(v) < float("inf") else NOT_FINITE[str(v)] for v in values]
+    return [float(f"{v:.9g}") if abs(v) < float("inf") else NOT_FINITE[str(v)] for v in x.double().tolist()]
 
 
 def _highest(row: TracedRow, what: str, limit: int) -> list[tuple[float, int, int]]:
@@ -257,8 +256,7 @@ def _highest(row: TracedRow, what: str, limit: int) -> list[tuple[float, int, in
     if not visited.any():
         return []
     if what == "truncated":
-        at = (row.truncated & row.mask).nonzero().flatten().tolist()
-        return [(1.0, 0, t) for t in at]
+        return [(1.0, 0, t) for t in (row.truncated & row.mask).nonzero().flatten().tolist()]
     if what in ("best", "worst"):
         score = _nan_first(row.advantages.double() * (1 if what == "best" else -1))
         score = torch.where(row.mask.bool(), score, -torch.inf)

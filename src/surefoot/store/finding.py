@@ -58,8 +58,7 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding in one line, for a terminal."""
-        remedy = f" Try: {self.advice[0]}." if self.advice else ""
-        return f"{self.severity}: {self.what}.{remedy}"
+        return f"{self.severity}: {self.what}." + (f" Try: {self.advice[0]}." if self.advice else "")
 
     @property
     def text(self) -> list[str]:

@@ -311,8 +311,7 @@ def push(folder: Path, target: Target, public: bool, message: str) -> str:
             *(CommitOperationAdd(file, folder / file) for file in files),
             *(CommitOperationDelete(file) for file in target.stale if file not in files),
         ]
-        done = api.create_commit(target.name, operations, commit_message=message, parent_commit=target.head)
-        return str(done.oid)
+        return str(api.create_commit(target.name, operations, commit_message=message, parent_commit=target.head).oid)
 
 
 def card_header(title: str, fields: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:

@@ -110,8 +110,7 @@ def episode_seed(seed: int, environment: int, episode: int, purpose: str = "trai
 
     Training and evaluation never share seeds, so an agent is not evaluated on episodes it has seen.
     """
-    words = [seed, environment, episode] + ([1] if purpose == "evaluation" else [])
-    return derived_seed(*words)
+    return derived_seed(seed, environment, episode, *([1] if purpose == "evaluation" else []))
 
 
 def check_saved_count(saved: int, count: int) -> None:

@@ -182,8 +182,7 @@ def gather_signal(mine: Tensor, places: Sequence[int], count: int) -> list[bool]
 
 def choose_groups(signal: Sequence[bool], wanted: int) -> list[int]:
     """The sampled groups that make the batch, in order: the first ``wanted`` with signal, filled up with some without."""
-    first = sorted(range(len(signal)), key=lambda place: (not signal[place], place))
-    return sorted(first[:wanted])
+    return sorted(sorted(range(len(signal)), key=lambda place: (not signal[place], place))[:wanted])
 
 
 def rows_of_batch(

@@ -196,8 +196,7 @@ def checked_schemas(made: Any, functions: Mapping[str, Tool], where: str) -> lis
         raise SurefootError(f"{where}: has a method {both[0]}, as turns.tools has; rename one")
     if not methods and not functions and listed is None:
         raise SurefootError(f"{where}: has no method step, and none that is a tool; add step(response), or tools")
-    tools = {**methods, **functions}
-    return [schema_of(tool, where) for tool in tools.values()]
+    return [schema_of(tool, where) for tool in {**methods, **functions}.values()]
 
 
 def check_faults(environments: Sequence[ToolEnvironment], tolerated: float) -> None:

@@ -25,8 +25,7 @@ Columns = dict[str, Any]
 
 def suffix_of(path: Path) -> str:
     """The suffix that names a file's format, without that of its compression: ``.jsonl`` of ``a.jsonl.gz``."""
-    path = path.with_suffix("") if path.suffix in COMPRESSED else path
-    return path.suffix.lower()
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
 
 
 def rows_of(path: Path) -> Iterator[Row]:
