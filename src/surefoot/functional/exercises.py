@@ -82,6 +82,7 @@ LAWS: dict[str, list[tuple[str, Callable[[Answer], Any], Tensor]]] = {
     "ratio": [
         ("it is 1 where the policy has not changed, however rare the action", lambda f: f(OLD, OLD), _t(1, 1, 1)),
         ("it is the new probability over the old: exp(log π − log π_old)", lambda f: f(NEW, OLD), _t(2, 0.25, 1.5)),
+        ("it has no bound: the clip is another function", lambda f: f(_t(0, -20), _t(-20, 0)), _t(20, -20).exp()),
         ("its gradient is ρ ∇ log π: don't detach it", lambda f: _slope(f, NEW, OLD), _t(2, 0.25, 1.5)),
     ],
     "clipped": [
@@ -111,6 +112,7 @@ LAWS: dict[str, list[tuple[str, Callable[[Answer], Any], Tensor]]] = {
         ("it is 0 where both are equal", lambda f: f(Q[0].log(), Q[0].log()), torch.tensor(0.0)),
         ("for each row Σ_a p(a) (log p(a) − log q(a))", lambda f: f(P.log(), Q.log()), (P * (P / Q).log()).sum(-1)),
         ("an action that p never takes adds 0, not NaN, even if q never takes it", lambda f: f(*NEVER.log()), _t(log(2), 0)),
+        ("it has no bound: q may be as small as e^-1000", lambda f: f(P[:1].log(), _t([-1000, 0])), _t(500 - log(2))),
     ],
     "bradley_terry": [
         ("equal scores say ½, so the loss is log 2", lambda f: f(CHOSEN, CHOSEN), torch.tensor(log(2))),
@@ -175,5 +177,4 @@ def grade(answers: Mapping[str, Any]) -> bool:
 
 
 def _shown(x: Tensor) -> str:
-    rounded = (x.detach().double() * 1000).round() / 1000
-    return str(rounded.tolist())
+    return str(((x.detach().double() * 1000).round() / 1000).tolist())
