@@ -99,6 +99,21 @@ def test_a_policy_that_its_entropy_bonus_widens_gets_no_advice_to_explore_more()
     assert not any("explore" in each for each in flat.advice)
 
 
+def test_a_policy_whose_gradient_drowns_in_the_value_loss_gets_the_advice_to_scale_rewards() -> None:
+    rows = rows_of(100, episode_return=lambda i: 1e6 * (i % 2) - i, kl=1e-9, value_loss=1e13, gradient_norm_policy=1e7)
+    recipe = find_recipe("CartPole-v1", {"steps": 10_000})
+    flat = findings_of(rows, recipe)[0]
+    assert flat.advice[0] == "scale rewards to order 1, or set normalise.rewards = true"
+    assert flat.evidence[-1].metric == "gradient_norm_policy"
+    apart = find_recipe("CartPole-v1", {"steps": 10_000, "optimizer": {"critic_learning_rate": 1e-3}})
+    assert "learning_rate" in findings_of(rows, apart)[0].advice[0]
+
+
+def test_a_return_that_has_only_fallen_has_not_risen() -> None:
+    (flat,) = [each for each in findings_of(rows_of(100, episode_return=lambda i: -i)) if each.name == "return_flat"]
+    assert "has not risen: −5.5 at first, and since then −2" in flat.what
+
+
 def test_a_return_that_rises_falls_and_rises_again_has_risen() -> None:
     """The means of a CartPole run in ten parts: its slopes are steep, and no noise."""
     earned = [23.0, 27.0, 33.0, 62.0, 105.0, 141.0, 75.0, 57.0, 104.0, 160.0]

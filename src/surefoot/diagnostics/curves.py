@@ -39,6 +39,7 @@ CHECKED_METRICS = (
     "kl_reference_response",
     "policy_loss",
     "value_loss",
+    "gradient_norm_policy",
     "explained_variance",
     "entropy",
     "kl",

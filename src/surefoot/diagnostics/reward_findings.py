@@ -115,10 +115,13 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         return None
     bonus = recipe is not None and recipe.objective.entropy_coefficient
     explore = f"explore more: {'a larger objective.entropy_coefficient' if bonus else 'objective.entropy_coefficient = 0.01'}"
+    evidence = [curves["kl"], curves["entropy"]] if measures_kl(curves, recipe) else [curves["entropy"]]
     name, larger = "reward", "larger batches (sampling.prompts, or sampling.samples of each), so that advantages are less noise"
     if earned.metric == "episode_return":
         name, larger = "return", "larger batches, and normalise observations and rewards, so that advantages are less noise"
     how, more = f"has hardly risen: {in_words(first)} at first, {in_words(best)} at best", list[str]()
+    if best < first:
+        how = f"has not risen: {in_words(first)} at first, and since then {in_words(best)} at best"
     if np.ptp(earned.values) == 0:
         how = f"has been {in_words(first)} throughout"
         cause = "no reward so far differs from the others: the agent has never seen what it should do more often"
@@ -129,7 +132,11 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         if still:
             cause = "the policy hardly moves: each batch changes it by almost nothing"
             more = ["a higher optimizer.learning_rate, or more epochs (objective.reuse.epochs)"]
-    evidence = [curves["kl"], curves["entropy"]] if measures_kl(curves, recipe) else [curves["entropy"]]
+            if recipe is not None and drowned(curves, recipe):
+                cause += ": optimizer.max_grad_norm cuts its gradient together with the far larger one of the value loss"
+                evidence.append(curves["gradient_norm_policy"])
+                scale = "scale rewards to order 1" + (", or set normalise.rewards = true" if name == "return" else "")
+                more = [scale, "optimizer.critic_learning_rate, which gives the critic its own optimizer"]
     if (bounds := bounds_missed(curves, recipe)) is not None:
         cause, more = bounds[0], [bounds[1]]
         evidence.insert(0, curves["actions_clipped"])
@@ -456,14 +463,20 @@ def measures_kl(curves: RunCurves, recipe: Recipe | None) -> bool:
     if recipe is None:
         return bool((curves["kl"].values != 0).any())
     reuse = recipe.objective.reuse
-    steps = 0 if reuse is None else reuse.epochs * reuse.minibatches
-    return steps > 1 or recipe.objective.constraint is not None
+    return (reuse is not None and reuse.epochs * reuse.minibatches > 1) or recipe.objective.constraint is not None
 
 
 def stays(curves: RunCurves, recipe: Recipe | None) -> bool:
     """Whether the policy has not moved, as far as kl is measured: its reward changes by chance alone."""
     kl = curves["kl"]
     return len(kl) > 0 and measures_kl(curves, recipe) and kl.mean < 1e-6
+
+
+def drowned(curves: RunCurves, recipe: Recipe) -> bool:
+    """Whether clipping a joint gradient leaves next to nothing of the policy's: large rewards give large value losses."""
+    norm, most = curves["gradient_norm_policy"], recipe.optimizer.max_grad_norm
+    joint = recipe.optimizer.critic_learning_rate is None and recipe.objective.constraint is None and len(curves["value_loss"])
+    return bool(joint and most and len(norm) and norm.mean > 1e3 * most)
 
 
 def rate_of(recipe: Recipe | None) -> str:

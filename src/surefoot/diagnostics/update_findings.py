@@ -300,8 +300,8 @@ def no_step_taken(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
 
 UPDATE_CHECKS = (
     critic_misleads,
+    kl_runaway,  # before what it causes
     entropy_collapsed,
-    kl_runaway,
     left_reference,
     negative_kl,
     sampler_differs,
