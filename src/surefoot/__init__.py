@@ -12,6 +12,11 @@ if sys.platform == "win32":
 
 if sys.argv[:1] == ["-m"] and sys.orig_argv[1:3] == ["-m", "surefoot"] and not sys.flags.safe_path:
     del sys.path[0]  # the working folder, which may be a stranger's; see surefoot.recipes.callables
+if (sys.orig_argv[1:2] or [""])[0].endswith("/surefoot") or sys.orig_argv[1:3] == ["-m", "surefoot"]:
+    import signal  # Ctrl-C during the imports ends the command without a traceback; main handles it from then on
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import importlib
 from typing import TYPE_CHECKING, Any

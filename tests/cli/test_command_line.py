@@ -4,9 +4,11 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
+from functools import partial
 
 import click
 import pytest
@@ -35,6 +37,14 @@ def test_a_short_run_imports_no_compiler_and_no_tracker_and_leaves_its_imports_t
     code += "heavy = {'torch._dynamo', 'torch._inductor', 'sympy', 'tensorboard', 'pandas', 'transformers', 'matplotlib'}; "
     code += "assert not heavy & set(sys.modules); assert gc.isenabled() and gc.get_freeze_count() > 100_000"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path):
+    (tmp_path / "click.py").write_text("import signal, time; signal.raise_signal(signal.SIGINT); time.sleep(9)")
+    where = {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "capture_output": True, "check": False}
+    usual = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
+    done = subprocess.run([sys.executable, "-m", "surefoot"], preexec_fn=usual, **where)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
 def test_a_program_that_calls_the_command_keeps_its_own_objects_collectable():

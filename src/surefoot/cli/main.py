@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -53,6 +54,8 @@ RESUMABLE = ("train", "resume", "demo", "ladder", "compare-algorithms", "rounds"
 def main() -> NoReturn:
     """Run the command line and exit: 0, 1 if a check fails or runs differ, 2 for a user error, 130 after a signal."""
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         join_if_ranked(sys.argv[1:])
         with in_command(), phases_shown(on_terminal):
             sys.exit(cli.main(prog_name="surefoot", standalone_mode=False) or 0)
