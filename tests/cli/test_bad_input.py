@@ -40,6 +40,12 @@ CASES = [
         ["train", "sorting", "--model", "pocket", "--data.train", "rows.jsonl", "--turns.tools", "a.py:f"],
         ["turns.tools='a.py:f': must be a list; write [\"a.py:f\"]"],
     ),
+    (["train", "CartPole-v1", "--network.hidden", "64,64"], ["network.hidden='64,64': must be a list; write [64,64]"]),
+    (
+        ["train", "CartPole-v1", "--objective.clip", "0.1"],
+        ["Did you mean '--objective.trust-region.clip', '--normalise.clip'?"],
+    ),
+    (["train", "CartPole-v1", "--epochs", "4"], ["Did you mean '--objective.reuse.epochs'?"]),
     (["train", "CartPole-v1", "--algorithm", "PPO_CLOP"], ["algorithm='PPO_CLOP'", "did you mean 'PPO_CLIP'?"]),
     (["train", "CartPole-v1", "--objective.gae-lamda", "0.9"], ["--objective.gae-lamda", "--objective.gae-lambda"]),
     (["train", "CartPole-v1", "--steps", "many"], ["steps='many': must be a whole number, such as 20_000"]),

@@ -101,6 +101,12 @@ def test_a_text_run_says_so_too(fields: dict[str, Any], line: str | None) -> Non
     assert (bool(lines), all(line in text for text in lines if line)) == (line is not None, True)
 
 
+def test_a_resumed_run_counts_the_iterations_that_are_left() -> None:
+    recipe = make_recipe({"kind": "sft", "model": "pocket", "steps": 20, "data": {"train": "rows.jsonl", "batch": 8}})
+    session: Any = SimpleNamespace(recipe=recipe, state=SimpleNamespace(steps=8))
+    assert "(2 more iterations of 8 steps)" in Session._budget(session)[0]
+
+
 def test_a_run_of_whole_episodes_says_it_at_its_end() -> None:
     fields = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 0}}
     lines = messages_of("CartPole-v1", "REINFORCE", steps=3, **fields)

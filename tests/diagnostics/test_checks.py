@@ -155,8 +155,8 @@ class Sick(gymnasium.Env[Any, Any]):
 @pytest.mark.parametrize(
     ("sick", "message"),
     [
-        ({"near": np.float32([0, np.nan]), "far": 0}, 'step 5 of chance gave an observation "near" that is not finite'),
-        ({"near": np.zeros(2, np.float32)}, 'step 5 of chance gave an observation without "far"'),
+        ({"near": np.float32([0, np.nan]), "far": 0}, 'step 5 of random actions gave an observation "near" that is not finite'),
+        ({"near": np.zeros(2, np.float32)}, 'step 5 of random actions gave an observation without "far"'),
         ({"near": np.zeros(3, np.float32), "far": 0}, "shape (3,)"),
         ({"near": np.zeros(2, np.float32), "far": 7}, "outside"),
     ],
@@ -203,6 +203,7 @@ class Forbidding(gymnasium.Env[Any, Any]):
 def test_an_environment_that_raises_at_forbidden_actions_passes(action_space: Any, sizes: tuple[int, ...], start: int) -> None:
     checks = states(lambda: Forbidding(action_space, sizes, start))
     assert {name: check[:2] for name, check in checks.items() if check[0] != "ok"} == {}
+    assert checks["reward"][1].startswith("random allowed actions get ")
 
 
 def test_a_mask_of_the_wrong_length_is_reported_once_by_its_length() -> None:

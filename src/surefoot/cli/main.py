@@ -102,6 +102,8 @@ def hint_for(error: click.NoSuchOption) -> str | None:
     known = [name for parameter in command.params for name in parameter.opts]
     fields = OTHER_LIBRARIES.get(option.lstrip("-").replace("-", "_"), ())
     meant = [flag for field in fields if (flag := "--" + field.replace("_", "-")) in known]
+    last = option.lstrip("-").rpartition(".")[2]  # the same name in another table
+    meant = meant or [flag for flag in known if flag.endswith(f".{last}")]
     return f"No such option {option!r}. Did you mean {', '.join(map(repr, meant))}?" if meant else None
 
 

@@ -218,8 +218,7 @@ def _allowed_action(space: gymnasium.Space[Any], mask: Any, draw: np.random.Gene
     picks = torch.tensor([draw.choice(np.flatnonzero(options)) for options in allowed])
     if (box := numbers(space)) is not None:
         picks = torch.cat([picks.float(), torch.from_numpy(draw.normal(size=box.shape)).float()])
-    batch = picks if isinstance(space, spaces.Discrete) else picks[None]
-    return action_converter(space, False)(batch)[0]
+    return action_converter(space, False)(picks if isinstance(space, spaces.Discrete) else picks[None])[0]
 
 
 def _as_read(space: Any, observation: Any) -> Any:
@@ -330,17 +329,15 @@ def _stepped(
                 observation, info = check_tuple(environment.reset(), RESET)
                 seen.append(_read(reader, observation, info))
     except SpaceError as misfit:
-        return [check_result("observation", "serious", f"step {len(rewards)} of chance gave {misfit}", "fix the environment")]
+        gave = f"step {len(rewards)} of random actions gave {misfit}"
+        return [check_result("observation", "serious", gave, "fix the environment")]
     except (Exception, SystemExit) as error:
-        return [
-            check_result(
-                "reward", "serious", f"step {len(rewards) + 1} of chance raised {cause_of(error)}", "fix the environment"
-            )
-        ]
+        raised = f"step {len(rewards) + 1} of random actions raised {cause_of(error)}"
+        return [check_result("reward", "serious", raised, "fix the environment")]
     speed = len(rewards) / (time.perf_counter() - started)
     return [
         *_observed(reader.parts, seen, normalised),
-        _earned(np.array(rewards), np.array(returns), len(ends), scaled),
+        _earned(np.array(rewards), np.array(returns), len(ends), scaled, "random allowed" if mask is not None else "random"),
         *(_limited(np.diff([0, *ends])) if by_termination else []),
         check_result("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning"),
     ]
@@ -434,32 +431,30 @@ class _Rows:
         return None, {0: f"its {len(record.actions):,} steps since a reset had other {different}"} if different else {}
 
 
-def _earned(rewards: Array, returns: Array, ends: int, scaled: bool) -> Finding:
+def _earned(rewards: Array, returns: Array, ends: int, scaled: bool, how: str = "random") -> Finding:
     """The rewards of random actions, and whether anything can be learned from them.
 
     returns   of episodes, the last one unfinished
     scaled    ``normalise.rewards`` of the recipe
+    how       which actions: random, or random ones that masks allow
     """
     if not np.isfinite(rewards).all():
         count = int((~np.isfinite(rewards)).sum())
         return check_result("reward", "serious", f"{count} of {STEPS} rewards are {NOT_FINITE}", "fix the environment")
     whole = returns[:-1] if len(returns) > 1 else returns
-    earned = f"random actions get {np.mean(rewards):.3g} ± {np.std(rewards):.3g} per step"
+    earned = f"{how} actions get {np.mean(rewards):.3g} ± {np.std(rewards):.3g} per step"
     if ends:
         earned += f", {np.mean(whole):.4g} ± {np.std(whole):.3g} per episode ({ends} episodes)"
     else:
         earned += f"; no episode ended in {STEPS}"
     largest = np.max(np.abs(rewards))
     if np.ptp(rewards) == 0 and (ends < 2 or np.ptp(whole) == 0):
+        earned += ": it never differs under random actions, so there is nothing to learn from"
         fix = "check that it can differ; reward intermediate steps, or start from easier episodes"
-        return check_result(
-            "reward", "warning", f"{earned}: it never differs under random actions, so there is nothing to learn from", fix
-        )
+        return check_result("reward", "warning", earned, fix)
     if largest > 100 and not scaled:
-        fix = "set normalise.rewards = true, or scale it to order 1"
-        return check_result(
-            "reward", "warning", f"{earned}; the largest is {largest:,.4g}, which is hard to fit for a critic", fix
-        )
+        earned += f"; the largest is {largest:,.4g}, which is hard to fit for a critic"
+        return check_result("reward", "warning", earned, "set normalise.rewards = true, or scale it to order 1")
     return check_result("reward", "ok", earned)
 
 

@@ -201,8 +201,8 @@ def validation_message(error: pydantic.ValidationError, region: str = "", kind: 
         return f"{field}: is missing; set it, for example {example}" if example else f"{field}: is missing; set it"
     if field == "device" and first["type"] == "string_pattern_mismatch":
         return f"device={value}: must be cpu, mps, cuda, or one of several such as cuda:1"
-    if first["type"] == "tuple_type" and isinstance(first["input"], str):
-        return f"{field}={value}: must be a list; write [{json.dumps(first['input'])}]"
+    if first["type"] == "tuple_type" and isinstance(text := first["input"], str):
+        return f"{field}={value}: must be a list; write [{text if set(text) <= set('0123456789., ') else json.dumps(text)}]"
     if first["type"] in SYNTAX:
         return f"{field}={value}: must be {SYNTAX[first['type']]}"
     message = first["msg"].removeprefix("Value error, ")

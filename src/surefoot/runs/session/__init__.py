@@ -363,8 +363,9 @@ class Session:
         if each is None or becomes == steps:
             return []
         iterations = (becomes - self.state.steps) // each
-        many = f"{iterations:,} iterations of {each:,} steps" if iterations > 1 else f"one iteration of {each:,} steps"
-        return [f"steps={steps}: becomes {becomes:,}, since only whole iterations train ({many})"]
+        more = " more" if self.state.steps else ""
+        many = f"{iterations:,}{more} iterations" if iterations > 1 else f"one{more} iteration"
+        return [f"steps={steps}: becomes {becomes:,}, since only whole iterations train ({many} of {each:,} steps)"]
 
     def _own_listeners(self) -> list[Listener]:
         """Callbacks, and what every run has: files and trackers if there is a folder, and findings on the first rank."""
