@@ -141,8 +141,7 @@ class OneHot(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As float32."""
-        x = x.unsqueeze(-1) if self.axes == 0 else x.flatten(-self.axes)
-        return (x[..., self.part] == self.values).float()
+        return ((x.unsqueeze(-1) if self.axes == 0 else x.flatten(-self.axes))[..., self.part] == self.values).float()
 
 
 class NatureCNN(nn.Module):
