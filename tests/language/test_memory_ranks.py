@@ -146,8 +146,7 @@ def test_estimates_for_two_sharded_ranks_are_within_15_percent(kind: str, here: 
     phases = peaks[0].keys() & planned.phases.keys()
     assert phases == ({"learning"} if kind == "sft" else {"sampling", "scoring", "learning"})
     for phase in phases:
-        measured = max(peak[phase] for peak in peaks)
-        assert measured == pytest.approx(planned.at(phase), rel=0.15), phase
+        assert max(peak[phase] for peak in peaks) == pytest.approx(planned.at(phase), rel=0.15), phase
 
 
 @pytest.mark.slow
