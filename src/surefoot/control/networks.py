@@ -141,7 +141,8 @@ class OneHot(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As float32."""
-        return ((x.unsqueeze(-1) if self.axes == 0 else x.flatten(-self.axes))[..., self.part] == self.values).float()
+        x = x.unsqueeze(-1) if self.axes == 0 else x.flatten(-self.axes)
+        return (x[..., self.part] == self.values).float()
 
 
 class NatureCNN(nn.Module):

@@ -176,7 +176,8 @@ class Learner:
         recording = None
         if self.recorder is not None:
             recording = self.recorder.begin(rollout, credit, self.objective, state, clip_scale, beta)
-        return UpdateContext(state, self._rates(rollout, state), clip_scale, beta, recording, self.auxiliary_loss)
+        rates = self._rates(rollout, state)
+        return UpdateContext(state, rates, clip_scale, beta, recording, self.auxiliary_loss)
 
     def _rates(self, rollout: Rollout, state: LearnerState) -> Callable[[int], float]:
         """The factor of the learning rate at each step on a rollout: of the schedule, the same for all, and of the warm-up.

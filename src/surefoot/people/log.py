@@ -94,7 +94,8 @@ class Queue:
 
     def b_is_left(self, key: str, who: str) -> bool:
         """Which side a person sees b on; a repeat has the sides swapped."""
-        return (self.draw("side", key.removesuffix(AGAIN), who).random() < 0.5) != key.endswith(AGAIN)
+        swapped = self.draw("side", key.removesuffix(AGAIN), who).random() < 0.5
+        return swapped != key.endswith(AGAIN)
 
     def draw(self, *about: str) -> random.Random:
         """Random numbers for one use of this queue."""

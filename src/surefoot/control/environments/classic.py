@@ -171,7 +171,8 @@ def _acrobot_derivative(state: Tensor, torque: Tensor) -> Tensor:
     phi2 = 0.5 * gravity * (first + second - math.pi / 2.0).cos()
     phi1 = -0.5 * bending**2 * sine - bending * turning * sine + 1.5 * gravity * (first - math.pi / 2).cos() + phi2
     bend = (torque + d2 / d1 * phi1 - 0.5 * turning**2 * sine - phi2) / (1.25 - d2**2 / d1)
-    return torch.stack([turning, bending, -(d2 * bend + phi1) / d1, bend], -1)
+    turn = -(d2 * bend + phi1) / d1
+    return torch.stack([turning, bending, turn, bend], -1)
 
 
 def _wrapped(angle: Tensor) -> Tensor:

@@ -148,7 +148,8 @@ class Workload:
 
     def micro(self, rows: int) -> BatchShape:
         """The micro-batch for this many rows of full length; in DPO of each side."""
-        return self.at_once(BatchShape(rows, self.width, 0 if self.kind == "reward" else self.response), self.sides)
+        shape = BatchShape(rows, self.width, 0 if self.kind == "reward" else self.response)
+        return self.at_once(shape, self.sides)
 
     def at_once(self, shape: BatchShape, sides: int = 1) -> BatchShape:
         """As many of these rows as are in a micro-batch."""

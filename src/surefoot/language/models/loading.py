@@ -73,7 +73,8 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False) -> "PreTra
     require_package("transformers", "language", f"model={str(name)!r}")
     if str(name) == "pocket":
         return pocket_config()
-    return read_config(str(Path(name).expanduser()) if is_folder(str(name)) else str(name), trust_remote_code)
+    name = str(Path(name).expanduser()) if is_folder(str(name)) else str(name)
+    return read_config(name, trust_remote_code)
 
 
 def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: str | Path) -> None:

@@ -65,7 +65,8 @@ class PackedModel:
 
     def normalised(self, x: Tensor) -> Tensor:
         """LayerNorm or RMSNorm without weights; those are in the next matrix.   [n, d] -> [n, d]"""
-        return (nn.functional.layer_norm if self.centred else nn.functional.rms_norm)(x, x.shape[-1:], eps=self.eps)
+        norm = nn.functional.layer_norm if self.centred else nn.functional.rms_norm
+        return norm(x, x.shape[-1:], eps=self.eps)
 
 
 States = list[tuple[Tensor, Tensor]]
