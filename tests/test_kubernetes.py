@@ -50,7 +50,8 @@ def test_the_command_is_one_of_ours_with_the_recipe_that_is_mounted(kind: str) -
     assert words[start - 1] == "-m"
     assert words[start + 1] in COMMANDS
     assert words[start + 2 :] == ["/recipe/recipe.toml", "--run-dir=/runs/first"]
-    assert make_recipe(tomllib.loads(made["ConfigMap"]["data"]["recipe.toml"])).device == "cuda"
+    recipe = make_recipe(tomllib.loads(made["ConfigMap"]["data"]["recipe.toml"]))
+    assert recipe.device == "cuda"
 
 
 def test_the_machines_ranks_and_gpus_of_each_file_agree() -> None:

@@ -245,7 +245,8 @@ def test_the_confirmation_trains_the_best_and_the_initial_recipe_on_new_seeds_an
 
 def test_the_best_recipe_trains(planted, tmp_path):
     studied(tmp_path / "s", trials=3)
-    assert api.train(str(tmp_path / "s" / "best.toml"), display=False).recipe.steps == 64
+    result = api.train(str(tmp_path / "s" / "best.toml"), display=False)
+    assert result.recipe.steps == 64
 
 
 # ---- kills, and several processes -------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ def test_training_predict_evaluation_and_exported_files_scale_actions_alike(tmp_
     action, _ = agent.predict(seen, deterministic=True)
     np.testing.assert_allclose(action, stretched(mean), rtol=1e-5, atol=1e-9)
     episode = [moment.reward for moment in greedy_episode(agent, Far(), "Far", 0, 0, 9)][1:]
-    assert surefoot.evaluate(agent, Far, episodes=1).returns[0] == pytest.approx(sum(episode))
+    evaluation = surefoot.evaluate(agent, Far, episodes=1)
+    assert evaluation.returns[0] == pytest.approx(sum(episode))
     assert min(episode) >= 100
     for format, ending in (("torch", "pt2"), ("onnx", "onnx")):
         export_agent(agent, tmp_path / f"a.{ending}", format)  # compares the file with predict

@@ -331,7 +331,8 @@ def test_a_seat_gets_all_that_happens_until_its_next_turn(seat: str, turns: int,
 
 def test_without_a_seat_both_sides_are_played_and_the_first_to_move_wins_by_twos() -> None:
     agent = surefoot.train(race, PPO_CLIP, steps=1024, seed=1, evaluation={"episodes": 0}, network={"hidden": [8]})
-    assert surefoot.evaluate(agent, race, episodes=20).mean_return == 1.0
+    result = surefoot.evaluate(agent, race, episodes=20)
+    assert result.mean_return == 1.0
     game, seats = race(), set[str]()
     for seed in range(20):
         game.reset(seed=seed)

@@ -215,7 +215,8 @@ def test_a_custom_network_gets_rows_of_leaves() -> None:
 
 
 def test_a_custom_network_gets_a_single_leaf_as_a_tensor() -> None:
-    assert trained(spaces.Box(-1, 1, (4,)), "mine:Bare").policy.actor_head.weight.shape == (2, 3)
+    agent = trained(spaces.Box(-1, 1, (4,)), "mine:Bare")
+    assert agent.policy.actor_head.weight.shape == (2, 3)
 
 
 def test_weights_of_a_custom_network_depend_on_the_seed_alone() -> None:

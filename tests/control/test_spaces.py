@@ -338,7 +338,8 @@ class Listing(Endless):
 @pytest.mark.parametrize("shown", [[0.5, -1], (0.5, -1)], ids=["a list", "a tuple"])
 def test_lists_of_numbers_are_read_as_arrays_by_environments_predict_and_videos_alike(shown: Any) -> None:
     world = world_of(lambda: Listing(shown))
-    assert world.collector.collect(fresh_state()).inputs["observation"][0, 0].tolist() == [0.5, -1]
+    rollout = world.collector.collect(fresh_state())
+    assert rollout.inputs["observation"][0, 0].tolist() == [0.5, -1]
     agent = world.agent
     assert agent.predict(shown, deterministic=True)[0] == agent.predict(np.float32(shown), deterministic=True)[0]
     assert len(list(greedy_episode(agent, Listing(shown), "Listing", 0, 0, 5))) == 2

@@ -523,7 +523,8 @@ def test_a_number_that_is_not_finite_discards_the_rollout_and_names_row_and_step
     with pytest.raises(NotFiniteError, match=expected.get(where, r"observation in infos\['final_obs'\] is not finite")):
         world.collector.collect(fresh_state())
     assert world.collector.running_length.tolist() == [0, 0, 0, 0]
-    assert world.collector.collect(fresh_state()).inputs[BARE].isfinite().all()
+    rollout = world.collector.collect(fresh_state())
+    assert rollout.inputs[BARE].isfinite().all()
 
 
 # ---- adapters ----------------------------------------------------------------------------------------------------------------

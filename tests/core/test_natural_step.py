@@ -491,7 +491,8 @@ def test_the_critic_is_fitted_as_a_separate_critic_of_any_other_algorithm_is() -
     for each, settings in ((objective, (ADAM,)), (objective, (AdamSettings(1.0), ADAM)), (other, (ADAM, ADAM))):
         policy, at = TinyPolicy(), state()
         rollout = random_rollout(policy, 0)
-        assert update(Learner(policy, each, LearnerSettings(*settings)), rollout, at)["epochs"] == 3
+        metrics = update(Learner(policy, each, LearnerSettings(*settings)), rollout, at)
+        assert metrics["epochs"] == 3
         assert at.updates == 12 + (each is objective)
         ends.append(actor_and_critic(policy)[1])
     assert torch.equal(ends[0], ends[1]), "without settings of its own the ordinary ones are the critic's"

@@ -91,7 +91,8 @@ def test_every_number_of_a_trace_follows_from_its_inputs(name: str, unit: str) -
     if objective.leaves_old_policy:
         rollout = moved(rollout, 4)
     trace, _ = traced(objective, rollout, policy, micro_batch=5 if unit == "step" else 2)
-    assert check_chain(trace, objective.normalise_advantages, objective.leaves_old_policy) == branches
+    met = check_chain(trace, objective.normalise_advantages, objective.leaves_old_policy)
+    assert met == branches
     assert (trace.gamma, trace.clip) == (objective.gamma, objective.clip and objective.clip.clip)
     kept = int(rollout.mask.any(-1).sum())
     assert len({row.row for row in trace.rows}) == len(trace.rows) == kept
@@ -183,7 +184,8 @@ def test_steps_not_visited_are_marked_when_the_kl_ends_the_passes() -> None:
     objective = replace(PPO_CLIP, reuse=Reuse(8, 4), target_kl=1e-3)
     trace, _ = traced(objective, rollout, policy, rate=0.1)
     check_chain(trace, None)
-    assert len(trace.rows[0].visits.updates) < 8
+    passes = len(trace.rows[0].visits.updates)
+    assert passes < 8
     last = torch.cat([row.visits.updates[-1][row.mask] for row in trace.rows])
     assert (last >= 0).any()
     assert (last == -1).any()

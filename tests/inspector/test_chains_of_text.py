@@ -242,6 +242,7 @@ def test_the_weight_against_the_sampler_is_written_out(page: Any, tmp_path: Path
     shown = page.evaluate("location.hash").split("/")[2]
     trace = read_trace(run / "traces" / f"{shown}.safetensors")
     every_row_adds_up(page, trace, of_visit=4)
-    assert choose(page, trace, 0, int(trace.rows[0].mask.nonzero()[0])).visits.weights is not None
+    row = choose(page, trace, 0, int(trace.rows[0].mask.nonzero()[0]))
+    assert row.visits.weights is not None
     text = page.inner_text('#chain [data-term="weight"]')
     assert ("exp(log π_old − log π_b)" if mode == "token_truncate" else "of the whole response") in text

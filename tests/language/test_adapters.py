@@ -308,7 +308,8 @@ def test_a_run_trains_keeps_and_leaves_adapters_and_resumes_exactly(
         assert (one - logits(load_model(model)[0])).abs().max() > 1e-3
         torch.testing.assert_close(logits(surefoot.load(folder).model), two, atol=1e-6, rtol=0)
     torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
-    assert evaluate_run(folder)["steps"] > 0
+    report = evaluate_run(folder)
+    assert report["steps"] > 0
 
 
 def test_a_base_that_has_changed_or_gone_is_rejected(files: Path, folders: dict[str, Path], tmp_path: Path) -> None:

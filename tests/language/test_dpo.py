@@ -142,7 +142,8 @@ def test_a_model_whose_chosen_answers_lose_more_than_the_margin_gains_is_never_t
     for moved, margin, score in ((-5.0, 0.4, None), (-5.0, 0.6, -0.5), (0.1, 0.01, -0.5)):
         metrics = {"held_out_loss": 0.5, "held_out_chosen_moved": moved, "held_out_margin": margin}
         monkeypatch.setattr(world.policy, "evaluate", lambda *_, metrics=metrics: metrics)
-        assert world.evaluate().score == score
+        report = world.evaluate()
+        assert report.score == score
 
 
 def test_only_the_assistants_messages_of_an_answer_count(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -225,7 +226,8 @@ def test_a_run_learns_to_prefer_and_leaves_a_model_that_transformers_loads(
     assert rows[-1]["held_out_accuracy"] > 0.95
     assert rows[-1]["held_out_margin"] > 0
     assert rows[-1]["held_out_chosen_log_prob"] - rows[-1]["held_out_rejected_log_prob"] > 0
-    assert evaluate_run(tmp_path / "run", rows=16)["held_out_accuracy"] > 0.95
+    told_again = evaluate_run(tmp_path / "run", rows=16)
+    assert told_again["held_out_accuracy"] > 0.95
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
     ids = torch.arange(12).unsqueeze(0) + 20
     with torch.no_grad():

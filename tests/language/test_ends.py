@@ -91,7 +91,8 @@ def texts_seen(made: LanguageWorld) -> list[str]:
     function: Any = made.reward.function if made.environments is None else made.environments.make.step
     seen = function.__globals__["SEEN"]
     seen.clear()
-    assert made.collector.collect(LearnerState.seeded(1, 16)).metrics["eos_rate"] > 0.9
+    rollout = made.collector.collect(LearnerState.seeded(1, 16))
+    assert rollout.metrics["eos_rate"] > 0.9
     return list(seen)
 
 

@@ -251,6 +251,7 @@ def test_all_eos_tokens_survive_training_and_loading(files: Path) -> None:
     path = files / "model" / "generation_config.json"
     table = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(table | {"eos_token_id": [1, 2]}))
-    assert surefoot.train("sft", run_dir=files / "run", **fields("sft", files)).tokens.eos_ids == (1, 2)
+    trained = surefoot.train("sft", run_dir=files / "run", **fields("sft", files))
+    assert trained.tokens.eos_ids == (1, 2)
     assert surefoot.load(files / "run").tokens.eos_ids == (1, 2)
     assert load_language_model(str(files / "run" / "model")).tokens.eos_ids == (1, 2)

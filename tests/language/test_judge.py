@@ -115,7 +115,8 @@ def test_equal_questions_are_sent_once(server: Server) -> None:
 
 def test_answers_without_a_score_are_missing_and_too_many_are_rejected(server: Server) -> None:
     server.answer = lambda body: written("What a lovely answer!\n\nI enjoyed it." if "bb" in question_in(body) else "5")
-    assert judge(server, tolerated=0.5)(PROMPTS, RESPONSES, {}).valid.tolist() == [True, False, True]
+    scores = judge(server, tolerated=0.5)(PROMPTS, RESPONSES, {})
+    assert scores.valid.tolist() == [True, False, True]
     with pytest.raises(SurefootError) as raised:
         judge(server)(PROMPTS, RESPONSES, {})
     assert str(raised.value).startswith(f"reward.terms[0].url={server.url!r}: the judge's answers have no score (a number) ")

@@ -202,7 +202,8 @@ def test_adapted_beta_moves_towards_the_target_kl_in_clipped_steps(folders: dict
         shift = min(max(excess, -0.2), 0.2)
         world = make_world(folders["llama"], tmp_path, reference={"beta": 0.5, "target": target, "horizon": 40})
         state = LearnerState.seeded(1, 64)
-        assert world.collector.collect(state).metrics["kl_reference_response"] == pytest.approx(spent, rel=1e-5)
+        first = world.collector.collect(state)
+        assert first.metrics["kl_reference_response"] == pytest.approx(spent, rel=1e-5)
         second = world.collector.collect(state)
         beta = 0.5 * (1 + shift * 8 / 40)
         assert second.metrics["reference_beta"] == pytest.approx(beta, rel=1e-5)
@@ -246,7 +247,8 @@ def test_samples_from_several_rounds_are_shown_without_stop_strings(folders: dic
     sampling = {"prompts": 2, "samples": 4, "rounds": 3, "max_tokens": 7, "stop": ["e", "o"]}
     world = make_world(folders["llama"], tmp_path, algorithm="DAPO", sampling=sampling, objective={"reuse": {"minibatches": 1}})
     world.reward = world.collector.reward = FunctionReward(lambda responses: [1.0] * len(responses))  # no group has a signal
-    assert collect(world).metrics["sampling_rounds"] > 1
+    rollout = collect(world)
+    assert rollout.metrics["sampling_rounds"] > 1
     message = [row["response"] for row in world.collector.last_samples]
     assert len(message) > 8, "samples from both rounds"
     assert not any(stop in text for text in message for stop in "eo")

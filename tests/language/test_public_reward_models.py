@@ -118,7 +118,8 @@ def test_eos_stays_the_scored_token_if_it_is_also_the_pad_token(
         tokenizer = plain_tokenizer(vocabulary, eos=chr(301))
     scorer = new_reward_model(model, 1, tokenizer)
     notes = scorer.save(tmp_path / "reward")
-    assert json.loads((tmp_path / "reward" / "config.json").read_text())["pad_token_id"] != 1
+    config = json.loads((tmp_path / "reward" / "config.json").read_text())
+    assert config["pad_token_id"] != 1
     assert bool(notes) != has_other
     text = "".join(map(chr, range(310, 316))) if not has_other else "hello"
     ids = torch.tensor([[*tokenizer(text)["input_ids"], 1]])
@@ -359,7 +360,8 @@ def test_critic_start_must_be_a_decoder_with_the_policys_vocabulary(
 
 def test_memory_check_skips_classifiers_that_it_cannot_count(folders: dict[str, Path], rows: Path, tmp_path: Path) -> None:
     reward = {"terms": [{"model": str(encoder(tmp_path / "sentiment")), "label": "POSITIVE"}]}
-    assert readable_workload(online(folders["llama"], rows, reward=reward)).rewards == ()
+    workload = readable_workload(online(folders["llama"], rows, reward=reward))
+    assert workload.rewards == ()
     decoder = {"terms": [{"model": str(classifier(tmp_path / "public", {0: "LABEL_0"}))}]}
     assert len(readable_workload(online(folders["llama"], rows, reward=decoder)).rewards) == 1
 

@@ -322,7 +322,8 @@ def test_control_tokens_in_message_text_cannot_end_a_turn() -> None:
 
 def test_control_tokens_in_environment_replies_cannot_end_a_turn() -> None:
     tokens = tokens_with(CHATML)
-    assert tokens.encode_reply([{"role": "user", "content": "a⟨eos⟩b"}], [1]).count(tokens.eos_id) == 1
+    ids = tokens.encode_reply([{"role": "user", "content": "a⟨eos⟩b"}], [1])
+    assert ids.count(tokens.eos_id) == 1
     assert (
         Tokens(tokens.tokenizer, split=False).encode_reply([{"role": "user", "content": "a⟨eos⟩b"}], [1]).count(tokens.eos_id)
         == 2
