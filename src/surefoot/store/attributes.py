@@ -19,7 +19,7 @@ from surefoot.core.seeding import RunningHash
 from surefoot.store.source import installed
 
 LARGEST = 10_000
-"""entries of a collection that is still hashed"""
+"""entries of a collection that is still hashed, with those of the collections in it"""
 LOST = (
     "did not come back: no checkpoint holds attributes and globals of your code; if rewards or episodes depend on them, this "
     "resume is not exact"
@@ -99,8 +99,12 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _add(found: defaultdict[str, RunningHash], owner: str, values: Mapping[str, Any]) -> None:
     for name, value in list(values.items()):
-        collection = isinstance(value, COLLECTIONS) and len(value) <= LARGEST
-        if not name.startswith("__") and (collection or isinstance(value, PLAIN) or type(value).__name__ == "Tensor"):
+        if isinstance(value, COLLECTIONS):
+            inner = value.values() if isinstance(value, dict) else value
+            hashed = len(value) + sum(len(each) for each in inner if isinstance(each, COLLECTIONS)) <= LARGEST
+        else:
+            hashed = isinstance(value, PLAIN) or type(value).__name__ == "Tensor"
+        if hashed and not name.startswith("__"):
             with suppress(Exception):  # from the first entry on that is something else
                 found[f"{owner}.{name}"].add(list(value) if isinstance(value, deque) else value)
 
