@@ -76,6 +76,7 @@ def test_the_frame_beside_a_step_is_the_state_that_the_step_was_chosen_in(page: 
         shown = np.array(page.evaluate(PROFILES))
         assert int(np.abs(frames - shown).mean(1).argmin()) == t, "another moment of the episode looks more like it"
         assert f"Before t = {row.about['step'] + t} of episode {row.about['episode']}" in page.inner_text("#frame")
+        assert f": action {int(row.actions[t])}" in page.inner_text("#chain h3 >> nth=0")
     page.click("#steps [data-t='0']")
     page.wait_for_selector("#frame[data-step='0']")
     page.click("#play")

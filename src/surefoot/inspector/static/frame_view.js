@@ -19,7 +19,7 @@ export function makeFrame(choose) {
     element.hidden = row.tokens !== null || !(row.has_video || row.video_command);
     video.hidden = play.hidden = !row.has_video;
     const command = row.has_video || !row.video_command ? null : row.video_command;
-    const text = row.video_failure ? `No video: ${row.video_failure}. To try again: ` : "No video yet. This command replays the episode from its seed and actions: ";
+    const text = row.video_failure ? `No video: ${row.video_failure}. To try again: ` : "No video of this iteration yet. This command replays its episodes from their seeds and actions: ";
     show(caption, command ? [text, h("code", {}, command)] : []);
     delete element.dataset.step;
     if (row.has_video) video.src = source;

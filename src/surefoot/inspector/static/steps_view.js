@@ -179,7 +179,8 @@ export function makeSteps(state, at) {
     const [t, k] = [chosen.t, chosen.k];
     const at = `t = ${steps(row.first_t + row.first + t)}`;
     const name = row.tokens ? h("span", {}, "Token ", h("code", {}, visible(row.tokens[t]) || "∅"), ` at ${at}`) : `${at} of ${episode(row)}`;
-    const end = row.terminated[t] ? " · terminated" : row.truncated[t] ? " · truncated" : "";
+    const action = row.tokens ? "" : `: action ${[row.actions[t]].flat().map(short).join(", ")}`;
+    const end = `${action}${row.terminated[t] ? " · terminated" : row.truncated[t] ? " · truncated" : ""}`;
     if (!row.mask[t]) {
       show(chain, h("h3", {}, name, end), h("p", { class: "why" }, "The policy did not choose this: it is masked, and nothing is learned from it."));
       show(visits);
