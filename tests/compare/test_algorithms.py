@@ -96,7 +96,7 @@ def test_the_report_shows_mean_iqm_and_intervals_of_every_score():
         assert f" {cell} |" in row
     assert text.count("| A2C ") == 4
     assert "500 environment steps for each of 4 seeds (1 to 4)" in text
-    assert "critic, λ = 0.8, 20 × 1 updates, clip 0.2 (schedule linear), advantages normalised" in text
+    assert "critic, λ = 0.8, epochs 20, minibatches 1, clip 0.2 (schedule linear), advantages normalised" in text
 
 
 def test_the_setting_lists_only_shared_fields():

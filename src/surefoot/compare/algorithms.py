@@ -173,7 +173,7 @@ def switches_text(objective: Objective) -> str:
     critic = f"critic, λ = {objective.gae_lambda:g}"
     parts = [{None: "no baseline", "mean": "mean return as baseline", "critic": critic}[objective.baseline]]
     if reuse is not None:
-        parts.append(f"{reuse.epochs} × {reuse.minibatches} updates")
+        parts.append(f"epochs {reuse.epochs}, minibatches {reuse.minibatches}")
     if region is not None:
         first, *others = ((f.name, getattr(region, f.name), f.default) for f in fields(region))
         changed = ", ".join(f"{name} {value}" for name, value, default in others if value != default)

@@ -50,7 +50,7 @@ def draw_comparison(results: Mapping[str, Any], path: Path) -> None:
     styles |= {name: (colour, "-") for name, colour in OF_ALGORITHM.items()}
     ends = [_curve(curves, cells, "steps", "return", *styles[name], name) for name, cells in by_name.items()]
     _finish(curves, "Return over steps", "environment steps", "mean return of the last 100 episodes", ends)
-    kinds = [("last_100_mean", "o", "in training, last 100 episodes"), ("greedy_mean", "D", "final agent, greedy")]
+    kinds = [("last_100_mean", "o", "in training"), ("greedy_mean", "D", "final agent, greedy")]
     for row, (name, cells) in enumerate(by_name.items()):
         for (score, marker, _), shift in zip(kinds, (0.14, -0.14), strict=True):
             _points(scores, [c[score] for c in cells if c.get(score) is not None], -row + shift, styles[name][0], marker)
@@ -59,7 +59,8 @@ def draw_comparison(results: Mapping[str, Any], path: Path) -> None:
     scores.set_yticks([-row for row in range(len(by_name))], list(by_name))
     scores.set_ylim(-len(by_name) + 0.3, 1.0)
     scores.legend(loc="upper left", frameon=False, ncols=2, fontsize=8)
-    _label_axes(scores, "Final return: seeds (pale), mean and interval", "return", "")
+    scores.locator_params(axis="x", nbins=5)
+    _label_axes(scores, "Final return (pale: each seed)", "return", "")
     figure.suptitle(_title(next(iter(results["recipes"].values())), results["seeds"]))
     figure.savefig(path, dpi=110)
 
@@ -266,7 +267,7 @@ def _finish(axes: Any, title: str, x: str, y: str, ends: Sequence[End | None]) -
             fontsize=9,
             fontweight="bold",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7, "shrinkA": 1, "shrinkB": 0},
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)},
         )
 
 
