@@ -4,8 +4,8 @@
 # Nobody can write down the reward of a good answer, but people can say which of two answers they prefer. This notebook goes
 # the whole way on data that it makes itself: people who err, a reward model by Bradley–Terry, two biases that it learns from
 # them, a policy that follows it, and what happens when the policy follows it too far. **A line that begins with `assert`
-# checks the claim in the text above it.** The formulas are those of [the math](../math.md). It takes a few
-# seconds and needs `pip install -e ".[notebook]"`. With a real language model and your own labels:
+# checks the claim in the text above it.** The formulas are those of [the math](../math.md). It takes half
+# a minute and needs `pip install -e ".[notebook]"`. With a real language model and your own labels:
 # [label preferences yourself](../how-to/rounds.md).
 
 # %%
