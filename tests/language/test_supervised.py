@@ -191,8 +191,7 @@ def test_evaluation_obeys_micro_batch_tokens_and_keeps_the_loss(kind: str, folde
             return whole(inputs, *others)
 
         setattr(world.policy, "forward" if kind != "dpo" else "scores", watched)
-        evaluation = world.evaluate()
-        losses.append(evaluation.metrics["held_out_loss"])
+        losses.append(world.evaluate().metrics["held_out_loss"])
         assert read
         assert (max(read) > 40) is (most is None)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
