@@ -53,7 +53,7 @@ def test_errors_are_one_line_with_the_field(tmp_path, monkeypatch):
         ("broken.py:f", "SyntaxError: invalid syntax (broken.py, line 1)); fix the file"),
         ("raises.py:f", "ValueError: not today in raises.py:1); fix the file"),
         ("exits.py:f", "SystemExit: 3 in exits.py:1)"),
-        ("needs.py:f", "'no_such_package' in needs.py:1); install it, or run in its folder"),
+        ("needs.py:f", "in needs.py:1); install it, or run in its folder and name needs:f (a file imports only"),
         ("fine.py:g", "fine.py has no 'g'"),
         ("fine.py", "must name module:function or file.py:function"),
         ("no_such_module:f", "No module named 'no_such_module'"),

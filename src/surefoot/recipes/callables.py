@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -187,12 +188,9 @@ def check_functions(functions: Functions, recorded: Mapping[str, str | None]) ->
 def _imported(module: str, name: str) -> Any:
     """What a name stands for; None if there is no such thing."""
     try:
-        thing: Any = importlib.import_module(module)
-        for part in name.split("."):
-            thing = getattr(thing, part)
+        return attrgetter(name)(importlib.import_module(module))
     except Exception:  # a module may raise anything
         return None
-    return thing
 
 
 # ---- by name ---------------------------------------------------------------------------------------------------------------
@@ -219,6 +217,8 @@ def import_object(field: str, path: str, remedy: str = "") -> Any:
         advice = "it must name module:function or file.py:function" + (f"; {remedy}" if remedy else "")
         if where or isinstance(error, SyntaxError):
             advice = "install it, or run in its folder" if isinstance(error, ModuleNotFoundError) else "fix the file"
+            if module.endswith(".py") and isinstance(error, ModuleNotFoundError):
+                advice += f" and name {Path(module).stem}:{name} (a file imports only what is installed)"
         raise SurefootError(f"{field}={path!r}: can't be imported ({why}); {advice}") from None
 
 
