@@ -130,7 +130,7 @@ REJECTED: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("train", "reward", "--model", "RUNS", "--data.train", "RUNS/rows.jsonl"), ("model=",)),
     (("train", "language", "--model", "RUNS/sft", "--data.train", "RUNS/rows.jsonl"), ("reward: is missing",)),
     (("watch", "RUNS/sft"), ("has a language model and no agent",)),
-    (("export", "RUNS/sft"), ("has a language model and no agent",)),
+    (("export", "RUNS/sft"), ("has a language model and no agent", "programs load RUN/model")),
     (("evaluate", "RUNS/sft/checkpoints/12"), ("has a language model and no agent",)),
     (("evaluate", "RUNS/reward", "--reward", "surefoot.language.tasks.reviews:gold"), ("a reward model writes none",)),
     (("ladder", "RUNS/sft/config.toml"), ("kind='sft'", "agents in environments")),

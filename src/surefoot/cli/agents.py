@@ -243,14 +243,13 @@ def pull(name: str, folder: Path | None, revision: str | None) -> None:
 
 
 def agent_in(checkpoint: Path) -> "Agent":
-    """The agent of a checkpoint.
-
-    Raises SurefootError if the checkpoint has a language model.
-    """
+    """The agent of a checkpoint; raises SurefootError if it has a language model."""
     from surefoot.control.agent import Agent
     from surefoot.runs import api
 
     loaded: Any = api.load(checkpoint)
     if not isinstance(loaded, Agent):
-        raise SurefootError(f"{checkpoint}: has a language model and no agent; use surefoot evaluate RUN or surefoot generate")
+        raise SurefootError(
+            f"{checkpoint}: has a language model and no agent; use surefoot evaluate RUN or generate; programs load RUN/model"
+        )
     return loaded

@@ -78,7 +78,7 @@ def main() -> NoReturn:
         text = hint_for(error) if isinstance(error, click.NoSuchOption) else None
         fail(f"{text or error.format_message()} (see: {command} --help)", 2)
     except (click.Abort, KeyboardInterrupt):
-        fail("stopped", 130)
+        fail("stopped; repeat the command to continue" if sys.argv[1:2] and sys.argv[1] in RESUMABLE[2:] else "stopped", 130)
     except (RuntimeError, MemoryError, ImportError) as error:
         if (limit := limit_reached(error)) is None:
             raise

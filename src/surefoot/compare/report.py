@@ -160,6 +160,8 @@ def comparison_text(comparison: Comparison) -> str:
         lines.append("The recipes differ only in the seed.")
     for metric in comparison.metrics:
         lines += [f"{metric}, last known value:", _scores(comparison, metric)]
+    if "reward.terms" in comparison.fields:
+        lines.append("The rewards differ: compare gold, or score all runs by one reward (surefoot evaluate RUN --reward TERM).")
     counts = [max((len(group.scores(metric)) for metric in comparison.metrics), default=0) for group in groups]
     lines.append(f"{interval_note(min(filter(None, counts), default=len(groups[0].runs)))}.")
     if comparison.environments:
@@ -173,8 +175,7 @@ def _notices(runs: Sequence[SavedRun]) -> list[str]:
     lines = []
     for run in runs:
         if run.changed:
-            changed = "; ".join(map(visible, run.changed))
-            lines.append(f"{visible(str(run.path))}: changed since the checkpoint: {changed}")
+            lines.append(f"{visible(str(run.path))}: changed since the checkpoint: {'; '.join(map(visible, run.changed))}")
         lines += [f"{visible(str(run.path))}: {finding.line}" for finding in run.findings if finding.severity != "note"]
     return lines
 

@@ -75,7 +75,7 @@ def check_recipe(recipe: Recipe, prepare: Callable[[Recipe], World]) -> list[Fin
     try:
         findings = [
             check_result("recipe", "ok", f"{recipe.title}, seed {recipe.seed}"),
-            *_arithmetic(recipe, world.arithmetic()),
+            *_arithmetic(recipe, [line for line in world.arithmetic() if line not in world.warnings]),
         ]
         findings += [check_result("notes", "warning", note) for note in world.warnings]
         if isinstance(recipe, LanguageRecipe):

@@ -121,7 +121,7 @@ def left_reference(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         f"the policy is far from the reference: {in_words(token.mean)} nats per token, {in_words(response.mean)} per response",
         "the reward outweighs the KL penalty; far from the reference the reward is unreliable, and the language may degrade",
         seen(token, response),
-        (raise_kl_penalty(recipe), "a lower optimizer.learning_rate"),
+        (raise_kl_penalty(recipe), "a lower optimizer.learning_rate, or fewer updates per batch (objective.reuse)"),
     )
 
 
