@@ -13,7 +13,7 @@ from gymnasium.wrappers import NormalizeReward, TimeLimit
 import surefoot
 from surefoot import SurefootError
 from surefoot.control.environments.looped import LoopedEnvironments
-from surefoot.control.environments.records import restored, saved, wrapped
+from surefoot.control.environments.records import KINDS, TOGETHER, restored, saved, wrapped
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import SpaceError
@@ -158,6 +158,51 @@ def test_a_wrapper_with_running_statistics_is_noticed() -> None:
         environments.step(np.ones(1, int))
     _, lost = one().load_state_dict(environments.state_dict())
     assert "other rewards" in lost[0]
+
+
+class Altered(Endless):
+    """One of its steps returns something else of one kind."""
+
+    def __init__(self, kind: str = "", at: int = 0) -> None:
+        self.kind, self.at, self.t = kind, at, 0
+
+    def returned(self, kind: str) -> bool:
+        return kind == self.kind and self.t == self.at
+
+    def reset(self, **_: Any) -> Any:
+        self.t = 0
+        return np.zeros(2, np.float32), {"action_mask": np.array([True, True])}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        seen = np.array([0, 5e-324 if self.returned("observations") else 0])
+        reward = -0.0 if self.returned("rewards") else 0.0
+        about = {"score": 1e300 if self.returned("scores") else 0.0, "life_lost": self.returned("ends of episodes")}
+        mask = np.array([True, not self.returned("action masks")])
+        return seen, reward, False, False, {"action_mask": mask, "surefoot": about}
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float64)
+
+
+@pytest.mark.parametrize("at", [1, TOGETHER - 1, TOGETHER, TOGETHER + 1, 2 * TOGETHER + 2])
+@pytest.mark.parametrize("kind", [*KINDS, "scores"])
+def test_one_other_bit_in_one_step_is_noticed_whatever_was_saved_before(kind: str, at: int) -> None:
+    """Whether the hashes were read in between does not matter, and an end is noticed at its step."""
+
+    def after(steps: int, *arguments: Any, asked: int = 0) -> Any:
+        environments = LoopedEnvironments(lambda: Altered(*arguments), 1, 1, "task")
+        environments.reset()
+        for step in range(steps):
+            environments.step(np.zeros(1, int))
+            if asked and step % asked == 0:
+                environments.state_dict()
+        return environments.state_dict()
+
+    steps = 2 * TOGETHER + 2
+    again = LoopedEnvironments(lambda: Altered(kind, at), 1, 1, "task")
+    assert again.load_state_dict(after(steps, kind, at, asked=7))[1] == {}
+    for other in (after(steps), after(steps, kind, at - 1)):
+        assert {"scores": "rewards"}.get(kind, kind) in again.load_state_dict(other)[1][0]
 
 
 class Vector(VectorEnvironments):

@@ -427,7 +427,7 @@ class _Rows:
         self.reset()
         for actions in record.actions:
             self.step(actions)
-        different = self.record.difference({kind: each.digits() for kind, each in record.hashes.items()})
+        different = self.record.difference(record.hashes())
         return None, {0: f"its {len(record.actions):,} steps since a reset had other {different}"} if different else {}
 
 

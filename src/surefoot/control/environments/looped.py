@@ -202,7 +202,7 @@ class LoopedEnvironments(Replayed):
         """Take one action in one environment and log it: reward, terminated, truncated, score, life lost, info."""
         action = int(action) if self._discrete else np.asarray(action)
         record = self.records[index]
-        record.actions.append(np.copy(action))  # the environment may change its argument
+        record.actions.append(action if self._discrete else action.copy())  # the environment may change its argument
         self.position[:] = self.first + index, record.number, len(record.actions)
         try:
             returned = self.environments[index].step(self._nested(action))
@@ -214,7 +214,8 @@ class LoopedEnvironments(Replayed):
             raise self._failure(index, error) from error
         self._store(index, observation, info, not (terminated or truncated))
         record.add(REWARDS, _two_numbers(reward, score))
-        record.add(ENDS, bytes((terminated, truncated, life_lost)))
+        if terminated or truncated or life_lost:
+            record.add(ENDS, f"{len(record.actions)} {terminated} {truncated} {life_lost};".encode())
         return reward, terminated, truncated, score, life_lost, info
 
     def _store(self, index: int, observation: Any, info: Any, acting: bool) -> None:

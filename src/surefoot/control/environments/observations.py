@@ -244,6 +244,8 @@ def check_tuple(returned: Any, names: tuple[str, ...]) -> Any:
 
 def as_number(reward: Any) -> float:
     """A reward as a float; SpaceError if it is not a number. Like Gymnasium's checker, rejects an array with one entry."""
+    if isinstance(reward, float):
+        return float(reward)
     if not (isinstance(reward, (str, np.complexfloating)) or (isinstance(reward, np.ndarray) and reward.ndim)):
         with suppress(TypeError, ValueError):  # float would read those too
             return float(reward)
@@ -274,7 +276,9 @@ def as_rows(values: Any, name: str, count: int) -> Array:
 
 def score_and_life(info: Any, reward: float) -> tuple[float, bool]:
     """The true score of a step (the reward unless ``info["surefoot"]`` has another), and whether a life was lost."""
-    reported = info.get(INFO_KEY, {}) if isinstance(info, dict) else {}
+    if not isinstance(info, dict) or INFO_KEY not in info:
+        return reward, False
+    reported = info[INFO_KEY]
     score = as_number(reported["score"]) if "score" in reported else reward
     return score, as_end(reported.get("life_lost", False), f"{INFO_KEY}.life_lost")
 
