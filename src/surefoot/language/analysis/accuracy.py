@@ -145,7 +145,8 @@ class Attempts:
     @property
     def all_ks(self) -> list[int]:
         """``ks``, or else the powers of 2 up to n, and n; sorted, each once."""
-        return sorted({*(self.ks or (*(2**power for power in range(self.samples.bit_length())), self.samples))})
+        powers = [2**power for power in range(self.samples.bit_length())]
+        return sorted({*(self.ks or (*powers, self.samples))})
 
 
 def parse_ks(text: str) -> tuple[int, ...]:
