@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import RecordEpisodeStatistics
 
-from surefoot.store.attributes import Kept
+from surefoot.store.source import Kept
 
 COUNT = {"calls": 0}
 

@@ -17,10 +17,9 @@ from surefoot.runs.api.launch import with_pinned_names
 from surefoot.runs.api.objects import Task, plain_fields, take_agent, take_rows, task_reference
 from surefoot.runs.factory import make_learner, make_world, start_from, with_engine
 from surefoot.runs.session.arithmetic import arithmetic
-from surefoot.store.attributes import kept_by
 from surefoot.store.checkpoint import load_checkpoint, require, save_checkpoint
 from surefoot.store.folder import recipe_differences
-from surefoot.store.source import source_differences, sources_of
+from surefoot.store.source import kept_by, source_differences, sources_of
 
 
 class Loop:

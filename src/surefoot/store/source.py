@@ -1,7 +1,9 @@
-"""Hashes of source, of the user's files of Python that a run rests on; that of this package is in ``files``.
+"""Hashes of the user's code that a run rests on: of its source, and of what it keeps from one call to the next.
 
 Imports are read from the text of each file. Nothing is imported or run, so a changed file is noticed before it runs. Of
-installed packages, the version counts.
+installed packages, the version counts. What code keeps, and no checkpoint holds, are attributes of objects and classes,
+globals, and the defaults and closures of functions, where they are numbers, texts, arrays, or collections of these. The hash of
+this package's source is in ``files``.
 """
 
 import ast
@@ -12,14 +14,16 @@ import os
 import re
 import sys
 import sysconfig
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from surefoot.core.seeding import RunningHash
 from surefoot.files import PACKAGE, read_bytes
 
 NAMED = re.compile(r"(?:pettingzoo/)?(?:(?P<file>[^:\n]*\.py)(?::[\w./-]+)?|(?P<module>[A-Za-z_][\w.]*):[\w./-]+)")
@@ -31,6 +35,13 @@ MAYBE = re.compile(r"\.?[A-Za-z_][\w.]*|\.")
 PLAIN = (bool, int, float, str, bytes, type(None))
 INSIDE = ("func", "args", "keywords", "__func__", "__self__", "fget")
 _distributions = cache(packages_distributions)
+LARGEST = 10_000
+"""entries of a collection that is still hashed, with those of the collections in it"""
+LOST = (
+    "did not come back: no checkpoint holds attributes and globals of your code; if rewards or episodes depend on them, this "
+    "resume is not exact"
+)
+COLLECTIONS = (list, tuple, dict, deque)
 SHOWN = 8
 """characters of a hash in a message"""
 Sources = dict[str, Any]
@@ -64,7 +75,7 @@ def sources_of(table: Mapping[str, Any], objects: Mapping[str, Any] | None = Non
         if own and (main := getattr(sys.modules["__main__"], "__file__", None)):
             roots |= set(imports_of(Path(main)))
     here, search = Path.cwd(), [Path(entry).resolve() for entry in sys.path if entry]
-    search = [folder for folder in dict.fromkeys(search) if folder.is_dir() and not installed(folder)]
+    search = [folder for folder in dict.fromkeys(search) if folder.is_dir() and not _installed(folder)]
     folders = [each.relative_to(here).as_posix() if each.is_relative_to(here) else str(each) for each in search]
     files: list[Path] = []
     found = follow(sorted(roots), folders, here, files)
@@ -164,12 +175,13 @@ def _own(top: str, search: Sequence[Path]) -> Path | None:
     with suppress(ImportError, ValueError, AttributeError):
         if (found := importlib.util.find_spec(top)) is not None:
             places = [Path(place) for place in (*(found.submodule_search_locations or ()), found.origin or "") if place]
-            own = [place for place in places if place.exists() and not installed(place)]
+            own = [place for place in places if place.exists() and not _installed(place)]
             return own[0] if own and len(own) == len(places) else None
     return next((folder / top for folder in search if (folder / top).is_dir()), None)
 
 
-def installed(path: Path) -> bool:
+@cache
+def _installed(path: Path) -> bool:
     """Whether a path belongs to Python or to an installed package."""
     places = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
     inside = any(path == place or place in path.parents for place in places) or path == PACKAGE.parent
@@ -254,3 +266,99 @@ def source_differences(
             if new != old:
                 lines.append(f"{word}{name}: {old[:SHOWN]} -> {new[:SHOWN]}")
     return lines
+
+
+# ---- what it keeps --------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """What code of the user keeps, compared with what it kept when this was made."""
+
+    def __init__(self, things: Callable[[], Iterable[Any]]) -> None:
+        self.things, self.before = things, attributes(things())
+
+    def changed(self) -> dict[str, str]:
+        """The hashes that are new or other ones, for a checkpoint."""
+        return {name: digest for name, digest in attributes(self.things()).items() if self.before.get(name) != digest}
+
+    def unlike(self, saved: Mapping[str, str]) -> str:
+        """The names of those that have another hash now than in a checkpoint, in words; empty if none."""
+        now = attributes(self.things())
+        return ", ".join(sorted(name for name, digest in saved.items() if now.get(name) != digest))
+
+    def lost(self, saved: Mapping[str, str]) -> list[str]:
+        """The line of a resume about them, if there is one."""
+        return [f"{names} {LOST}" for names in filter(None, [self.unlike(saved)])]
+
+
+def kept_by(world: Any, objects: Mapping[str, Any] | None) -> Kept:
+    """What the code of a run keeps.
+
+    objects  functions and classes that were passed as objects, by field
+    """
+    things = [*(objects or {}).values(), *getattr(world, "user_code", ())]
+    return Kept(lambda: things)
+
+
+def attributes(things: Iterable[Any]) -> dict[str, str]:
+    """Hashes by owner and name, as in ``Curriculum.level``, of objects, classes and functions, and of those of the user's that
+    they use. Objects of Gymnasium are left out: what they keep, clocks and counts of episodes, changes no episode.
+    """
+    found: defaultdict[str, RunningHash] = defaultdict(RunningHash)
+    waiting, seen = list(things), set[int]()
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or (isinstance(thing, FunctionType) and not _is_own(thing)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, FunctionType):
+            used = {name: thing.__globals__[name] for name in _names(thing.__code__) if name in thing.__globals__}
+            held = {**vars(thing), "defaults": thing.__defaults__}
+            with suppress(ValueError):  # an empty cell
+                cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
+                held |= {name: cell.cell_contents for name, cell in cells}
+            _add(found, thing.__qualname__, held)
+            _add(found, thing.__module__.removeprefix("_surefoot_"), used)
+            waiting += _own_in([*used.values(), *held.values()])
+        elif isinstance(thing, (MethodType, partial)):
+            waiting += [thing.func, *thing.args] if isinstance(thing, partial) else [thing.__self__, thing.__func__]
+        elif isinstance(thing, type):
+            for kind in filter(_is_own, thing.__mro__):
+                _add(found, kind.__name__, vars(kind))
+                waiting += _own_in(vars(kind).values())
+        elif type(thing).__module__.partition(".")[0] not in ("gymnasium", "surefoot"):
+            held = getattr(thing, "__dict__", {})
+            _add(found, type(thing).__name__, held)
+            waiting += [type(thing), *_own_in(held.values())]
+    return {name: each.digits() for name, each in found.items()}
+
+
+def _add(found: defaultdict[str, RunningHash], owner: str, values: Mapping[str, Any]) -> None:
+    for name, value in list(values.items()):
+        if isinstance(value, COLLECTIONS):
+            inner = value.values() if isinstance(value, dict) else value
+            hashed = len(value) + sum(len(each) for each in inner if isinstance(each, COLLECTIONS)) <= LARGEST
+        else:
+            hashed = isinstance(value, PLAIN) or hasattr(type(value), "dtype")  # arrays and tensors
+        if hashed and not name.startswith("__"):
+            with suppress(Exception):  # from the first entry on that is something else
+                found[f"{owner}.{name}"].add(list(value) if isinstance(value, deque) else value)
+
+
+def _own_in(values: Iterable[Any]) -> list[Any]:
+    """Objects, classes and functions of the user among values, or in collections among them."""
+    found = []
+    for value in values:
+        each = (
+            list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else [value]
+        )
+        found += [one for one in each if _is_own(one)] if len(each) <= LARGEST else []
+    return found
+
+
+def _is_own(thing: Any) -> bool:
+    """Whether an object, class or function is of a module of the user: neither Surefoot's nor installed."""
+    kind = thing if isinstance(thing, (type, FunctionType)) else type(thing)
+    name = kind.__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name == "__main__" or (isinstance(file, str) and name.partition(".")[0] != "surefoot" and not _installed(Path(file)))

@@ -15,7 +15,7 @@ import numpy as np
 
 from surefoot.control.spaces import MASK, Observations, SpaceError, action_dtype
 from surefoot.errors import SurefootError, cause_of
-from surefoot.store.attributes import Kept
+from surefoot.store.source import Kept
 
 OBSERVATIONS, MASKS, REWARDS, ENDS = KINDS = ("observations", "action masks", "rewards", "ends of episodes")
 """what is compared"""

@@ -38,7 +38,6 @@ from surefoot.runs.session.saving import Saver
 from surefoot.runs.trackers.delivery import tracker_listeners
 from surefoot.sharding import is_sharded
 from surefoot.signals import GRACE_SECONDS, SignalHandler
-from surefoot.store.attributes import kept_by
 from surefoot.store.checkpoint import keep_only_this, latest_checkpoint, load_checkpoint, prune, require
 from surefoot.store.events import (
     CheckpointSaved,
@@ -59,7 +58,7 @@ from surefoot.store.finding import Finding
 from surefoot.store.folder import FIRST_CHECKPOINT, RunFolder, machine, scored_alike
 from surefoot.store.manifest import MANIFEST
 from surefoot.store.metrics import RowFile, fingerprint_file, metrics_file
-from surefoot.store.source import sources_of
+from surefoot.store.source import kept_by, sources_of
 from surefoot.store.traces import SampleFolder, TraceFolder
 from surefoot.terminal import Output, phases_shown
 
