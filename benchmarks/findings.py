@@ -560,7 +560,7 @@ def stored_runs() -> Iterator[StoredRun]:
     for file in sorted((*RESULTS.glob("*-*.jsonl"), *RESULTS.glob("tensor/*.jsonl"))):
         for result in read(file.with_suffix("")).values():
             lines = [{"steps": steps, "episode_return": earned} for steps, earned, *_ in result.get("curve", ())]
-            if result["library"] == "surefoot" and lines:
+            if result.get("library") == "surefoot" and lines:
                 yield StoredRun(f"results/{file.relative_to(RESULTS).with_suffix('')}", result["seed"], "control", lines)
     for file in sorted(RESULTS.glob("verifier/*.jsonl")):
         for result in read(file.with_suffix("")).values():

@@ -162,6 +162,11 @@ def test_gold_that_is_low_in_one_batch_is_not_lost() -> None:
     assert "reward_hacked" in names(lost)
 
 
+def test_gold_that_loses_most_is_lost_however_far_a_learned_reward_rises() -> None:
+    rows = rows_of(40, gold=lambda i: 0.55 * 0.95**i + 0.03 * (-1) ** i, reward=lambda i: i / 15 - 1 + 0.1 * (-1) ** i)
+    assert "reward_hacked" in names(rows)
+
+
 def test_preferences_may_be_at_chance_in_the_first_half() -> None:
     """A reward model of the battery: evaluated five times, at chance twice."""
     accuracy, loss = [0.48, 0.54, 0.65, 0.69, 0.67], [0.717, 0.714, 0.656, 0.62, 0.581]

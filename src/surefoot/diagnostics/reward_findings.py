@@ -250,7 +250,7 @@ GOLD = {"held_out_gold": "held_out_reward", "gold": "reward"}
 def gold_lost(curves: RunCurves, recipe: Recipe | None, risen: float) -> Lost:
     """The fall of a gold score from its highest block to the last one, if the reward does not fall between the same blocks.
 
-    risen   of the reward over the run; a fall of gold by less than a quarter of it does not count
+    risen   of the reward over the run; a fall of gold by less than a quarter of it, and by less than half, does not count
     """
     for name, same_answers in GOLD.items():
         gold = curves[name]
@@ -261,7 +261,8 @@ def gold_lost(curves: RunCurves, recipe: Recipe | None, risen: float) -> Lost:
         best = max(gold.blocks(), key=lambda block: block.mean)
         kept = gain(proxy, best, now) >= -rise(proxy)[2]
         noise = min(gold.noise(), gold.noise(slopes=False))
-        if best.mean - now.mean > max(2 * CLEAR_CHANGE * noise, 0.25 * risen) and kept:
+        large = min(0.25 * risen, 0.5 * abs(best.mean))  # a learned reward and gold may have other units
+        if best.mean - now.mean > max(2 * CLEAR_CHANGE * noise, large) and kept:
             return [("the gold score falls", seen(best, now)), *diversity_lost(curves, recipe)]
     return []
 
