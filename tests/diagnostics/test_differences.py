@@ -17,7 +17,8 @@ from surefoot.core import fingerprints, learner, rollout, steps
 from surefoot.core.steps.eager import EagerPasses
 from surefoot.diagnostics.differences import compare_runs, named, partings
 from surefoot.store import folder
-from surefoot.store.reading import FINGERPRINTS, read_fingerprints
+from surefoot.store.metrics import read_fingerprints
+from surefoot.store.reading import FINGERPRINTS
 
 FIELDS: dict[str, Any] = {
     "algorithm": "PPO_CLIP",

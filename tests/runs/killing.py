@@ -20,8 +20,8 @@ from surefoot.errors import SurefootError
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
-from surefoot.store.metrics import read_metrics
-from surefoot.store.reading import read_fingerprints, traces_in
+from surefoot.store.metrics import read_fingerprints, read_metrics
+from surefoot.store.reading import traces_in
 
 RECIPES: dict[str, dict[str, Any]] = {
     "CartPole-v1": {

@@ -20,7 +20,8 @@ from surefoot.compare.card import Options, write_repository
 from surefoot.control.policy import DiagonalGaussian
 from surefoot.core.steps.eager import EagerPasses
 from surefoot.runs.verify import plan_of, verify
-from surefoot.store.reading import FINGERPRINTS, read_fingerprints
+from surefoot.store.metrics import read_fingerprints
+from surefoot.store.reading import FINGERPRINTS
 
 FIELDS: dict[str, Any] = {
     "preset": "none",

@@ -13,8 +13,8 @@ from surefoot.inspector.curves import Columns
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
 from surefoot.store.manifest import MANIFEST
-from surefoot.store.metrics import cut_back, fingerprint_file, read_metrics
-from surefoot.store.reading import History, read_fingerprints, rising
+from surefoot.store.metrics import cut_back, fingerprint_file, read_fingerprints, read_metrics
+from surefoot.store.reading import History, rising
 
 NONSENSE = {
     "a list for a count": b'{"iteration": 3, "steps": []}',

@@ -15,8 +15,8 @@ from surefoot.files import read_bytes
 from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.folder import CHANGE_NOTHING, differences, recipe_differences, recipe_of, table_differences, working_folder
 from surefoot.store.manifest import read_listed_table
-from surefoot.store.metrics import FILE, read_history
-from surefoot.store.reading import STAGES, check_is_run, read_fingerprints
+from surefoot.store.metrics import FILE, read_fingerprints, read_history
+from surefoot.store.reading import check_is_run
 from surefoot.store.source import SHOWN
 
 HASH = re.compile("[0-9a-f]{32,64}")
@@ -25,19 +25,25 @@ CLOSE = 1e-4
 """relative distance of the sums up to which another processor or version explains a difference"""
 IRRELEVANT = ("checkpoint.", "traces.", "evaluation.", *(f"{name}: " for name in CHANGE_NOTHING))
 """beginnings of lines about fields of the recipe that change no fingerprint"""
-WHY = {
-    "weights": "what set the weights: another start, a callback, or an iteration without fingerprints",
-    "inputs": "the task or the data: another environment, other rows, or their order",
-    "actions": "the sampling of actions: its random numbers, or the sampler",
-    "log_probs": "how log-probabilities are computed: the network, its precision or the reference",
-    "rewards": "the reward: its code, a reward model, or a normaliser",
-    "advantages": "the critic's values, or how advantages are computed",
-    "order": "the random numbers that shuffle the rows",
-    "gradient": "the loss, or how its gradient is computed",
-    "terms": "the loss, or how its gradient is computed",
-    "updated": "the optimizer: its settings or state, or a callback",
+STAGES = {
+    "weights": (
+        "the weights before the update",
+        "what set the weights: another start, a callback, or an iteration without fingerprints",
+    ),
+    "inputs": ("the inputs of the policy", "the task or the data: another environment, other rows, or their order"),
+    "actions": ("the actions", "the sampling of actions: its random numbers, or the sampler"),
+    "log_probs": (
+        "the log-probabilities of the actions",
+        "how log-probabilities are computed: the network, its precision or the reference",
+    ),
+    "rewards": ("the rewards", "the reward: its code, a reward model, or a normaliser"),
+    "advantages": ("the advantages", "the critic's values, or how advantages are computed"),
+    "order": ("the order of the minibatches", "the random numbers that shuffle the rows"),
+    "gradient": ("the first gradient", "the loss, or how its gradient is computed"),
+    "terms": ("the terms of the first loss, and the norms of its gradient", "the loss, or how its gradient is computed"),
+    "updated": ("the weights after the update", "the optimizer: its settings or state, or a callback"),
 }
-"""what a stage rests on that those before it do not"""
+"""the stages of an iteration that have fingerprints, in their order: in words, and what each rests on besides those before"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Parting:
     @property
     def text(self) -> str:
         """The place in words."""
-        return f"iteration {self.iteration:,}, {STAGES[self.stage]}: relative difference {self.distance:.1g}"
+        return f"iteration {self.iteration:,}, {STAGES[self.stage][0]}: relative difference {self.distance:.1g}"
 
     def to_json(self) -> dict[str, Any]:
         """The place as plain values."""
@@ -124,7 +130,10 @@ class Difference:
             return [part, *(f"although {line}" for line in self.causes), *self.damaged]
         after = f", after {self.before:,}, which is the same" if 0 < self.before < self.first.iteration - 1 else ""
         causes = [f"cause: {line}" for line in (*self.causes, *self.damaged)]
-        return [f"part in {self.first.text}{after}", *(causes or [f"no cause is recorded; look at {WHY[self.first.stage]}"])]
+        return [
+            f"part in {self.first.text}{after}",
+            *(causes or [f"no cause is recorded; look at {STAGES[self.first.stage][1]}"]),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values."""

@@ -22,7 +22,7 @@ from surefoot.store.events import Event, IterationEnd, RunEnd, RunStart
 from surefoot.store.finding import SEVERITIES, Evidence, Finding
 from surefoot.store.folder import changed_since, lost_checkpoints, recipe_of, working_folder
 from surefoot.store.manifest import LISTING, MANIFEST, check_folder, check_listed
-from surefoot.store.metrics import FILE, read_history, read_metrics
+from surefoot.store.metrics import FILE, read_fingerprints, read_history, read_metrics
 from surefoot.store.reading import (
     ENVIRONMENT,
     FINGERPRINTS,
@@ -31,7 +31,6 @@ from surefoot.store.reading import (
     TRACKERS_FILE,
     History,
     check_is_run,
-    read_fingerprints,
     read_trackers,
     samples_in,
     traces_in,

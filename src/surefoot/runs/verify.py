@@ -13,7 +13,7 @@ import torch
 from surefoot.core.fingerprints import Fingerprints
 from surefoot.core.rollout import LearnerState
 from surefoot.core.seeding import as_found, prepare_gpu
-from surefoot.diagnostics.differences import CLOSE, WHY, Parting, machine_differences, named, partings
+from surefoot.diagnostics.differences import CLOSE, STAGES, Parting, machine_differences, named, partings
 from surefoot.errors import SurefootError
 from surefoot.ranks.collectives import rank, world_size
 from surefoot.ranks.launching import choose_gpu, join_ranks
@@ -27,7 +27,8 @@ from surefoot.store.events import Event, UpdateEnd
 from surefoot.store.folder import changed_since, machine, recipe_of, working_folder
 from surefoot.store.hub import local_folder
 from surefoot.store.manifest import fault_of, read_listed_table
-from surefoot.store.reading import FINGERPRINTS, Fingerprinted, check_is_run, read_fingerprints
+from surefoot.store.metrics import Fingerprinted, read_fingerprints
+from surefoot.store.reading import FINGERPRINTS, check_is_run
 
 
 class _Done(Exception):
@@ -115,7 +116,7 @@ class Verified:
             return f"close: {self.largest.text}{other}"
         changed = f"; changed since: {'; '.join(self.changed)}" if self.changed else ""
         place = self.first or self.largest
-        why = "" if changed or other else f"; no cause is recorded; look at {WHY[place.stage]}"
+        why = "" if changed or other else f"; no cause is recorded; look at {STAGES[place.stage][1]}"
         return f"{place.text}{changed}{other}{why}"
 
     def to_json(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from surefoot.errors import SurefootError, cause_of
-from surefoot.files import check_link, made_from, open_file, read_json, read_table, steps_named
+from surefoot.files import check_link, made_from, open_file, read_json, steps_named
 from surefoot.sharding import Shard
 from surefoot.store.manifest import MANIFEST, REMEDY, atomic_folder, clear, fault_of, forget, listed_files, remove_folder
 from surefoot.store.tensors import StoredTensor, host_copies, open_tensors, read_tensors, stored_tensors, write_tensors
@@ -254,15 +254,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if not sound and folder.name == "best":
         remedy = "remove it to do without best/"
     raise SurefootError(f"{candidates[-1]}: {problem}; {remedy}")
-
-
-def written_before(checkpoint: Path, name: str = "metrics") -> dict[str, Any] | None:
-    """Size and SHA-256 of the rows that a run had written before a checkpoint; None if the manifest lacks them."""
-    try:
-        rows = read_table(checkpoint / MANIFEST)[name]
-        return {"size": int(rows["size"]), "sha256": str(rows["sha256"])}
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def prune(folder: Path, keep: int) -> list[Path]:

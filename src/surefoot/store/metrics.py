@@ -1,17 +1,20 @@
 """metrics.jsonl and fingerprints.jsonl: one row per iteration, written as the run goes, and cut back on resume."""
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.files import FULL, read_bytes, write_bytes, writing
-from surefoot.store.checkpoint import checkpoints_in, written_before
+from pydantic_core import from_json
+
+from surefoot.files import FULL, read_bytes, read_table, write_bytes, writing
+from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.events import Event, IterationEnd, RunEnd, UpdateEnd
-from surefoot.store.manifest import flush
-from surefoot.store.reading import FINGERPRINTS, History, Row, read_fingerprints
+from surefoot.store.manifest import MANIFEST, flush
+from surefoot.store.reading import FINGERPRINTS, History, Row, as_written
 
 FILE = "metrics.jsonl"
 DAMAGED = "metrics.damaged.jsonl"
@@ -22,9 +25,17 @@ def read_history(run: Path) -> History:
 
     Raises SurefootError when the file can't be read.
     """
-    checkpoints = checkpoints_in(run / "checkpoints")  # first: a run that goes on writes its metrics before its checkpoint
-    written = written_before(checkpoints[-1]) if checkpoints else None
-    return History(read_bytes(run / FILE) if (run / FILE).exists() else b"", written)
+    return History(*_read(run, FILE))
+
+
+def _read(run: Path, name: str) -> tuple[bytes, dict[str, Any] | None]:
+    """A file of rows; size and SHA-256 of what the run had written of it by its newest checkpoint, if that is known."""
+    written = None
+    with suppress(IndexError, ValueError, KeyError, TypeError):
+        # First: a run that goes on writes its rows before its checkpoint.
+        rows = read_table(checkpoints_in(run / "checkpoints")[-1] / MANIFEST)[Path(name).stem]
+        written = {"size": int(rows["size"]), "sha256": str(rows["sha256"])}
+    return read_bytes(run / name) if (run / name).exists() else b"", written
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -33,6 +44,45 @@ def read_metrics(path: Path) -> list[Row]:
     Raises SurefootError when it can't be read.
     """
     return History(read_bytes(path) if path.exists() else b"").rows
+
+
+@dataclass(frozen=True)
+class Fingerprinted:
+    """The lines of a run's fingerprints.jsonl."""
+
+    lines: list[tuple[int, bytes]]
+    """each with its iteration; what is no line of it is left out"""
+    rows: dict[int, dict[str, Any]]
+    """by iteration, the fingerprint of each stage: 16 digits, √Σx² and Σ±x; None for a sum that is not finite"""
+    taken: dict[int, list[Any]]
+    """the actions of some iterations: for each rank their shape, and float32 numbers in base64"""
+    machines: dict[int, dict[str, Any]]
+    """what they depend on besides the recipe, by the first iteration that was computed with it"""
+    fault: str | None
+    """what is wrong with the file, in words that follow its name; None where nothing is"""
+
+    def machine_of(self, iteration: int) -> dict[str, Any]:
+        """What an iteration was computed with."""
+        return self.machines.get(max((first for first in self.machines if first <= iteration), default=0), {})
+
+
+def read_fingerprints(run: Path) -> Fingerprinted:
+    """The fingerprints of a run; none without the file."""
+    content, written = _read(run, FINGERPRINTS)
+    changed = written is not None and as_written(content, written) is None
+    record = Fingerprinted([], {}, {}, {}, "is not what the run wrote (changed or damaged)" if changed else None)
+    for line in content.split(b"\n")[:-1]:
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            row = from_json(line, cache_strings="keys")
+            iteration = row.pop("iteration")
+            if "machine" in row:
+                record.machines[iteration] = dict(row["machine"])
+            else:
+                row.pop("steps", None)
+                record.taken.update({iteration: row.pop("taken")} if "taken" in row else {})
+                record.rows[iteration] = {stage: (str(sums[0]), *sums[1:3]) for stage, sums in row.items()}
+            record.lines.append((iteration, line + b"\n"))
+    return record
 
 
 class RowFile:
@@ -50,7 +100,7 @@ class RowFile:
         if (row := self.row_of(event)) is not None:
             self.write(row)
         if isinstance(event, RunEnd):
-            with contextlib.suppress(OSError):  # a full disk, which a write has reported
+            with suppress(OSError):  # a full disk, which a write has reported
                 self.file.close()
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,7 @@ import filelock
 from pydantic_core import from_json  # twice as fast as json, and long runs have 100 MB of it
 
 from surefoot.errors import SurefootError
-from surefoot.files import RUNS, check_link, is_temporary, parsed, read_bytes, read_table, steps_named
+from surefoot.files import RUNS, check_link, is_temporary, parsed, steps_named
 from surefoot.store.manifest import MANIFEST, read_listed, read_listed_table
 
 if TYPE_CHECKING:
@@ -144,74 +143,18 @@ def replay_failure(video: Path) -> Path:
     return video.with_suffix(".txt")
 
 
-STAGES = {
-    "weights": "the weights before the update",
-    "inputs": "the inputs of the policy",
-    "actions": "the actions",
-    "log_probs": "the log-probabilities of the actions",
-    "rewards": "the rewards",
-    "advantages": "the advantages",
-    "order": "the order of the minibatches",
-    "gradient": "the first gradient",
-    "terms": "the terms of the first loss, and the norms of its gradient",
-    "updated": "the weights after the update",
-}
-"""the stages of an iteration that have fingerprints, in their order, in words"""
-
-
-@dataclass(frozen=True)
-class Fingerprinted:
-    """The lines of a run's fingerprints.jsonl."""
-
-    lines: list[tuple[int, bytes]]
-    """each with its iteration; what is no line of it is left out"""
-    rows: dict[int, dict[str, Any]]
-    """by iteration, the fingerprint of each stage: 16 digits, √Σx² and Σ±x; None for a sum that is not finite"""
-    taken: dict[int, list[Any]]
-    """the actions of some iterations: for each rank their shape, and float32 numbers in base64"""
-    machines: dict[int, dict[str, Any]]
-    """what they depend on besides the recipe, by the first iteration that was computed with it"""
-    fault: str | None
-    """what is wrong with the file, in words that follow its name; None where nothing is"""
-
-    def machine_of(self, iteration: int) -> dict[str, Any]:
-        """What an iteration was computed with."""
-        return self.machines.get(max((first for first in self.machines if first <= iteration), default=0), {})
-
-
-def read_fingerprints(run: Path) -> Fingerprinted:
-    """The fingerprints of a run; none without the file."""
-    path, lines = run / FINGERPRINTS, list[tuple[int, bytes]]()
-    rows, taken, machines = dict[int, Any](), dict[int, Any](), dict[int, Any]()
-    content = read_bytes(path) if path.exists() else b""
-    for line in content.split(b"\n")[:-1]:
-        with suppress(ValueError, TypeError, KeyError, AttributeError):
-            row = from_json(line, cache_strings="keys")
-            if "machine" in row:
-                machines[row["iteration"]] = dict(row["machine"])
-            else:
-                rows[row["iteration"]] = {name: (str(row[name][0]), *row[name][1:3]) for name in STAGES if name in row}
-                taken |= {row["iteration"]: row["taken"]} if "taken" in row else {}
-            lines.append((row["iteration"], line + b"\n"))
-    return Fingerprinted(lines, rows, taken, machines, _changed_rows(run, content))
-
-
-def _changed_rows(run: Path, content: bytes) -> str | None:
-    """Whether fingerprints are not what their run had written before its newest checkpoint."""
-    checkpoints = [path for path in (run / "checkpoints").glob("*") if steps_named(path.name) is not None]
-    for newest in sorted(checkpoints, key=lambda path: int(path.name))[-1:]:
-        with suppress(SurefootError, KeyError, TypeError):
-            written = read_table(newest / MANIFEST)["fingerprints"]
-            if hashlib.sha256(content[: written["size"]]).hexdigest() != written["sha256"]:
-                return "is not what the run wrote (changed or damaged)"
-    return None
-
-
 BOM = b"\xef\xbb\xbf"
 LARGEST = 2**53
 """up to which every whole number is a float"""
 
 Row = dict[str, Any]
+
+
+def as_written(content: bytes, written: Mapping[str, Any] | None) -> bytes | None:
+    """The beginning of a file whose size and SHA-256 are known, if not a byte of it has changed; None if they are not known."""
+    part = content[: written["size"]] if written else b""
+    same = written and len(part) == written["size"] and hashlib.sha256(part).hexdigest() == written["sha256"]
+    return part if same else None
 
 
 class History:
@@ -227,12 +170,7 @@ class History:
     @property
     def as_written(self) -> bytes | None:
         """What stood there when the checkpoint was saved, if not a byte of it has changed since."""
-        if self.written is None:
-            return None
-        part = self.text[: self.written["size"]]
-        return (
-            part if len(part) == self.written["size"] and hashlib.sha256(part).hexdigest() == self.written["sha256"] else None
-        )
+        return as_written(self.text, self.written)
 
     @cached_property
     def whole(self) -> list[bytes]:
