@@ -9,6 +9,7 @@ of them trains.
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ class Counted(fingerprints.Fingerprints):
 
     last: "Counted"
 
-    def __init__(self) -> None:
-        super().__init__(1)
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(1, show)
         Counted.last = self
 
 

@@ -98,7 +98,8 @@ def test_fingerprints_change_no_weight() -> None:
 def test_costly_fingerprints_become_rare_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints, "SHARE", 1e-6)
     learner = updated()
-    learner.fingerprints = taker = Fingerprints()
+    lines: list[str] = []
+    learner.fingerprints = taker = Fingerprints(show=lines.append)
     assert isinstance(learner.policy, TinyPolicy)
     state, taken = LearnerState.seeded(1, 100), []
     for state.iteration in range(fingerprints.MEASURED + 3):
@@ -108,4 +109,4 @@ def test_costly_fingerprints_become_rare_and_say_so(monkeypatch: pytest.MonkeyPa
     assert taken == [True] * (fingerprints.MEASURED + 1) + [False] * 2
     assert taker.every is not None
     assert taker.every & (taker.every - 1) == 0
-    assert "of one iteration in" in taker.message
+    assert ["of one iteration in" in line for line in lines] == [True]

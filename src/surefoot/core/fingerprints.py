@@ -7,7 +7,7 @@ ranks may share the work; a stage whose numbers several ranks hold in parts has 
 import math
 import time
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from surefoot.core.optimizer import FlatParameters, Optimizer, Parts
 from surefoot.core.rollout import Credit, LearnerState, Rollout, tensors_in
 from surefoot.core.steps import PendingStep
-from surefoot.ranks.collectives import all_max, bit_sum, exact_device, exchange, in_float64, rank, world_size
+from surefoot.ranks.collectives import all_max, bit_sum, exact_device, exchange, in_float64, rank
 
 CHUNK = 2**13
 """elements that a CPU hashes at a time, so that what is computed of them stays in its cache, and numpy on one thread"""
@@ -73,11 +73,11 @@ def measure(x: Tensor, start: int = 0) -> tuple[Any, Any, Any]:
     # Not by numpy(), after which the memory of the tensor can't be resized, as that of idle roles is.
     values: Any = np.ascontiguousarray(np.from_dlpack(x.detach()).reshape(-1))
     words = values.view("<i2")[1::2] if low else values.view(WORDS[values.itemsize])
-    number, square, sign = 0, 0.0, 0.0
-    for first in range(start // CHUNK * CHUNK, start + len(values), CHUNK):
-        part = slice(max(0, first - start), first - start + CHUNK)
+    number, square, sign, end = 0, 0.0, 0.0, start + len(values)
+    for first in range(start // CHUNK * CHUNK, end, CHUNK):
+        begin, stop = max(first, start), min(first + CHUNK, end)
+        part, at = slice(begin - start, stop - start), slice(begin - first, stop - first)
         exact = values[part].astype(np.float64)
-        at = slice(max(0, start - first), max(0, start - first) + len(exact))
         if values.itemsize == 8:
             pairs = words.reshape(-1, 2)[part].astype(np.int64)
             whole = pairs[:, 0] + pairs[:, 1] * HIGH
@@ -128,11 +128,11 @@ class Fingerprints:
     """The fingerprints of some iterations of a learner: of every one, if that takes less than ``SHARE`` of the time.
 
     every   iterations between two, a power of 2; None: as many as the first ``MEASURED`` iterations show to be needed
+    show    called with a line on the first rank if not every iteration will have one
     """
 
-    def __init__(self, every: int | None = None) -> None:
-        self.every, self.message = every, ""
-        """the message says so once if not every iteration has one"""
+    def __init__(self, every: int | None = None, show: Callable[[str], None] = print) -> None:
+        self.every, self.show = every, show
         self.wanted = True
         """the next iteration has them, whatever ``every``: the first, and those after checkpoints, where ``verify`` begins. It
         has the actions too: another processor would round to others, with which a simulator soon is elsewhere"""
@@ -168,16 +168,15 @@ class Fingerprints:
         mask, rows = rollout.mask, len(rollout.mask)
         every_step = bool(mask.all())
         kept = rows * mask.shape[1] if every_step else int(mask.sum())
-        counts = exchange((rows, kept)) if world_size() > 1 else []
-        rows_before, kept_before = (sum(each[i] for each in counts[: rank()]) for i in (0, 1))
+        before = exchange((rows, kept))[: rank()]
+        rows_before, kept_before = (sum(counts) for counts in zip((0, 0), *before, strict=True))
 
         def decided(*tensors: Tensor | None) -> list[Parts]:
             """What masked steps hold may be anything."""
             chosen = [x if every_step else x[mask.bool()] for x in tensors if x is not None]
-            return [[(x, kept_before * (x.numel() // kept) if kept else 0)] for x in chosen]
+            return [[(x, kept_before * x.numel() // max(1, kept))] for x in chosen]
 
-        inputs = tensors_in(rollout.inputs)
-        self._add("inputs", *([(x, rows_before * (x.numel() // rows) if rows else 0)] for x in inputs))
+        self._add("inputs", *([(x, rows_before * x.numel() // max(1, rows))] for x in tensors_in(rollout.inputs)))
         self._add("actions", *decided(rollout.actions), [(mask.sum(-1), rows_before)])
         self._add("log_probs", *decided(rollout.old_log_probs, rollout.behaviour_log_probs, rollout.ref_log_probs))
         self._add("rewards", *decided(rollout.rewards))
@@ -238,7 +237,7 @@ class Fingerprints:
         if self.every is None and self.iterations == MEASURED:
             share = float(all_max(torch.tensor(self.share)))
             self.every = 1 << math.ceil(math.log2(max(1.0, share / SHARE)))
-            if self.every > 1:
-                self.message = (
+            if self.every > 1 and rank() == 0:
+                self.show(
                     f"fingerprints: of one iteration in {self.every} from here on, since they take {share:.1%} of its time"
                 )

@@ -379,7 +379,7 @@ class Session:
     def _files(self) -> list[Listener]:
         """The listeners that write in the run's folder, and the trackers."""
         if self.recipe.fingerprints and self.kept:
-            self.learner.fingerprints = self.learner.fingerprints or Fingerprints()
+            self.learner.fingerprints = self.learner.fingerprints or Fingerprints(show=self.message)
         if self.folder is None:
             return []
         run_folder, steps, traces = self.folder.path, self.state.steps, self.recipe.traces
@@ -472,16 +472,11 @@ class Session:
 
     def _publish_update(self, metrics: Metrics) -> Metrics:
         """Publish an update with its trace; its metrics, which begin with the counts."""
-        state, recorder = self.state, self.learner.recorder
+        state, recorder, fingerprints = self.state, self.learner.recorder, self.learner.fingerprints
         counts: Metrics = {"iteration": state.iteration, "steps": state.steps, "updates": state.updates}
         metrics = counts | metrics
-        fingerprints, row = self.learner.fingerprints, None
-        if fingerprints is not None:
-            row, line = fingerprints.row, fingerprints.message
-            fingerprints.row, fingerprints.message = None, ""
-            if line and rank() == 0:
-                self.message(line)
-        self.publish(UpdateEnd(state, metrics, None if recorder is None else recorder.take(state), row))
+        trace = None if recorder is None else recorder.take(state)
+        self.publish(UpdateEnd(state, metrics, trace, None if fingerprints is None else fingerprints.row))
         return metrics
 
     def _evaluate_or_save(self, metrics: Metrics) -> Metrics:
