@@ -51,7 +51,8 @@ def optimality_gap(scores: Scores) -> NDArray[Any]:
 
 def profile(scores: Scores, thresholds: Sequence[float] = THRESHOLDS) -> NDArray[Any]:
     """The share of runs above each threshold, averaged over tasks.   -> [..., thresholds]"""
-    return np.asarray(np.mean([(task[..., None] > np.asarray(thresholds)).mean(-2) for task in scores], 0))
+    edges = np.asarray(thresholds)
+    return np.asarray(np.mean([(task[..., None] > edges).mean(-2) for task in scores], 0))
 
 
 def improvement(scores: Scores, base: Scores) -> NDArray[Any]:

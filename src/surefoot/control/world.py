@@ -223,8 +223,9 @@ class ControlWorld:
     def row_details(self, rollout: Rollout, row: int, steps: slice) -> dict[str, Any]:
         """How to replay these steps, for ``surefoot watch RUN --traced last``."""
         raw = self.collector.raw
-        mirrored = row >= self.environments.count  # no environment has shown it
-        if mirrored or raw is None or isinstance(self.environments, TensorEnvironments):
+        if row >= self.environments.count:  # a mirror image, which no environment has shown
+            return {}
+        if raw is None or isinstance(self.environments, TensorEnvironments):
             return {}
         return origin(self.environments, rollout, raw, row, steps, self.agent.action_converter(), self.recipe.seed)
 

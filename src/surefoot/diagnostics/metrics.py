@@ -347,4 +347,5 @@ def title_of(metric: str) -> str:
 def shown(metrics: Iterable[str]) -> dict[str, tuple[str, str]]:
     """``SHOWN`` for a run with these metrics: the loss of SFT, reward models and DPO is no policy loss."""
     label, form = SHOWN["policy_loss"]
-    return SHOWN | {"policy_loss": (label if {"episode_return", "reward"} & set(metrics) else "loss", form)}
+    online = {"episode_return", "reward"} & set(metrics)
+    return SHOWN | {"policy_loss": (label if online else "loss", form)}

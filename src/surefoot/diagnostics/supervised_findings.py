@@ -166,7 +166,8 @@ def is_sft(curves: RunCurves, recipe: Recipe | None) -> bool:
     """Whether the run is SFT; without a recipe, by its metrics."""
     if recipe is not None:
         return isinstance(recipe, SftRecipe)
-    return not any(len(curves[name]) for name in ("episode_return", "reward", "held_out_accuracy"))
+    others = ("episode_return", "reward", "held_out_accuracy")
+    return not any(len(curves[name]) for name in others)
 
 
 SUPERVISED_CHECKS = (preferences_at_chance, chosen_less_likely, loss_flat, loss_rose, unusable_start)

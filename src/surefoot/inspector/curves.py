@@ -188,7 +188,8 @@ def _block(lines: bytes, first: int, count: int) -> Block:
     All lines are parsed at once, which takes half the time; if one of them is damaged, each line by itself.
     """
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        return Block(np.arange(first, first + count), _columns(rows_together(lines, count)))
+        rows = rows_together(lines, count)
+        return Block(np.arange(first, first + count), _columns(rows))
     each = [(number, row) for number, line in enumerate(lines.split(b"\n"), first) if (row := row_of(line)) is not None]
     return Block(np.array([number for number, _ in each], np.int64), _columns([row for _, row in each]))
 

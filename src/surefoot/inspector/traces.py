@@ -247,7 +247,8 @@ def exact(x: Tensor | None, part: slice) -> list[JsonNumber] | None:
 
 def finite(x: Tensor) -> list[JsonNumber]:
     """Numbers for JSON with nine digits, which represent a float32 exactly."""
-    return [float(f"{v:.9g}") if abs(v) < float("inf") else NOT_FINITE[str(v)] for v in x.double().tolist()]
+    values = x.double().tolist()
+    return [float(f"{v:.9g}") if abs(v) < float("inf") else NOT_FINITE[str(v)] for v in values]
 
 
 def _highest(row: TracedRow, what: str, limit: int) -> list[tuple[float, int, int]]:
@@ -256,7 +257,8 @@ def _highest(row: TracedRow, what: str, limit: int) -> list[tuple[float, int, in
     if not visited.any():
         return []
     if what == "truncated":
-        return [(1.0, 0, t) for t in (row.truncated & row.mask).nonzero().flatten().tolist()]
+        at = (row.truncated & row.mask).nonzero().flatten().tolist()
+        return [(1.0, 0, t) for t in at]
     if what in ("best", "worst"):
         score = _nan_first(row.advantages.double() * (1 if what == "best" else -1))
         score = torch.where(row.mask.bool(), score, -torch.inf)

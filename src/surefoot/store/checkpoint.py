@@ -130,7 +130,8 @@ def take_snapshot(
         originals: dict[str, Tensor] = {}
         skeletons[name] = pack(tree, "", originals, pieces.get(name, {}))
         tensors[name] = host_copies(originals)
-    return Snapshot(skeletons, tensors, [file for of_rank in shards for file in of_rank.files], dict(written))
+    files = [file for of_rank in shards for file in of_rank.files]
+    return Snapshot(skeletons, tensors, files, dict(written))
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:

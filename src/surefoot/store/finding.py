@@ -58,7 +58,8 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding in one line, for a terminal."""
-        return f"{self.severity}: {self.what}." + (f" Try: {self.advice[0]}." if self.advice else "")
+        remedy = f" Try: {self.advice[0]}." if self.advice else ""
+        return f"{self.severity}: {self.what}.{remedy}"
 
     @property
     def text(self) -> list[str]:

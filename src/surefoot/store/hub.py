@@ -311,7 +311,8 @@ def push(folder: Path, target: Target, public: bool, message: str) -> str:
             *(CommitOperationAdd(file, folder / file) for file in files),
             *(CommitOperationDelete(file) for file in target.stale if file not in files),
         ]
-        return str(api.create_commit(target.name, operations, commit_message=message, parent_commit=target.head).oid)
+        done = api.create_commit(target.name, operations, commit_message=message, parent_commit=target.head)
+        return str(done.oid)
 
 
 def card_header(title: str, fields: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:

@@ -110,7 +110,8 @@ def episode_seed(seed: int, environment: int, episode: int, purpose: str = "trai
 
     Training and evaluation never share seeds, so an agent is not evaluated on episodes it has seen.
     """
-    return derived_seed(seed, environment, episode, *([1] if purpose == "evaluation" else []))
+    words = [seed, environment, episode] + ([1] if purpose == "evaluation" else [])
+    return derived_seed(*words)
 
 
 def check_saved_count(saved: int, count: int) -> None:

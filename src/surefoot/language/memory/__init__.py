@@ -232,7 +232,8 @@ class _Estimator:
     def brought(self, role: str) -> int:
         """Bytes of a role's weights that are on the device only in its own passes; sharded ones are gathered in any case."""
         s = self.workload
-        return ({} if s.layout.sharded else on_device_and_host(s)[1]).get(role, {}).get("weights", 0)
+        resting = {} if s.layout.sharded else on_device_and_host(s)[1]
+        return resting.get(role, {}).get("weights", 0)
 
     def evaluating(self) -> Parts:
         s = self.workload

@@ -66,7 +66,8 @@ def trained_weights(policy: nn.Module) -> dict[str, Any]:
     """The weights that a checkpoint stores of a policy: all, or with a frozen base only adapters and heads. Of sharded ones,
     this rank's part.
     """
-    return {name: shard_of(x) if hasattr(x, "to_local") else x for name, x in own_weights(policy).items()}
+    weights = own_weights(policy)
+    return {name: shard_of(x) if hasattr(x, "to_local") else x for name, x in weights.items()}
 
 
 def own_weights(policy: nn.Module) -> dict[str, Tensor]:

@@ -182,7 +182,8 @@ def gather_signal(mine: Tensor, places: Sequence[int], count: int) -> list[bool]
 
 def choose_groups(signal: Sequence[bool], wanted: int) -> list[int]:
     """The sampled groups that make the batch, in order: the first ``wanted`` with signal, filled up with some without."""
-    return sorted(sorted(range(len(signal)), key=lambda place: (not signal[place], place))[:wanted])
+    first = sorted(range(len(signal)), key=lambda place: (not signal[place], place))
+    return sorted(first[:wanted])
 
 
 def rows_of_batch(

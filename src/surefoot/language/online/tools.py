@@ -196,7 +196,8 @@ def checked_schemas(made: Any, functions: Mapping[str, Tool], where: str) -> lis
         raise SurefootError(f"{where}: has a method {both[0]}, as turns.tools has; rename one")
     if not methods and not functions and listed is None:
         raise SurefootError(f"{where}: has no method step, and none that is a tool; add step(response), or tools")
-    return [schema_of(tool, where) for tool in {**methods, **functions}.values()]
+    tools = {**methods, **functions}
+    return [schema_of(tool, where) for tool in tools.values()]
 
 
 def check_faults(environments: Sequence[ToolEnvironment], tolerated: float) -> None:

@@ -25,7 +25,8 @@ Columns = dict[str, Any]
 
 def suffix_of(path: Path) -> str:
     """The suffix that names a file's format, without that of its compression: ``.jsonl`` of ``a.jsonl.gz``."""
-    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
+    path = path.with_suffix("") if path.suffix in COMPRESSED else path
+    return path.suffix.lower()
 
 
 def rows_of(path: Path) -> Iterator[Row]:
