@@ -285,6 +285,40 @@ def test_a_final_observation_that_the_reset_has_overwritten_is_an_error() -> Non
     environments.close()
 
 
+class Batched(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """Steps two rows in one array, which its final observations are parts of, or one array of objects; both end together."""
+
+    num_envs, single_observation_space, single_action_space = 2, Endless.observation_space, Endless.action_space
+
+    def __init__(self, of: str) -> None:
+        self.of, self.seen = of, np.zeros((2, 2), np.float32)
+        self.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+
+    def reset(self, **_: Any) -> Any:
+        self.seen[:] = 0
+        return self.seen, {}
+
+    def step(self, actions: Any) -> Any:
+        self.seen[:] = 1
+        final = list(self.seen) if self.of == "parts" else np.array([*self.seen], dtype=object)
+        self.seen[:] = 0
+        return self.seen, np.ones(2), np.zeros(2, bool), np.ones(2, bool), {"final_obs": final}
+
+
+def test_final_observations_of_any_vector_environment_are_those_before_the_reset() -> None:
+    environments = VectorEnvironments(Batched("objects"), 1, "task")
+    environments.reset()
+    finals = environments.step(np.zeros(2, int)).final_observations
+    assert [row["observation"].tolist() for row in finals.values()] == [[1, 1], [1, 1]]
+    environments = VectorEnvironments(Batched("parts"), 1, "task")
+    environments.reset()
+    with pytest.raises(SurefootError, match=r"final_obs.* is the observation after the reset.*return copies"):
+        environments.step(np.zeros(2, int))
+    environments.environments.metadata = None
+    with pytest.raises(SurefootError, match=r"metadata\['autoreset_mode'\]=None of this vector environment"):
+        VectorEnvironments(environments.environments, 1, "task")
+
+
 def test_one_environment_inside_several_is_rejected_also_between_training_and_evaluation() -> None:
     one = Reusing()
     make = lambda: TimeLimit(one, 100)  # noqa: E731

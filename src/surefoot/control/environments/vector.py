@@ -111,9 +111,12 @@ class VectorEnvironments:
         cut = np.flatnonzero(truncated & ~terminated).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
             read = self._read(observations, infos, ~ignored)
+            final = infos.get("final_obs", ())
+            if isinstance(final, np.ndarray) and final.ndim > 1:  # all rows ended, so that the object array is one of numbers
+                final = final.astype(self.observation_space.dtype)
             with self._errors():
-                finals = {i: self.reader.one(infos["final_obs"][i]) for i in cut}
-            self._check_reuse(finals, read)
+                finals = {i: self.reader.one(final[i]) for i in cut}
+            self._check_reuse(finals, read, final, observations)
         elif self.mode is AutoresetMode.DISABLED:
             read = self._read(observations, infos, ~ended)
             finals = {i: self.reader.row(read, i) for i in cut}
@@ -144,17 +147,19 @@ class VectorEnvironments:
         step.final_infos = final_numbers(last_infos, step.done)
         return step
 
-    def _check_reuse(self, finals: dict[int, Observations], read: Observations) -> None:
+    def _check_reuse(self, finals: dict[int, Observations], read: Observations, final: Any, observations: Any) -> None:
         """Raise SurefootError if final observations are those after the reset, as the environment writes into one array.
 
         Equal observations may be right, so an environment of the same kind is made once, and its arrays are looked at.
         """
         equal = [i for i, row in finals.items() if all(np.array_equal(row[path], read[path][i]) for path in row)]
-        makers = getattr(self.environments.unwrapped, "env_fns", None)
-        if not equal or not makers or self.probed:
+        shown = [(part.select(final[i]), part.select(observations)) for i in equal for part in self.reader.parts.values()]
+        one = any(isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.shares_memory(a, b) for a, b in shown)
+        makers: Any = getattr(self.environments.unwrapped, "env_fns", ())
+        if not one and (not equal or not makers or self.probed):
             return
         self.probed = True
-        if self._reuses_arrays(makers[0]):
+        if one or self._reuses_arrays(makers[0]):
             raise SurefootError(
                 f"{self.name}: in SAME_STEP, info['final_obs'] of environments {equal} is the observation after the reset, as "
                 "the environment returns one array that it writes into; return copies"
@@ -279,7 +284,7 @@ def autoreset_mode_of(environments: VectorEnv[Any, Any, Any], name: str) -> Auto
     Raises SurefootError when there is none, or when its sub-environments have another: rows that reset differently would
     be read wrongly and separate episodes joined.
     """
-    stated = environments.metadata.get("autoreset_mode")
+    stated = (environments.metadata or {}).get("autoreset_mode")
     try:
         mode = AutoresetMode(stated)
     except ValueError:
