@@ -123,8 +123,7 @@ def read_run(path: Path) -> SavedRun:
     facts = path / "environment.json"
     environment = read_listed_table(facts) if facts.exists() else {}
     checkpoints = checkpoints_in(path / "checkpoints")
-    changed = changed_since(checkpoints[-1] if checkpoints else None, recipe, environment.get("working_folder"))
-    return SavedRun(path, recipe, history, environment, changed, sources_in(checkpoints))
+    return SavedRun(path, recipe, history, environment, changed_since(path, recipe), sources_in(checkpoints))
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------------

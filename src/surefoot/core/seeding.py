@@ -80,10 +80,6 @@ class RunningHash:
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
-    def raw(self, content: bytes | memoryview) -> None:
-        """Add bytes, without their length: for values whose types and number are known."""
-        self._hash.update(content)
-
     def add(self, values: Any) -> None:
         """Add None, booleans, numbers, text, bytes, arrays, tensors (as arrays, from any device), and dicts, lists and tuples.
 
@@ -102,13 +98,13 @@ class RunningHash:
                 self.add(value)
         elif isinstance(values, float):
             self._tag("float")
-            self.raw(struct.pack("<d", values))
+            self._hash.update(struct.pack("<d", values))
         elif values is None or isinstance(values, (bool, int)):
             self._tag(f"{type(values).__name__} {values}")
         elif isinstance(values, (str, bytes)):
             content = values.encode("utf-8", "surrogatepass") if isinstance(values, str) else values
             self._tag(f"{type(values).__name__} {len(content)}")
-            self.raw(content)
+            self._hash.update(content)
         else:
             raise TypeError(f"a {type(values).__name__} can't be hashed")
 
@@ -127,10 +123,10 @@ class RunningHash:
             array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         self._tag(f"{kind} {shape}")
         if array.size:  # bytes of nothing can't be viewed
-            self.raw(memoryview(array.reshape(-1).view(np.uint8)))
+            self._hash.update(memoryview(array.reshape(-1).view(np.uint8)))
 
     def _tag(self, text: str) -> None:
-        self.raw(f"{text};".encode())
+        self._hash.update(f"{text};".encode())
 
     def digits(self) -> str:
         """The hash of all that was added, in hexadecimal digits; more can be added."""

@@ -148,7 +148,7 @@ def compare_runs(a: Path, b: Path) -> Difference:
         check_is_run(run)
     one, other = read_fingerprints(a), read_fingerprints(b)
     first, compared = next(iter(partings(one.rows, other.rows)), None), sorted(one.rows.keys() & other.rows.keys())
-    at = compared[-1] if first is None and compared else first.iteration if first else 1
+    at = first.iteration if first else max(compared, default=1)
     before = max((iteration for iteration in compared if iteration < at), default=0)
     tables = [_in_checkpoint(run, "recipe") or recipe_of(run).table for run in (a, b)]
     found = [f"recipe: {line}" for line in table_differences(*tables) if not line.startswith(IRRELEVANT)]

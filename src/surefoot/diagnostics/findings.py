@@ -20,7 +20,7 @@ from surefoot.recipes.base import Recipe
 from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.events import Event, IterationEnd, RunEnd, RunStart
 from surefoot.store.finding import SEVERITIES, Evidence, Finding
-from surefoot.store.folder import changed_since, lost_checkpoints, recipe_of, working_folder
+from surefoot.store.folder import changed_since, lost_checkpoints, recipe_of
 from surefoot.store.manifest import LISTING, MANIFEST, check_folder, check_listed
 from surefoot.store.metrics import FILE, read_fingerprints, read_history, read_metrics
 from surefoot.store.reading import (
@@ -96,14 +96,13 @@ def check_run(folder: str | Path, hashed: bool = True) -> RunCheck:
     check_is_run(path)
     others = [tracker_failed(name, str(entry["failed"])) for name, entry in read_trackers(path).items() if "failed" in entry]
     history, recipe = read_history(path), recipe_of(path)
-    checkpoint = next(reversed(checkpoints_in(path / "checkpoints")), None)
     if lost := _lost_checkpoints(path, recipe):
         others.append(checkpoints_lost(lost))
     if hashed and (faults := damaged_files(path)):
         others.append(files_damaged(faults))
     rows, findings = history.rows, findings_in(history, recipe, others)
     steps = int(rows[-1]["steps"]) if rows else 0
-    return RunCheck(findings, len(rows), steps, changed_since(checkpoint, recipe, working_folder(path)))
+    return RunCheck(findings, len(rows), steps, changed_since(path, recipe))
 
 
 def _lost_checkpoints(run: Path, recipe: Recipe) -> str | None:

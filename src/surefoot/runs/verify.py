@@ -167,11 +167,8 @@ def verify(
     functions_of: Callable[[Recipe], Functions] = lambda recipe: {},
     task: Any = None,
     callbacks: Sequence[Callback] = (),
-    show: Callable[[int], None] = lambda iteration: None,
 ) -> Verified:
     """Execute a plan and compare. Nothing is written to the run's folder; the ranks are those of this process's launcher.
-
-    show   called with each iteration that is done
 
     The other arguments are those of ``resume``: what ``train`` got as an object.
     """
@@ -181,8 +178,7 @@ def verify(
     choose_gpu(plan.recipe.device)
     prepare_gpu(plan.recipe.device, plan.recipe.deterministic)
     torch.set_num_threads(plan.recipe.threads)
-    newest = next(reversed(checkpoints_in(path / "checkpoints")), None)
-    changed = changed_since(plan.checkpoint or newest, plan.recipe, began_in)
+    changed = changed_since(path, plan.recipe, plan.checkpoint)
     repeated: dict[int, Mapping[str, Any]] = {}
 
     def listener(event: Event) -> None:
@@ -190,15 +186,13 @@ def verify(
             return
         if event.fingerprints is not None:
             repeated[event.state.iteration] = event.fingerprints
-        show(event.state.iteration)
         event.state.total_steps = plan.budget_of(event.state.iteration + 1)
         if event.state.iteration >= plan.last:
             raise _Done
 
     with contextlib.chdir(began_in if began_in is not None and Path(began_in).is_dir() else "."):
         functions = functions_of(plan.recipe)
-        world = make_world(plan.recipe, task, functions=functions)
-        try:
+        with contextlib.closing(make_world(plan.recipe, task, functions=functions)) as world, suppress(_Done):
             session = Session(plan.recipe, world, None, [listener], callbacks, with_task(functions, task))
             session.learner.fingerprints = Fingerprints(1)
             if plan.taken:
@@ -208,10 +202,7 @@ def verify(
                 start_from(world, None)
             else:
                 session.restore(plan.checkpoint, allow_changes=True)
-            with suppress(_Done):
-                session.run()
-        finally:
-            world.close()
+            session.run()
     rows = plan.record.rows
     compared = sorted(rows.keys() & repeated.keys())
     if not compared:

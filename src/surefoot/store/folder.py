@@ -468,18 +468,14 @@ def recipe_differences(before: dict[str, Any], recipe: Recipe) -> list[str]:
     return [line for line in table_differences(before, recipe.table) if not line.startswith(free)]
 
 
-def changed_since(checkpoint: Path | None, recipe: Recipe, began_in: str | None) -> list[str]:
-    """How a run's recipe, as config.toml has it now, and its code differ from those that its checkpoint was made by.
-
-    began_in  the working folder that its relative paths are from
-    """
-    if checkpoint is None:
-        return []
-    try:
+def changed_since(run: Path, recipe: Recipe, checkpoint: Path | None = None) -> list[str]:
+    """How a run's recipe, as config.toml has it now, and its code differ from those of a checkpoint, by default the newest."""
+    with contextlib.suppress(SurefootError, LookupError, TypeError):  # whoever loads the checkpoint says so
+        checkpoint = checkpoint or checkpoints_in(run / "checkpoints")[-1]
         changed = recipe_differences(read_listed_table(checkpoint / "recipe.json"), recipe)
-        return changed + source_differences(read_listed_table(checkpoint / SOURCES), [Path.cwd(), Path(began_in or ".")])
-    except (SurefootError, LookupError, TypeError):  # whoever loads the checkpoint says so
-        return []
+        places = [Path.cwd(), Path(working_folder(run) or ".")]  # of relative paths
+        return changed + source_differences(read_listed_table(checkpoint / SOURCES), places)
+    return []
 
 
 def sources_in(checkpoints: Sequence[Path]) -> dict[str, str]:
