@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import MptConfig
 
 from surefoot.errors import SurefootError
 from surefoot.language.data.batches import left_padded, right_padded
-from surefoot.language.models.loading import context_length, load_model, save_model
+from surefoot.language.models.loading import context_length, load_model, no_dropout, save_model
 from surefoot.language.models.pocket import pocket
 from surefoot.language.models.reward_model import RewardModel, copy_standardisation, new_reward_model
 
@@ -72,6 +73,7 @@ def test_loading_removes_dropout_in_every_family(family: str, tmp_path: Path) ->
     model, _ = load_model(tiny.write_folder(tmp_path, family, **rates))
     assert torch.equal(logits_of(model), logits_of(model.train()))
     assert {getattr(model.config, key) for key in rates} == {0.0}
+    no_dropout(MptConfig())  # whose rate is a whole number
 
 
 def test_bfloat16_weights_load_in_float32(folders: dict[str, Path], tmp_path: Path) -> None:

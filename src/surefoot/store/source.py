@@ -220,23 +220,23 @@ def source_of_object(field: str, thing: Any) -> tuple[dict[str, str], set[str]]:
             with suppress(OSError, TypeError):
                 texts.append(inspect.getsource(each.__code__ if isinstance(each, FunctionType) else each))
             if isinstance(each, FunctionType):
-                waiting += _used_by(each)
+                used, captured = _variables(each)
+                known = (captured | used).items()  # a collection may change, unless its name is a constant's
+                waiting += [value for name, value in known if name.isupper() or not isinstance(value, (list, set, dict))]
             else:
                 methods = (FunctionType, staticmethod, classmethod, property)
                 waiting += [*each.__bases__, *(part for part in vars(each).values() if isinstance(part, methods))]
     return {field: hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()} if any(texts) else {}, modules
 
 
-def _used_by(function: FunctionType) -> list[Any]:
-    """The globals and the captured values that a function uses; of lists, sets and dicts, which may change while it runs, those
-    with a constant's name.
-    """
-    known: dict[str, Any] = {}
+def _variables(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The globals that a function uses, and the variables that it captured."""
+    used = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+    captured = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # empty
-            known[name] = cell.cell_contents
-    known |= {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
-    return [value for name, value in known.items() if name.isupper() or not isinstance(value, (list, set, dict))]
+            captured[name] = cell.cell_contents
+    return used, captured
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -312,11 +312,8 @@ def attributes(things: Iterable[Any]) -> dict[str, str]:
             continue
         seen.add(id(thing))
         if isinstance(thing, FunctionType):
-            used = {name: thing.__globals__[name] for name in _names(thing.__code__) if name in thing.__globals__}
-            held = {**vars(thing), "defaults": thing.__defaults__}
-            with suppress(ValueError):  # an empty cell
-                cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
-                held |= {name: cell.cell_contents for name, cell in cells}
+            used, captured = _variables(thing)
+            held = {**vars(thing), "defaults": thing.__defaults__, **captured}
             _add(found, thing.__qualname__, held)
             _add(found, thing.__module__.removeprefix("_surefoot_"), used)
             waiting += _own_in([*used.values(), *held.values()])

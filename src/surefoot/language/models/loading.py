@@ -301,7 +301,7 @@ def no_dropout(holder: "PreTrainedConfig | nn.Module") -> None:
     """Set every dropout probability to 0, in a module or in a configuration and those nested in it."""
     for key, value in list(vars(holder).items()):
         if "drop" in key and isinstance(value, (int, float)) and not isinstance(value, bool):
-            setattr(holder, key, 0.0)
+            setattr(holder, key, type(value)(0))
         elif hasattr(value, "model_type") and hasattr(value, "to_dict") and not isinstance(holder, nn.Module):
             no_dropout(value)
     if isinstance(holder, nn.modules.dropout._DropoutNd):

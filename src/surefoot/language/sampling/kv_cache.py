@@ -103,7 +103,12 @@ def read_prompts(model: nn.Module, prompts: Prompts) -> tuple[Tensor, Any]:
     except Exception:
         output = forward(model, prompts.ids, prompts.mask, positions(prompts.mask), keep=1, caching=False)
     past = getattr(output, cache_name(model), None)
-    usable = all(hasattr(layer, "reorder_cache") for layer in getattr(past, "layers", [None]))
+    states = {
+        name: value if isinstance(value, (list, tuple)) else [value]
+        for name, value in vars(output if past is None else past).items()
+    }
+    usable = all(hasattr(layer, "reorder_cache") for layer in states.pop("layers", [None]))
+    usable &= not any(isinstance(state, Tensor) for several in states.values() for state in several)  # nobody reorders these
     return output.logits[:, -1], past if usable else None
 
 
