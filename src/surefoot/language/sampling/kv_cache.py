@@ -103,13 +103,16 @@ def read_prompts(model: nn.Module, prompts: Prompts) -> tuple[Tensor, Any]:
     except Exception:
         output = forward(model, prompts.ids, prompts.mask, positions(prompts.mask), keep=1, caching=False)
     past = getattr(output, cache_name(model), None)
-    states = {
-        name: value if isinstance(value, (list, tuple)) else [value]
-        for name, value in vars(output if past is None else past).items()
-    }
-    usable = all(hasattr(layer, "reorder_cache") for layer in states.pop("layers", [None]))
-    usable &= not any(isinstance(state, Tensor) for several in states.values() for state in several)  # nobody reorders these
-    return output.logits[:, -1], past if usable else None
+    return output.logits[:, -1], past if can_be_reordered(past) else None
+
+
+def can_be_reordered(past: Any) -> bool:
+    """Whether a cache keeps all of its state in layers that can reorder it; MiniMax has some in a list beside them."""
+    state = dict(vars(past)) if past is not None else {}
+    layers = state.pop("layers", [])
+    beside = [each for value in state.values() for each in (value if isinstance(value, (list, tuple)) else [value])]
+    reordered = bool(layers) and all(hasattr(layer, "reorder_cache") for layer in layers)
+    return reordered and not any(isinstance(each, Tensor) for each in beside)
 
 
 @cache
