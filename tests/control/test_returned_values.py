@@ -96,6 +96,7 @@ def test_a_score_that_is_not_finite_is_reported_as_a_reward_is(score: float, tmp
         ({"rewards": [None, 1.0]}, "gave rewards of type object instead of numbers"),
         ({"terminated": np.zeros(3, bool)}, "gave terminated of shape (3,) where (2,) is needed"),
         ({"truncated": np.array([None, None])}, "gave truncated of type object instead of booleans"),
+        ({"truncated": [0.0, 0.5]}, "gave truncated of [0.0, 0.5] instead of booleans"),
         ({"infos": [{}, 1]}, "gave infos of type list instead of one dict for all environments"),
         ({"infos": {"final_info": [{}, {}]}}, "gave infos['final_info'] of type list instead of one dict"),
     ],
