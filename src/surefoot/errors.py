@@ -4,6 +4,7 @@ The message of an error is one line: what is wrong, why, and the remedy.
 """
 
 import difflib
+import errno
 import importlib.util
 import re
 import shlex
@@ -97,7 +98,7 @@ def in_python_words(call: Call) -> Call:
     def calling(*arguments: Any, **named: Any) -> Any:
         try:
             return call(*arguments, **named)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             of_gpu = type(error).__name__ == "OutOfMemoryError" or "cuda" in str(error).lower()
             limit = None if of_gpu else limit_reached(error)
             if limit is None:
@@ -136,8 +137,10 @@ def cause_of(error: BaseException) -> str:
 
 
 def limit_reached(error: BaseException) -> str | None:
-    """The line for an error because the machine, or a limit of the process, gives no more threads or memory; else None."""
+    """The line for an error because the machine, or a limit of the process, gives no more of something; else None."""
     text = str(error).lower()
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"too many open files ({cause_of(error)}); raise ulimit -n, then repeat the command, or resume the run"
     if "start new thread" in text or "thread creation failed" in text:
         return (
             f"no more threads or memory for them ({cause_of(error)}); raise ulimit -u and ulimit -v, or the limits of the "

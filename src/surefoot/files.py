@@ -74,7 +74,7 @@ def read_bytes(path: Path) -> bytes:
         with open_file(path) as file:
             return file.read()
     except OSError as error:
-        raise SurefootError(f"{path}: can't be read ({error.strerror}); check the path") from None
+        raise SurefootError(limit_reached(error) or f"{path}: can't be read ({error.strerror}); check the path") from None
 
 
 @cache
@@ -211,7 +211,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SurefootError(f"{path}: can't be written ({error.strerror}); {remedy}") from None
+        raise SurefootError(limit_reached(error) or f"{path}: can't be written ({error.strerror}); {remedy}") from None
 
 
 def write_text(path: Path, text: str) -> None:

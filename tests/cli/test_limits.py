@@ -1,5 +1,6 @@
 """Limits of the machine, and ranks that hang, end a command with one line."""
 
+import errno
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +25,10 @@ from surefoot.store.events import Message
         (MemoryError(), "out of memory (MemoryError); raise ulimit -v"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), "out of memory ("),
         (ImportError("libtorch.so: failed to map segment from shared object"), "out of memory ("),
+        (OSError(errno.EMFILE, "Too many open files"), "raise ulimit -n, then repeat the command, or resume the run"),
     ],
 )
-def test_a_limit_of_threads_or_memory_is_one_line(command, monkeypatch, error, line) -> None:
+def test_a_limit_of_the_machine_is_one_line(command, monkeypatch, error, line) -> None:
     def fail(*arguments: object, **named: object) -> None:
         raise error
 

@@ -86,7 +86,7 @@ def main() -> NoReturn:
     except OSError as error:
         what, why = error.filename or "writing", error.strerror or error
         resumable = ", or resume the run" if sys.argv[1:2] and sys.argv[1] in RESUMABLE else ""
-        fail(f"{what}: {why}; fix that, then repeat the command{resumable}", 2)
+        fail(limit_reached(error) or f"{what}: {why}; fix that, then repeat the command{resumable}", 2)
 
 
 def hint_for(error: click.NoSuchOption) -> str | None:

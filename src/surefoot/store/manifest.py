@@ -24,7 +24,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, limit_reached
 from surefoot.files import check_plain_folder, open_file, parsed, read_bytes, read_table, write_bytes, write_text
 
 FORMAT = 1
@@ -283,7 +283,7 @@ def atomic_folder(
         replace_folder(temporary, folder)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise SurefootError(f"{folder}: {kind} is not saved ({reason}); {remedy}") from None
+        raise SurefootError(limit_reached(error) or f"{folder}: {kind} is not saved ({reason}); {remedy}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
