@@ -12,7 +12,7 @@ from surefoot.compare.statistics import finite, interquartile_mean, mean, mean_i
 from surefoot.diagnostics.findings import findings_in, without_findings
 from surefoot.errors import SurefootError
 from surefoot.recipes.base import Recipe
-from surefoot.recipes.reading import flatten
+from surefoot.recipes.reading import flatten, set_fields
 from surefoot.store.checkpoint import checkpoints_in
 from surefoot.store.finding import Finding
 from surefoot.store.folder import CHANGE_NOTHING, changed_since, recipe_of, sources_in
@@ -255,7 +255,7 @@ def score_statistics(scores: Sequence[float]) -> dict[str, Any]:
 
 def full_text(value: Any) -> str:
     """A value of a recipe in printable characters."""
-    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(set_fields(value))
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

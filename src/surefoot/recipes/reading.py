@@ -266,6 +266,13 @@ def text_to_none(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() == "none" else value
 
 
+def set_fields(value: Any) -> Any:
+    """The value of a field for a reader: tables of a list, such as ``reward.terms``, without fields that are None."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [{k: v for k, v in each.items() if v is not None} if isinstance(each, Mapping) else each for each in value]
+
+
 def flatten(
     table: Mapping[str, Any], prefix: str = "", is_value: Callable[[Mapping[str, Any]], bool] = lambda table: not table
 ) -> Iterator[tuple[str, Any]]:

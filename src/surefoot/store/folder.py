@@ -49,7 +49,7 @@ from surefoot.files import (
 )
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.callables import Functions
-from surefoot.recipes.reading import check_trust_region, make_recipe, to_toml
+from surefoot.recipes.reading import check_trust_region, make_recipe, set_fields, to_toml
 from surefoot.recipes.rows import with_row_fields
 from surefoot.store.checkpoint import check_numbered, checkpoints_in, latest_checkpoint
 from surefoot.store.hub import is_hub_name, local_folder
@@ -398,7 +398,7 @@ def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "")
         if isinstance(old, dict) and isinstance(new, dict):
             lines += differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            lines.append(f"{prefix}{key}: {old} -> {new}")
+            lines.append(f"{prefix}{key}: {set_fields(old)} -> {set_fields(new)}")
     return lines
 
 
