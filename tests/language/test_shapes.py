@@ -189,13 +189,20 @@ def test_control_tokens_are_split_kept_or_rejected_and_counted(tmp_path: Path) -
     for control, eos in (("split", 1), ("keep", 2)):
         made = demonstrations(rows(tmp_path, *given), TOKENS, 300, control=control)
         assert made.ids[0].count(TOKENS.eos_id) == eos
-        counted, literal = (note.partition(": ")[2] for note in made.notes)
+        counted, literal, *_ = (note.partition(": ")[2] for note in made.notes)
         assert counted.startswith("1 rows with control tokens in messages, encoded as ")
         assert f"data.control_tokens={control!r}" in counted
         assert literal == "1 rows with control tokens in plain text or answers, encoded as control tokens"
     with pytest.raises(SurefootError, match=r"line 1: column 'messages' contains the control token '⟨eos⟩'; remove it, or set"):
         demonstrations(rows(tmp_path, *given), TOKENS, 300, control="reject")
     assert demonstrations(rows(tmp_path, given[1]), TOKENS, 300).notes == ()
+
+
+def test_rows_with_characters_that_the_tokenizer_does_not_know_are_counted(tmp_path: Path) -> None:
+    known, unknown = ({"prompt": "a", "chosen": text, "rejected": "b"} for text in ("c", "日"))
+    for given, count in (([known, unknown, unknown], 2), ([known], 0)):
+        made = pairs(rows(tmp_path, *given), TOKENS, 300)
+        assert [note.partition(": ")[2][:27] for note in made.notes] == ["2 rows with characters that"] * bool(count)
 
 
 def test_rows_whose_answers_a_template_edits_are_counted(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from surefoot.language.data.sources import Source
 from surefoot.language.data.steps import split_steps, step_tokens
 from surefoot.language.data.tokens import Edits, Tokens
 
-VERSION = 4
+VERSION = 5
 """of what rows become; caches of another version are not read"""
 LARGE = 32 * 10**6
 """bytes of rows from which on their ids are on disk instead of in memory"""
@@ -125,20 +125,22 @@ class Tally:
     """the first such part"""
     other_prompt: int = 0
     """rows that begin otherwise than the prompt of their answer"""
+    unknown: int = 0
+    """rows with characters that the tokenizer does not know"""
     unused: dict[str, None] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
     """columns for reward functions"""
 
     def add(self, other: "Tally") -> None:
         """Add what was noticed in further rows."""
-        for name in ("split", "literal", "omitted", "other_prompt"):
+        for name in ("split", "literal", "omitted", "other_prompt", "unknown"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.part = self.part or other.part
         self.unused |= other.unused
         self.columns |= other.columns
 
     def notes(self, control: ControlPolicy) -> tuple[str, ...]:
-        """Lines about control tokens, edited answers and labelled answers."""
+        """Lines about rows that are trained otherwise than they read, and about labelled answers left out."""
         remedy = "train what the rows say with data.answers = 'row'"
         how = "text" if control == "split" else "control tokens"
         lines = (
@@ -146,6 +148,7 @@ class Tally:
             (self.literal, "rows with control tokens in plain text or answers, encoded as control tokens"),
             (self.omitted, f"rows with an answer of which the chat template omits a part, such as {self.part!r}; {remedy}"),
             (self.other_prompt, f"rows that go on otherwise than the prompt of a sampled answer; {remedy}"),
+            (self.unknown, "rows with characters that the tokenizer does not know, encoded as its unknown token"),
             (self.left_over, "labelled answers left out, because their prompt has no answer with the other label"),
         )
         return tuple(f"{self.file}: {count} {what}" for count, what in lines if count)
@@ -163,6 +166,8 @@ class _RowMaker:
         self.tokens = copy.copy(tokens)
         self.tokens.split = control != "keep"
         self.chat = bool(tokens.tokenizer.chat_template)
+        unknown = tokens.tokenizer.unk_token_id
+        self.unknown = None if unknown in (tokens.pad_id, *tokens.eos_ids) else unknown
         self.tally = Tally()
         self._read_keys: dict[str, bool] = {}
 
@@ -177,6 +182,8 @@ class _RowMaker:
                     made.append(MAKERS[self.kind](self, row))
                 except SurefootError as error:
                     return made, self.tally, f"{row.where}: {error}"
+                of_row = () if made[-1] is None else zip(FIELDS[self.kind], made[-1][0], strict=True)
+                self.tally.unknown += any(self.unknown in ids for name, ids in of_row if name in ("ids", "chosen", "rejected"))
                 edits = self.tokens.edits
                 self.tally.omitted += bool(edits.omitted)
                 self.tally.part = self.tally.part or f"{edits.omitted:.60}"
