@@ -102,7 +102,8 @@ def test_resume_may_change_the_deadline_but_not_the_tolerance(files: dict[str, s
     assert changed(deadline=90.0) == []
     assert changed(tolerated=0.2) == ["reward.tolerated: 0.1 -> 0.2"]
     (line,) = changed(terms=[{"function": "other.py:score"}])
-    assert "other.py:score" in line and "None" not in line
+    assert "other.py:score" in line
+    assert "None" not in line
 
 
 # ---- rollouts -----------------------------------------------------------------------------------------------------------
