@@ -199,6 +199,7 @@ def test_after_a_rollout_that_was_not_finite_clips_begin_anew() -> None:
         ("tensor/Pendulum-v1", {}, "makes a vector"),
         ("CartPole-v1", {"rollout": {"backend": "native"}}, "rollout.backend='native': has no single environments"),
         ("Pendulum-v1", {"preferences": {"judge": "people", "errors": 0.1}}, "is for preferences.judge = 'return'"),
+        ("Pendulum-v1", {"preferences": {"judge": "people"}, "evaluation": {"patience": 2}}, "waits for a better return"),
     ],
 )
 def test_what_preferences_cannot_compare_is_an_error_of_one_line(task: str, changes: dict[str, Any], message: str) -> None:

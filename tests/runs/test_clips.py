@@ -19,7 +19,7 @@ from surefoot.errors import LabelsNeededError
 from surefoot.people.log import LABELS, Queue, write_log
 from surefoot.recipes.presets import find_recipe
 from surefoot.runs import api
-from surefoot.store.checkpoint import latest_checkpoint, load_checkpoint
+from surefoot.store.checkpoint import checkpoints_in, latest_checkpoint, load_checkpoint
 
 SMALL = {
     "steps": 600,
@@ -87,6 +87,8 @@ def test_people_who_judge_by_the_return_train_the_same_run_as_the_judge_return(t
     surefoot.resume(run)
     assert_same(rows_of(tmp_path / "own"), rows_of(run))
     assert_same(final(tmp_path / "own")["agent"], final(run)["agent"])
+    assert checkpoints_in(tmp_path / "own" / "best")
+    assert not checkpoints_in(run / "best"), "the task's return does not say what people find better"
 
 
 def test_the_command_prints_the_next_one_and_exits_with_0_until_all_clips_have_labels(tmp_path, monkeypatch, capsys):

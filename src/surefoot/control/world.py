@@ -203,14 +203,15 @@ class ControlWorld:
         )
 
     def evaluate(self) -> EvaluationReport | None:
-        """Mean greedy return."""
-        settings = self.recipe.evaluation
+        """Mean greedy return. It chooses no best agent where people say what is better."""
+        settings, preferences = self.recipe.evaluation, self.recipe.preferences
         if not settings.episodes:
             return None
         arguments, episodes = self.recipe.environment, settings.episodes
         result = evaluate_agent(self.agent, self.task, arguments, episodes, settings.seed, shared=True)
         numbers = {f"evaluation_{name}": mean for name, mean in result.info.items()}
-        return EvaluationReport(result.mean_return, {"evaluation_return": result.mean_return, **numbers})
+        score = None if preferences is not None and preferences.judge == "people" else result.mean_return
+        return EvaluationReport(score, {"evaluation_return": result.mean_return, **numbers})
 
     def samples(self) -> list[dict[str, Any]]:
         """None: an agent writes no text."""

@@ -103,6 +103,8 @@ def _control(recipe: ControlRecipe) -> Faults:
         yield from _cloning(recipe)
     if recipe.preferences is not None and rollout.backend in ("native", "envpool"):
         yield "rollout.backend", "has no single environments, whose episodes preferences compare; set 'loop' or 'workers'"
+    if recipe.preferences is not None and recipe.preferences.judge == "people" and recipe.evaluation.patience is not None:
+        yield "evaluation.patience", "waits for a better return, and people say what is better here; set 'none'"
     if (rollout.workers or 0) > rollout.environments:
         yield "rollout.workers", f"more processes than rollout.environments={rollout.environments}; set at most that many"
     if rollout.backend in ("native", "envpool") and whole:
