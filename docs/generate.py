@@ -33,7 +33,7 @@ from surefoot.core.algorithms import ALGORITHMS, LADDER, Reuse, switches_between
 from surefoot.diagnostics.findings import checkpoints_lost, files_damaged, findings_in, tracker_failed
 from surefoot.diagnostics.metrics import METRICS, SHOWN, TIMING, Metric
 from surefoot.inspector.clip_table import clip_table_page
-from surefoot.recipes.fields import RecipeField, recipe_fields
+from surefoot.recipes.fields import KINDS, RecipeField, recipe_fields
 from surefoot.recipes.reading import make_recipe
 from surefoot.recipes.supervised import DpoRecipe, PreferenceSettings
 from surefoot.store.finding import Finding
@@ -312,7 +312,7 @@ def recipe_page() -> str:
         section = name.partition(".")[0] if "." in name else ""
         default = "required" if name == "task" else code(shown(about.default))
         kind = kind_of(about)
-        about_it = f"{kind}, {default}" if kind else default
+        about_it = (f"{kind}, {default}" if kind else default) + "".join(elsewhere(name, about))
         groups.setdefault(section, []).append(f"- {code(name)} ({about_it}): {escaped(' '.join(about.meaning.split()))}")
     parts = [
         'Every field of a recipe, with its kind, where the default does not show it, and its default; `none` is "not set". '
@@ -323,7 +323,7 @@ def recipe_page() -> str:
         if section == "objective":
             parts.append(
                 'The defaults are those of `algorithm = "custom"`, which is REINFORCE. A named algorithm starts from its own '
-                "values, in the table below. For the effect of each switch on the loss, see " + MATH_PAGE + "."
+                "values, in the table below ([math.md](../math.md))."
             )
         parts.append("\n".join(rows))
         if section == "objective":
@@ -334,6 +334,19 @@ def recipe_page() -> str:
             ]
     parts += ["## Presets", "`surefoot train NAME --dry-run` prints all of a preset.", preset_list()]
     return page("Recipe", *parts)
+
+
+def elsewhere(name: str, first: RecipeField) -> Iterator[str]:
+    """The choices and the default that a field has in other kinds of runs than the first, such as ``; text: `1e-05```."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for kind in KINDS if name != "kind" else ():
+        for field in (about for other, about in recipe_fields(kind) if other == name):
+            words = field.type.replace(" | ", " or ") if " | " in field.type and field.type != first.type else ""
+            kinds.setdefault((words, code(shown(field.default))), []).append(kind)
+    for (words, default), names in kinds.items():
+        if words or default != code(shown(first.default)):
+            label = "text" if len(names) == len(KINDS) - 1 else ", ".join(names)
+            yield f"; {label}: {words}{', ' * bool(words)}{default}"
 
 
 def kind_of(field: RecipeField) -> str:

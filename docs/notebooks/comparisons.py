@@ -5,7 +5,7 @@
 # the whole way on data that it makes itself: people who err, a reward model by Bradley–Terry, two biases that it learns from
 # them, a policy that follows it, and what happens when the policy follows it too far. **A line that begins with `assert`
 # checks the claim in the text above it.** The formulas are those of [the math](../math.md). It takes half
-# a minute and needs `pip install -e ".[notebook]"`. With a real language model and your own labels:
+# a minute and needs `pip install -e ".[notebook]" jupyterlab`. With a real language model and your own labels:
 # [label preferences yourself](../how-to/rounds.md).
 
 # %%

@@ -20,11 +20,11 @@
 # the notebook yourself, from the top of the repository:
 #
 # ```
-# pip install -e ".[notebook]"
+# pip install -e ".[notebook]" jupyterlab
+# jupyter lab docs/notebooks/ladder.ipynb
 # ```
 #
-# and open it in a notebook editor or in Jupyter. (`jupyter execute docs/notebooks/ladder.ipynb` runs it without
-# either.) It takes a minute and a half on one core.
+# (`jupyter execute --inplace docs/notebooks/ladder.ipynb` runs it without an editor.) It takes a minute and a half on one core.
 
 # %%
 import os

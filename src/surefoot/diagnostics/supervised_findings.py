@@ -43,7 +43,7 @@ def preferences_at_chance(curves: RunCurves, recipe: Recipe | None) -> Finding |
         "small, too large or too few",
         (last.evidence(), *((loss.evidence("lowest", float(loss.values.min())),) if len(loss) else ())),
         (
-            "read some pairs with their labels: surefoot data preview FILE",
+            "read some pairs with their labels: surefoot data preview FILE --model MODEL",
             f"another optimizer.learning_rate{rate_of(recipe)}, or more steps",
             "don't train PPO on this reward model" if isinstance(recipe, RewardRecipe) else "don't use this model",
         ),
