@@ -4,9 +4,10 @@
 # Write eight short functions, from the return to Bradley–Terry. After each, a grader checks the laws that the function must
 # obey, and names the first one that it breaks, with your value beside the right one. No function needs more than six lines.
 #
-# You need `pip install -e ".[notebook]" jupyterlab` and `jupyter lab docs/notebooks/exercises.ipynb` from the top of the repository, or VS
-# Code. Arguments and results are PyTorch tensors, and the last axis is time: `rewards[..., t]`. There may be axes before it,
-# one for each environment. The [ladder](ladder.ipynb) explains every idea, and [the math](../math.md) has every formula.
+# You need `pip install -e ".[notebook]" jupyterlab` and `jupyter lab docs/notebooks/exercises.ipynb` from the top of the
+# repository, or VS Code. Arguments and results are PyTorch tensors, and the last axis is time: `rewards[..., t]`. There may be
+# axes before it, one for each environment. The [ladder](ladder.ipynb) explains every idea, and [the math](../math.md) has every
+# formula.
 
 # %%
 import torch
