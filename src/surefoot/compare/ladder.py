@@ -104,16 +104,11 @@ def run_ladder(
 ) -> Report:
     """Train the rungs on every seed, measure the noise of their gradients, and report both. The same call again continues.
 
-    task      as for ``surefoot train``: an environment id, a preset or a .toml file
-    changes   recipe fields to change for all rungs; a switch changes from the rung on that turns it on
-    seeds     number of seeds; the first is the recipe's
-    folder    folder for runs, results.json, report.md and the plot; default: in runs/, named after task and budget
-    rungs     numbers of the rungs to train; default: all six
-    batches   number of batches under the frozen θ, for the variance of gradients
-    episodes  number of greedy episodes that evaluate each final agent
-    jobs      number of runs at a time; more than one run in separate processes
-    stderr    print progress to stderr
+    changes  recipe fields to change for all rungs; a switch changes from the rung on that turns it on
+    rungs    numbers of the rungs to train; default: all six
+    batches  number of batches under the frozen θ, for the variance of gradients
 
+    The other arguments are those of ``compare_algorithms``.
     Raises SurefootError for a count out of bounds or a recipe that can't be trained, before writing anything, and Interrupted
     after a signal.
     """

@@ -296,8 +296,7 @@ def kept_by(world: Any, objects: Mapping[str, Any] | None) -> Kept:
 
     objects  functions and classes that were passed as objects, by field
     """
-    things = [*(objects or {}).values(), *getattr(world, "user_code", ())]
-    return Kept(lambda: things)
+    return Kept(lambda: [*(objects or {}).values(), *getattr(world, "user_code", ())])
 
 
 def attributes(things: Iterable[Any]) -> dict[str, str]:

@@ -271,11 +271,9 @@ def as_rows(values: Any, name: str, count: int) -> Array:
         raise SpaceError(f"{name} of shape {array.shape} where {(count,)} is needed")
     if array.dtype.kind not in "biuf":
         raise SpaceError(f"{name} of type {array.dtype} instead of {'numbers' if name == 'rewards' else 'booleans'}")
-    if name == "rewards":
-        return array
-    if array.dtype != bool and not np.isin(array, (0, 1)).all():
+    if name != "rewards" and array.dtype != bool and not np.isin(array, (0, 1)).all():
         raise SpaceError(f"{name} of {array.tolist()} instead of booleans")
-    return array.astype(bool)
+    return array if name == "rewards" else array.astype(bool)
 
 
 def score_and_life(info: Any, reward: float) -> tuple[float, bool]:

@@ -185,10 +185,7 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Evaluate a trained model on held-out rows, as its training did: the metrics ``held_out_…`` of its kind of recipe.
 
-    data   other rows than the recipe's held-out ones
-    rows   how many of them; default: as in the recipe
-    seed   of the samples
-    reward terms that score responses; default: the recipe's
+    The arguments are those of ``evaluate_run``.
 
     Raises SurefootError when the model has no recipe, or there are no rows to evaluate on.
     """
