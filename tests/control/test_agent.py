@@ -321,10 +321,6 @@ class Sick(Endless):
 
     what = "observation"
 
-    def reset(self, **_: Any) -> Any:
-        self.t = 0
-        return np.zeros(2, np.float32), {}
-
     def step(self, action: Any) -> Any:
         self.t += 1
         ill = self.t == 3

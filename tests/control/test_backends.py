@@ -108,10 +108,6 @@ def test_an_envpool_of_mujoco_has_the_same_shapes() -> None:
 class Lives(Endless):
     """Three lives of two steps each; a step is learned from as 1 and scores 5."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.t = 0
-        return super().reset(seed=seed)
-
     def step(self, action: Any) -> Any:
         self.t += 1
         lost = self.t % 2 == 0 and self.t < 6
@@ -254,10 +250,6 @@ def test_an_id_with_its_module_has_the_vector_environment_of_the_id(tmp_path: Pa
 
 class Stuck(Endless):
     """Over after two steps, and again at every step until it is reset."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.t = 0
-        return super().reset(seed=seed)
 
     def step(self, action: Any) -> Any:
         self.t += 1

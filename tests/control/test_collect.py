@@ -455,10 +455,6 @@ class Ticking(Endless):
     def __init__(self, pace: float) -> None:
         self.pace, self.t = pace, 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.t = 0
-        return np.zeros(2, np.float32), {}
-
     def step(self, action: Any) -> Any:
         self.t += 1
         return np.float32([self.t * self.pace, 0]), 1.0, False, False, {}

@@ -489,10 +489,6 @@ def test_an_environment_without_spaces_is_one_line(fields: dict[str, Any], words
 class Tenths(Endless):
     """Pays a tenth in each of ten steps, which float32 does not have."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.t = 0
-        return super().reset(seed=seed)
-
     def step(self, action: Any) -> Any:
         self.t += 1
         return np.zeros(2, np.float32), 0.1, self.t == 10, False, {}
