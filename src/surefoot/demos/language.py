@@ -48,7 +48,7 @@ STAGES = (
     Stage(
         "reviews_reward",
         "reward",
-        "2/3 Reward model: it learns from pairs of the model's reviews which one people prefer.",
+        "2/3 Reward model: the SFT model writes pairs of reviews, then it learns which one people prefer.",
         lambda folder, seed: write_pairs(folder / "data", folder / "sft", seed),
         REWARD,
     ),
