@@ -108,7 +108,7 @@ def read_prompts(model: nn.Module, prompts: Prompts) -> tuple[Tensor, Any]:
 
 def can_be_reordered(past: Any) -> bool:
     """Whether a cache keeps all of its state in layers that can reorder it; MiniMax has some in a list beside them."""
-    state = dict(vars(past)) if past is not None else {}
+    state = dict(getattr(past, "__dict__", {}))  # there may be no cache, or a tuple
     layers = state.pop("layers", [])
     beside = [each for value in state.values() for each in (value if isinstance(value, (list, tuple)) else [value])]
     reordered = bool(layers) and all(hasattr(layer, "reorder_cache") for layer in layers)
