@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from surefoot import sandbox
 from surefoot.accel import programs as engine
@@ -22,6 +23,8 @@ os.environ.setdefault("MUJOCO_GL", "disable")
 LOCAL_STORES = tempfile.TemporaryDirectory()  # nothing reaches a server or a home folder; Trackio reads this on import
 os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": LOCAL_STORES.name, "SUREFOOT_CACHE": f"{LOCAL_STORES.name}/cache"}
 sys.path.insert(0, str(Path(__file__).parent / "runs"))
+settings.register_profile("laws", max_examples=50, deadline=None, derandomize=True, database=None)
+settings.load_profile("laws")  # the same examples every time, so that a red test is a changed function and not luck
 
 
 def _folders_in_memory(memory: str = "/dev/shm", room: float = 4e9) -> None:

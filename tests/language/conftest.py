@@ -4,21 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import settings
 
 from .tiny import FAMILIES, write_folder
 
 pytest.importorskip("transformers")
 
-settings.register_profile("laws", max_examples=50, deadline=None, derandomize=True, database=None)
-settings.load_profile("laws")
-
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Use one thread, as runs do, so that sums are the same everywhere; stray files go to a temporary folder."""
-    torch.set_num_threads(1)
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Work in an empty folder, where stray files stay."""
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
 
 

@@ -47,6 +47,8 @@ def test_questions_contain_prompt_and_response_and_the_last_number_is_the_score(
     assert scores.parts["judge"].tolist() == [len(QUESTION) - 18 + n for n in (6, 16, 10)]
     assert scores.total.tolist() == [2 * x for x in scores.parts["judge"].tolist()]
     assert all(body["model"] == "m" and body["temperature"] == 0 for body in server.bodies)
+    judge(server)([[{"role": "assistant", "content": None, "tool_calls": [{"id": "sum"}]}]], ["3"], {})
+    assert "assistant: [{'id': 'sum'}]" in question_in(server.bodies[-1])
 
 
 def test_scores_are_parsed_by_pattern_key_or_default(server: Server) -> None:

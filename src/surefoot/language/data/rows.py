@@ -42,6 +42,11 @@ def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
+def message_text(message: Mapping[str, Any]) -> str:
+    """The text of a message; of one without text, its calls of tools."""
+    return str(message.get("content") or message.get(CALLS) or "")
+
+
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The length of the common beginning of two texts or lists."""
     shorter = min(len(first), len(second))

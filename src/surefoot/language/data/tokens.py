@@ -24,7 +24,7 @@ from surefoot.language.data.chat import (
     tokens_within,
     within_time,
 )
-from surefoot.language.data.rows import CALLS, TOOLS, WEIGHT, common_length
+from surefoot.language.data.rows import CALLS, TOOLS, WEIGHT, common_length, message_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -485,7 +485,7 @@ def _pad_id(tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int]) -> int
 
 def prompt_text(prompt: str | Messages) -> str:
     """The text of a prompt; of a conversation, its last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    return prompt if isinstance(prompt, str) else message_text(prompt[-1])
 
 
 def decode_row(tokens: Tokens, rollout: "Rollout", row: int, steps: slice) -> dict[str, Any]:

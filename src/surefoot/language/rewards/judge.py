@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import SurefootError
+from surefoot.language.data.rows import message_text
 from surefoot.language.rewards.endpoint import Endpoint
 from surefoot.recipes.rewards import JUDGE_FIELDS, JudgeSettings, placeholders
 from surefoot.verifiers.numbers import NUMERAL, plain_number
@@ -93,7 +94,7 @@ class Judge(Endpoint):
 
     def _questions(self, prompt: Any, response: str, row: Mapping[str, Any]) -> list[str]:
         """The prompt of the judge about one response; of a comparison, both orders."""
-        asked = prompt if isinstance(prompt, str) else "\n".join(f"{each['role']}: {each['content']}" for each in prompt)
+        asked = prompt if isinstance(prompt, str) else "\n".join(f"{each['role']}: {message_text(each)}" for each in prompt)
         fields = {**row, "prompt": asked, "response": response}
         if self.settings.against is None:
             return [filled(self.settings.prompt, fields)]
