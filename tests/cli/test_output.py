@@ -57,11 +57,12 @@ def test_a_demo_shows_control_characters_of_its_folder(
 
 
 def test_scores_of_seeds_and_the_best_value_of_a_run_are_summed_up() -> None:
-    assert spread([1.0, 3.0, None]) == "2 seeds: mean 2.0, standard deviation 1.4, worst 1.0"
-    assert spread([4.0]) == "1 seeds: mean 4.0, standard deviation 0.0, worst 4.0"
+    assert spread([1.0, 3.0, None]) == "2 seeds: mean 2, standard deviation 1.414, worst 1"
+    assert spread([4.0]) == "1 seeds: mean 4, standard deviation 0, worst 4"
     assert spread([None]) == "no seed has a score"
     values = [2.0, None, 0.5, 12.0]
     for name, best in (("held_out_loss", "0.5 at 3,000"), ("episode_return", "12.0 at 4,000")):
         rows = [{name: value, "steps": 1000 * number} for number, value in enumerate(values, 1)]
         assert first_and_best(name, rows) == f" (first 2 at 1,000, best {best})"
         assert first_and_best(name, rows[:2]) == ""
+    assert first_and_best("episode_return", rows, ["3000"]) == " (first 2 at 1,000, best 0.5 at 3,000)", "that of best/"

@@ -231,7 +231,7 @@ def test_a_worker_that_fails_is_named_with_environment_episode_step_and_cause(ho
         go_on(environments)
     line = str(caught.value)
     fix = r"fix the environment \(misbehaving\.py:\d+\)" if "raised" in message else "fix the environment"
-    expected = rf"Misbehaving: environment 2 {re.escape(message)} {fix}, then resume from the last checkpoint"
+    expected = rf"Misbehaving: environment 2 {re.escape(message)} {fix}, then resume with --allow-changes"
     assert re.fullmatch(expected, line), line
     assert time.monotonic() - started < 50
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -312,7 +312,7 @@ def test_a_crash_in_the_middle_of_a_run_leaves_its_checkpoint_from_which_it_goes
     fuse.touch()
     trouble = {"how": "segfaults", "doom": episode_seed(1, 3, 20), "at": 1, "fuse": str(fuse)}
     fields = {**RUN, "environment": trouble}
-    with pytest.raises(SurefootError, match=r"environment 3 ended .*SIGSEGV.*episode 20, step 1; .*resume from the last"):
+    with pytest.raises(SurefootError, match=r"environment 3 ended .*SIGSEGV.*episode 20, step 1; .*resume with allow_changes"):
         surefoot.train(Misbehaving, "PPO_CLIP", run_dir=tmp_path / "crashed", **{**fields, **WORKERS})
     assert len(list((tmp_path / "crashed" / "checkpoints").iterdir())) == 2
     fuse.unlink()

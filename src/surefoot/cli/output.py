@@ -5,7 +5,7 @@ Names of folders, files and tasks may come from other people, so control charact
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ def display_for(recipe: "Recipe | None", folder: Path, quiet: bool = False, orig
 def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
     """The result of a run from its metrics: one line, and its score or None."""
     from surefoot.diagnostics.metrics import shown
+    from surefoot.store.checkpoint import checkpoints_in
     from surefoot.store.metrics import read_metrics
 
     rows = read_metrics(folder / "metrics.jsonl")
@@ -61,18 +62,23 @@ def result_line(recipe: "Recipe", folder: Path) -> tuple[str, float | None]:
     label = shown(last)[name][0] if name in shown(last) else name
     if name != "held_out_accuracy" and (accuracy := last.get("held_out_accuracy")) is not None:
         text += f", accuracy {accuracy:.1%}"
-    before = first_and_best(name, rows)
+    kept = {path.name for path in checkpoints_in(folder / "best")} if recipe.kind == "control" else set()
+    before = first_and_best(name, rows, kept)
     truncated = "" if (ended := last.get("eos_rate")) is None else f", {1 - ended:.0%} of the last answers truncated"
     line = f"{recipe.trained}, seed {recipe.seed}: {label} {text} after {last['steps']:,} steps{before}{truncated}"
     return f"{line} -> {folder}", score
 
 
-def first_and_best(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The first and the best value of a score in a run's metrics with their steps, in brackets; empty if there are not two."""
+def first_and_best(name: str, rows: Sequence[Mapping[str, Any]], kept: Collection[str] = ()) -> str:
+    """The first and the best value of a score in a run's metrics with their steps, in brackets; empty if there are not two.
+
+    kept  steps of the checkpoint in best/, which is not that of the largest value if code has changed since then
+    """
     points = [(row[name], row["steps"]) for row in rows if row.get(name) is not None]
     if len(points) < 2:
         return ""
     first, start = points[0]
+    points = [point for point in points if str(point[1]) in kept] or points
     best, at = min(points) if name.endswith("loss") else max(points, key=lambda point: point[0])
     return f" (first {number(first)} at {start:,}, best {number(best)} at {at:,})"
 

@@ -24,7 +24,7 @@ from surefoot.cli.options import (
     quiet_option,
     recipe_flags,
 )
-from surefoot.cli.output import display_for, echo, echo_json, echo_result, result_line
+from surefoot.cli.output import display_for, echo, echo_json, echo_result, number, result_line
 from surefoot.cli.ranks import folder_on_ranks, launch_ranks, rank_options
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.core.seeding import MAX_SEED
@@ -152,8 +152,8 @@ def spread(scores: list[float | None]) -> str:
     finite = [score for score in scores if score is not None]
     if not finite:
         return "no seed has a score"
-    std = np.std(finite, ddof=min(1, len(finite) - 1))
-    return f"{len(finite)} seeds: mean {np.mean(finite):,.1f}, standard deviation {std:,.1f}, worst {min(finite):,.1f}"
+    mean, std = float(np.mean(finite)), float(np.std(finite, ddof=min(1, len(finite) - 1)))
+    return f"{len(finite)} seeds: mean {number(mean)}, standard deviation {number(std)}, worst {number(min(finite))}"
 
 
 @click.command()

@@ -198,8 +198,8 @@ class ControlWorld:
         if allow_changes:
             return f"{what}: they start new episodes, so this resume is not exact"
         raise SurefootError(
-            f"{what}; give what outlives an episode to state_dict and load_state_dict of the environment or its wrapper, and "
-            "train again, or pass --allow-changes to start new episodes"
+            f"{what}; draw from self.np_random alone, give what outlives an episode to state_dict and load_state_dict of the "
+            "environment or its wrapper, and train again, or pass --allow-changes to start new episodes"
         )
 
     def evaluate(self) -> EvaluationReport | None:

@@ -40,7 +40,7 @@ from surefoot.control.spaces import (
 )
 from surefoot.core.rollout import World
 from surefoot.core.seeding import derived_seed
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_of, place_of
 from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.responses import final_rewards
 from surefoot.language.online.world import LanguageWorld
@@ -332,12 +332,14 @@ def _stepped(
         gave = f"step {len(rewards)} of random actions gave {misfit}"
         return [check_result("observation", "serious", gave, "fix the environment")]
     except (Exception, SystemExit) as error:
-        raised = f"step {len(rewards) + 1} of random actions raised {cause_of(error)}"
+        raised = f"step {len(rewards) + 1} of random actions raised {cause_of(error)} {place_of(error)}".rstrip()
         return [check_result("reward", "serious", raised, "fix the environment")]
     speed = len(rewards) / (time.perf_counter() - started)
+    how = "random allowed" if mask is not None else "random"
+    bounded = environment.spec is not None and environment.spec.max_episode_steps is not None
     return [
         *_observed(reader.parts, seen, normalised),
-        _earned(np.array(rewards), np.array(returns), len(ends), scaled, "random allowed" if mask is not None else "random"),
+        _earned(np.array(rewards), np.array(returns), len(ends), scaled, how, bounded),
         *(_limited(np.diff([0, *ends])) if by_termination else []),
         check_result("speed", "ok", f"{speed:,.0f} steps/s in one environment, without learning"),
     ]
@@ -431,12 +433,13 @@ class _Rows:
         return None, {0: f"its {len(record.actions):,} steps since a reset had other {different}"} if different else {}
 
 
-def _earned(rewards: Array, returns: Array, ends: int, scaled: bool, how: str = "random") -> Finding:
+def _earned(rewards: Array, returns: Array, ends: int, scaled: bool, how: str = "random", bounded: bool = True) -> Finding:
     """The rewards of random actions, and whether anything can be learned from them.
 
     returns   of episodes, the last one unfinished
     scaled    ``normalise.rewards`` of the recipe
     how       which actions: random, or random ones that masks allow
+    bounded   whether the environment has a time limit that Gymnasium knows
     """
     if not np.isfinite(rewards).all():
         count = int((~np.isfinite(rewards)).sum())
@@ -446,7 +449,8 @@ def _earned(rewards: Array, returns: Array, ends: int, scaled: bool, how: str = 
     if ends:
         earned += f", {np.mean(whole):.4g} ± {np.std(whole):.3g} per episode ({ends} episodes)"
     else:
-        earned += f"; no episode ended in {STEPS}"
+        limit = "" if bounded else " (each needs an end, such as gymnasium.wrappers.TimeLimit)"
+        earned += f"; no episode ended in {STEPS} steps{limit}"
     largest = np.max(np.abs(rewards))
     if np.ptp(rewards) == 0 and (ends < 2 or np.ptp(whole) == 0):
         earned += ": it never differs under random actions, so there is nothing to learn from"

@@ -379,5 +379,5 @@ def environment_failure(name: str, position: Any, what: str, purpose: str = "tra
     fix = f"fix the environment{f' ({line})' if line else ''}"
     if purpose == "evaluation":
         return f"{name}: environment {environment} of the evaluation {what} {where}; {fix}, then {RESUME_OR_REPEAT}"
-    then = ", then resume from the last checkpoint" if episode > 0 or step else ""
+    then = ", then resume with --allow-changes" if episode > 0 or step else ""
     return f"{name}: environment {environment} {what} {where}; {fix}{then}"
