@@ -204,7 +204,7 @@ def test_a_failing_reward_function_is_named_and_the_run_goes_on_once_it_is_fixed
     """It fails in the third iteration."""
     term = f'{{ function = "rewards.py:{name}" }}'
     result = command(*online(str(models / "whole"), term, "prompts", "--reward.deadline", "0.3"))
-    rejected(result, f"reward.terms[0].function='rewards.py:{name}': ", *parts, "resume from the last checkpoint")
+    rejected(result, f"reward.terms[0].function='rewards.py:{name}': ", *parts, "resume")
     kept = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in kept.iterdir()) == ["4", "8"]
     load_checkpoint(kept / "8")

@@ -176,7 +176,7 @@ def test_error_names_the_function_that_raises_or_exits():
     def exits(responses):
         raise SystemExit(3)
 
-    mend = r" \(test_rewards\.py:\d+\); fix the function, then resume from the last checkpoint"
+    mend = r" \(test_rewards\.py:\d+\); fix the function, then resume with --allow-changes"
     assert re.search(rf"fails': raised RuntimeError: no network{mend}$", rejection(fails))
     assert re.search(rf"exits': raised SystemExit: 3{mend}$", rejection(exits))
 

@@ -28,6 +28,7 @@ RETRY_STATUS = (408, 425, 429)
 EXCERPT = 80
 """characters of a response that a message quotes"""
 RESUME, REPEAT = "then resume from the last checkpoint", "then repeat the command"
+RESUME_CHANGED = "then resume with --allow-changes"
 """what to do once a reward is fixed: in a run, and in a command without checkpoints"""
 
 

@@ -407,7 +407,7 @@ class Environments:
             raise self._error(
                 f"failed in {failures.total()} of {len(conversations)} conversations, more than "
                 f"reward.tolerated={self.tolerated:g} allows; most often: {failures.most_common(1)[0][0]}; fix the "
-                "environment, then resume from the last checkpoint"
+                "environment, then resume with --allow-changes"
             )
 
 

@@ -23,7 +23,7 @@ from surefoot.files import read_toml
 from surefoot.functional.masking import keep_only
 from surefoot.language.data.steps import split_steps
 from surefoot.language.data.tokens import Tokens
-from surefoot.language.http_client import REPEAT, RESUME
+from surefoot.language.http_client import REPEAT, RESUME, RESUME_CHANGED
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.rewards.endpoint import Endpoint
 from surefoot.language.rewards.judge import Judge
@@ -94,7 +94,8 @@ class FunctionReward:
             raise SurefootError(f"{field}={self.path!r}: is a {type(self.function).__name__}, not a function; name a function")
         last = self.path.rpartition(":")[2].rpartition(".")[2]
         self.name = name or (last if last.isidentifier() else "function")  # of a lambda
-        self.remedy = f"{getattr(self.function, 'remedy', 'fix the function')}, {then}"
+        fix = f"fix the function, {RESUME_CHANGED if then == RESUME else then}"
+        self.remedy = f"{self.function.remedy}, {then}" if hasattr(self.function, "remedy") else fix
         self.per: Per = getattr(self.function, "per", "response") if per is None else per
         if self.per not in get_args(Per):
             raise self._error(f"its attribute per is {self.per!r}; set one of {', '.join(get_args(Per))}")
