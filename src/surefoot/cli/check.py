@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from surefoot.cli.options import COUNT, IntRange, complete_run, complete_task, json_option, option, run_named
+from surefoot.cli.options import (
+    COUNT,
+    IntRange,
+    changes_from,
+    complete_run,
+    complete_task,
+    json_option,
+    option,
+    reject_options,
+    run_named,
+)
 from surefoot.cli.output import echo, echo_json
 from surefoot.core.algorithms import MAX_COUNT
 from surefoot.errors import SurefootError
@@ -20,9 +30,10 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("what", required=False, metavar="[RECIPE|RUN]", shell_complete=complete_task)
+@option("--environment", metavar="TABLE", help="Arguments of the environment, as in a recipe.")
 @json_option
 @click.pass_context
-def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
+def check(ctx: click.Context, what: str | None, environment: str | None, as_json: bool) -> None:
     """Check this machine, a RECIPE or a RUN.
 
     RECIPE is a preset, a .toml file or an environment id; it is tried without training. RUN is searched for problems.
@@ -34,14 +45,16 @@ def check(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
     what = what if what is None or what in presets() else run_named(what)
     if what is not None and Path(what).is_dir() and ((Path(what) / "config.toml").is_file() or what not in presets()):
+        reject_options(("environment",), "is for a recipe")
         ctx.exit(check_run(Path(what), as_json))
     from surefoot.diagnostics.machine import check_machine
     from surefoot.diagnostics.recipe import check_recipe
     from surefoot.runs.factory import prepared_world
     from surefoot.store.finding import any_failed
 
-    recipe = None if what is None else find_recipe(what)
+    recipe = None if what is None else find_recipe(what, changes_from({"environment": environment}))
     if recipe is None:
+        reject_options(("environment",), "is for a recipe")
         checks = check_machine()
     else:
         short = recipe.engine == "auto" and recipe.engine_choice()[0] == "eager"

@@ -140,13 +140,22 @@ def interval_note(seeds: int) -> str:
 # ---- comparisons of runs ---------------------------------------------------------------------------------------------
 
 
+def _names(runs: Sequence[SavedRun]) -> str:
+    """The folders of runs without what is before their last part; of many, the first and their number."""
+    return (
+        ", ".join(short_text(run.path.name) for run in runs)
+        if len(runs) <= 3
+        else f"{short_text(runs[0].path.name)} … ({len(runs)})"
+    )
+
+
 def comparison_text(comparison: Comparison) -> str:
     """A comparison of runs as text for a terminal, which is also Markdown."""
     groups = comparison.groups
     lines = [
         markdown_table(
             ["group", "runs", "seeds", "state"],
-            [[each.name, str(len(each.runs)), *_seeds_and_states(each.runs)] for each in groups],
+            [[each.name, _names(each.runs), *_seeds_and_states(each.runs)] for each in groups],
         )
     ]
     if comparison.fields:
