@@ -95,14 +95,15 @@ def saved_differences(run: Path) -> list[str]:
 
 
 @KINDS
-def test_extended_run_continues_from_its_last_weights(kind: str, files: Path) -> None:
+def test_extended_run_continues_from_its_last_weights(kind: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run saves its best model, but an extended run has the weights of an uninterrupted one."""
     table = fields(kind, files)
     if kind != "language":  # the best policy is the first, since training makes these rows less likely
         table["data"]["held_out"] = str(files / ("swapped.jsonl" if kind == "reward" else "others.jsonl"))
     surefoot.train(kind, run_dir=files / "whole", **table)
-    surefoot.train(kind, run_dir=files / "short", **table | {"steps": 24})
+    surefoot.train(kind, run_dir=files / "short", **table | {"steps": 24, "display": True})
     assert saved_differences(files / "short"), "model/ is the best policy and not the last one"
+    assert ", whose evaluation was the best" in "".join(capsys.readouterr())
     surefoot.resume(files / "short", steps=48)
     assert_same(weights(files / "short"), weights(files / "whole"))
 

@@ -155,6 +155,7 @@ def compare_runs(a: Path, b: Path) -> Difference:
     for part in ("sources", "model", "code"):
         known = [_shown(_in_checkpoint(run, part)) for run in (a, b)]
         lines = differences(*known) if all(known) else []
+        lines = [line for line in lines if part != "sources" or "None" not in line.split(": ")[-1].split(" -> ")]  # other files
         found += [f"{line}{_of_files(line, (a, b))}" if part == "sources" else f"{part}: {line}" for line in lines]
     # Of a run that was resumed elsewhere, the machine counts that computed the iteration.
     machines = [record.machine_of(at) for record in (one, other)]

@@ -494,6 +494,8 @@ def raise_kl_penalty(recipe: Recipe | None) -> str:
         return (
             f"lower reference.target (it is {settings.target:g} nats per response), or reference.horizon ({settings.horizon:,})"
         )
+    if (in_loss := recipe.objective.reference_coefficient) and not settings.beta:
+        return f"raise objective.reference_coefficient (it is {in_loss:g}), or set reference.beta"
     return f"raise reference.beta (it is {settings.beta:g}), or set reference.target, the KL per response"
 
 

@@ -584,7 +584,10 @@ class Session:
     def _export(self) -> None:
         with together():
             if self.folder is not None:
-                for line in self.world.finish(self.folder.path):
+                lines = self.world.finish(self.folder.path)
+                if lines and self.best_at not in (None, self.state.steps):
+                    lines.append(f"it has the weights of step {self.best_at:,}, whose evaluation was the best")
+                for line in lines:
                     self.message(self.folder.as_shown(line))
                 if self.world.exports_model:
                     self.folder.finish(self.state.steps)
