@@ -161,6 +161,11 @@ def place_of(error: BaseException) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
+def cause_at(error: BaseException) -> str:
+    """``cause_of``, with the line of the user's code in parentheses, if there is one."""
+    return f"{cause_of(error)} ({place})" if (place := place_of(error)) else cause_of(error)
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """A clause such as ``; did you mean 'CartPole-v1'?`` for an unknown word; empty if nothing is similar."""
     lowered = {name.lower(): name for name in words}

@@ -134,7 +134,7 @@ def scored(name: str) -> list[str]:
 CAUSAL = "use a causal language model"
 OTHER = "its vocabulary differs from that of model="
 BELONG = "ids go up to 273 and the model has embeddings for 102 tokens"
-NO_TEMPLATE = "line 1: messages need a chat template and this tokenizer has none; use plain text, or another model"
+NO_TEMPLATE = "line 1: messages need a chat template, which this tokenizer lacks; use text, or set tokenizer.chat_template"
 CASES: list[tuple[list[str], tuple[str, ...]]] = [
     (supervised("sft", "M/nowhere"), ("model='M/nowhere': no such folder", "give one that save_pretrained wrote")),
     (supervised("sft", "M/empty"), ("model='M/empty': has no config.json", "save_pretrained")),

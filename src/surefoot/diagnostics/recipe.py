@@ -40,7 +40,7 @@ from surefoot.control.spaces import (
 )
 from surefoot.core.rollout import World
 from surefoot.core.seeding import derived_seed
-from surefoot.errors import SurefootError, cause_of, place_of
+from surefoot.errors import SurefootError, cause_at, cause_of
 from surefoot.language.data.datasets import repeat_prompts
 from surefoot.language.online.responses import final_rewards
 from surefoot.language.online.world import LanguageWorld
@@ -332,7 +332,7 @@ def _stepped(
         gave = f"step {len(rewards)} of random actions gave {misfit}"
         return [check_result("observation", "serious", gave, "fix the environment")]
     except (Exception, SystemExit) as error:
-        raised = f"step {len(rewards) + 1} of random actions raised {cause_of(error)} {place_of(error)}".rstrip()
+        raised = f"step {len(rewards) + 1} of random actions raised {cause_at(error)}"
         return [check_result("reward", "serious", raised, "fix the environment")]
     speed = len(rewards) / (time.perf_counter() - started)
     how = "random allowed" if mask is not None else "random"

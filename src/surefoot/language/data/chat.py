@@ -255,7 +255,9 @@ class ChatTemplate:
 
     def _template(self, options: Mapping[str, Any] | None = None) -> str:
         if not self.tokenizer.chat_template:
-            raise SurefootError("messages need a chat template and this tokenizer has none; use plain text, or another model")
+            raise SurefootError(
+                "messages need a chat template, which this tokenizer lacks; use text, or set tokenizer.chat_template"
+            )
         return str(self.tokenizer.get_chat_template(tools=(options or {}).get("tools")))
 
     def _apply(self, messages: Messages, **options: Any) -> Any:

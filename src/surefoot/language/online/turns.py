@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surefoot.calls import DeadlineExceeded, in_threads, left_behind, settled
 from surefoot.core.seeding import any_algorithm, derived_seed
-from surefoot.errors import SurefootError, cause_of
+from surefoot.errors import SurefootError, cause_at, cause_of
 from surefoot.files import read_table
 from surefoot.language.data.batches import right_padded
 from surefoot.language.data.chat import Dialogue, Messages, options_of
@@ -369,7 +369,7 @@ class Environments:
             except SurefootError as error:
                 raise error if str(error).startswith("turns.") else self._error(str(error)) from None
             except (Exception, SystemExit) as error:
-                conversation.failure = str(error) if isinstance(error, InvalidReply) else f"raised {cause_of(error)}"
+                conversation.failure = str(error) if isinstance(error, InvalidReply) else f"raised {cause_at(error)}"
 
         fine = [conversation for conversation in conversations if conversation.failure is None]
         with any_algorithm():  # once for all threads

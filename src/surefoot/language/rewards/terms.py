@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surefoot.calls import DeadlineExceeded, left_behind, with_deadline
 from surefoot.core.seeding import any_algorithm
-from surefoot.errors import SurefootError, cause_of, did_you_mean, place_of
+from surefoot.errors import SurefootError, cause_at, cause_of, did_you_mean
 from surefoot.files import read_toml
 from surefoot.functional.masking import keep_only
 from surefoot.language.data.steps import split_steps
@@ -242,8 +242,7 @@ class FunctionReward:
         except SurefootError as error:  # one of our own functions, whose line is complete
             raise self._error(str(error)) from None
         except (Exception, SystemExit) as error:
-            line = f" ({where})" if (where := place_of(error)) else ""
-            raise self._error(f"raised {cause_of(error)}{line}; {self.remedy}") from error
+            raise self._error(f"raised {cause_at(error)}; {self.remedy}") from error
         what = "numbers" if self.per == "response" else "lists of numbers"
         if not isinstance(returned, list):
             kind = type(returned).__name__
