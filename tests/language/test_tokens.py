@@ -385,8 +385,8 @@ def test_what_can_t_be_rendered_is_one_line() -> None:
     rejected = r"^the chat template rejects these messages \(\w+: [^\n]+\)$"
     for use, message in (
         (lambda: tokens_with(eos_token=None), "no EOS token, so no response could end"),
-        (lambda: bare.encode_prompt(BEGUN), "messages need a chat template and this tokenizer has none"),
-        (lambda: bare.demonstration({"messages": SAID}), "messages need a chat template and this tokenizer has none"),
+        (lambda: bare.encode_prompt(BEGUN), "messages need a chat template, which this tokenizer lacks"),
+        (lambda: bare.demonstration({"messages": SAID}), "messages need a chat template, which this tokenizer lacks"),
         (lambda: tokens_with("{{ raise_exception('no\nsystem role') }}").encode_prompt(BEGUN), rejected),
         (lambda: tokens_with("{{ messages[0].a.b }}").encode_prompt(BEGUN), rejected),
         (
