@@ -18,9 +18,8 @@ from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import SpaceError
 from surefoot.diagnostics.recipe import check_environment
-from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 
-from .test_environments import together
+from .test_environments import through_a_file, together
 from .test_tensor import Rows
 from .tiny import Endless
 
@@ -65,11 +64,6 @@ class Resumable(Curriculum):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.level = state["level"]
-
-
-def through_a_file(state: Any, folder: Path) -> Any:
-    save_checkpoint(folder, {"environments": state})
-    return load_checkpoint(folder)["environments"]
 
 
 @pytest.mark.parametrize(

@@ -23,20 +23,10 @@ from surefoot.core.objective import Batch, loss
 from surefoot.core.optimizer import BETAS, AdamSettings, FlatOptimizer, scheduled
 from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
 
-from .worlds import DOUBLE, TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout
+from .worlds import DOUBLE, TinyPolicy, gradient, gradient_of, moved, parameters, random_rollout, state, update
 
 ADAM = AdamSettings(0.01)
 GOLDEN = Path(__file__).parent.parent / "golden" / "golden.json"
-
-
-def state(total: int = 100) -> LearnerState:
-    return LearnerState.seeded(0, total)
-
-
-def update(learner: Learner, rollout: Rollout, at: LearnerState | None = None, **credit: Tensor) -> Metrics:
-    """One update, with the credit that the objective assigns unless some of it is given."""
-    assigned = replace(assign_credit(rollout, learner.objective), **credit)
-    return learner.update(rollout, assigned, at or state())
 
 
 def near(a: Tensor, b: Tensor) -> None:

@@ -26,27 +26,18 @@ from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.minibatches import global_count, rows_of
 from surefoot.core.optimizer import AdamSettings
-from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
+from surefoot.core.rollout import Credit, Evaluation, LearnerState, Policy, Rollout
 from surefoot.core.steps.eager import EagerPasses
 from surefoot.core.steps.trpo import NaturalStepper, damped_fisher
 from surefoot.functional import token_entropy, token_log_probs
 from surefoot.recipes.control import Network
 
 from .token_world import TokenCollector, Transformer
-from .worlds import DOUBLE, Choice, TinyPolicy, parameters, random_rollout
+from .worlds import DOUBLE, Choice, TinyPolicy, parameters, random_rollout, state, update
 
 ADAM = AdamSettings(0.01)
 GOLDEN = Path(__file__).parent.parent / "golden" / "golden.json"
 BATCHED = replace(TRPO, reuse=Reuse(2, 1), normalise_advantages="batch")
-
-
-def state() -> LearnerState:
-    return LearnerState.seeded(0, 100)
-
-
-def update(learner: Learner, rollout: Rollout, at: LearnerState | None = None, **credit: Tensor) -> Metrics:
-    assigned = replace(assign_credit(rollout, learner.objective), **credit)
-    return learner.update(rollout, assigned, at or state())
 
 
 def constrained(objective: Objective = BATCHED, **changes: Any) -> Objective:

@@ -12,7 +12,7 @@ from surefoot.core.algorithms import Objective, Reuse
 from surefoot.core.credit import assign_credit
 from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.optimizer import AdamSettings
-from surefoot.core.rollout import Credit, Evaluation, LearnerState, Policy, Rollout
+from surefoot.core.rollout import Credit, Evaluation, LearnerState, Metrics, Policy, Rollout
 from surefoot.functional import categorical_kl, successor_values, token_entropy, token_log_probs
 
 DOUBLE = torch.float64
@@ -182,3 +182,13 @@ def _cat(trees: list[Any]) -> Any:
         parts = {f.name: _cat([getattr(tree, f.name) for tree in trees]) for f in fields(first)}
         return replace(first, **parts)
     return sum(trees) if isinstance(first, int) else first
+
+
+def state(total: int = 100) -> LearnerState:
+    return LearnerState.seeded(0, total)
+
+
+def update(learner: Learner, rollout: Rollout, at: LearnerState | None = None, **credit: Tensor) -> Metrics:
+    """One update, with the credit that the objective assigns unless some of it is given."""
+    assigned = replace(assign_credit(rollout, learner.objective), **credit)
+    return learner.update(rollout, assigned, at or state())

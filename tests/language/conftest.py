@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from .tiny import FAMILIES, write_folder
+from .tiny import FAMILIES, write_folder, write_texts
 
 pytest.importorskip("transformers")
 
@@ -21,6 +21,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model folder per family: ``folders["llama"]``."""
     root = tmp_path_factory.mktemp("models")
     return {family: write_folder(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with data of every kind and a reward."""
+    write_texts(tmp_path, 16)
+    return tmp_path
 
 
 @pytest.fixture(params=FAMILIES)

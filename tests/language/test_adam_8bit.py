@@ -20,7 +20,6 @@ from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
 
-from .test_adapters import files as files
 from .test_adapters import table
 from .tiny import rejected, whole_and_resumed, write_folder
 

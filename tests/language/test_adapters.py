@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from killing import assert_same
-from torch import Tensor
 
 import surefoot
 from surefoot.core.credit import assign_credit
@@ -34,18 +33,11 @@ from surefoot.runs.factory import make_learner
 from surefoot.store.checkpoint import load_checkpoint, save_checkpoint
 from surefoot.store.folder import checkpoint_to_load
 
-from .tiny import whole_and_resumed, world_of, write_folder, write_texts
+from .tiny import logits, moved, whole_and_resumed, world_of, write_folder
 
 pytest.importorskip("peft")
 
 SMALL = {"rank": 4, "alpha": 8}
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """A folder with data of every kind and a reward."""
-    write_texts(tmp_path, 16)
-    return tmp_path
 
 
 def table(kind: str, files: Path, model: Path, /, **changes: Any) -> dict[str, Any]:
@@ -67,20 +59,6 @@ def table(kind: str, files: Path, model: Path, /, **changes: Any) -> dict[str, A
 def started(kind: str, files: Path, model: Path, run: Path, **changes: Any) -> Any:
     fields = table(kind, files, model, **changes)
     return surefoot.train(fields.pop("kind"), run_dir=run, **fields)
-
-
-def moved(base: SharedBase, role: str, seed: int = 5) -> None:
-    """Have an adapter add something."""
-    drawn = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, parameter in base.parameters(role):
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        scores: Tensor = model(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits
-    return scores
 
 
 # ---- the base -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner, make_world
 
 from . import tiny
-from .tiny import VOCABULARY, tokenizer, write_texts
+from .tiny import VOCABULARY, logits, moved, tokenizer
 
 pytest.importorskip("peft")
 
@@ -87,19 +87,6 @@ def mixed(mixtures: dict[str, Path]) -> Path:
     return mixtures["qwen3_moe"]
 
 
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        scores: Tensor = model(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits
-    return scores
-
-
-def perturb(base: SharedBase, role: str, seed: int = 5) -> None:
-    drawn = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, parameter in base.parameters(role):
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
-
-
 # ---- adapters -----------------------------------------------------------------------------------------------------------
 
 
@@ -110,8 +97,8 @@ def test_model_with_expert_adapters_off_equals_its_base_bit_for_bit(mixture: Pat
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
     assert torch.equal(logits(model), before), "a new adapter adds nothing"
     base.add(VALUE, AdapterSettings(rank=3, targets=EXPERTS))
-    perturb(base, POLICY)
-    perturb(base, VALUE, 6)
+    moved(base, POLICY)
+    moved(base, VALUE, 6)
     as_policy = logits(model)
     with base.using(None):
         assert torch.equal(logits(model), before)
@@ -124,7 +111,7 @@ def test_only_adapters_get_gradients_including_those_of_experts(mixture: Path) -
     model, _ = load_model(mixture)
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=EXPERTS))
-    perturb(base, POLICY)
+    moved(base, POLICY)
     model(input_ids=torch.arange(96).view(2, 48)).logits.square().mean().backward()
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
     assert with_gradient == {f"model.{name}" for name, _ in base.parameters(POLICY)}
@@ -141,8 +128,8 @@ def test_merged_experts_give_the_logits_of_the_adapted_model(mixture: Path) -> N
     base = SharedBase(model)
     base.add(POLICY, AdapterSettings(rank=2, targets=ROUTED))
     base.add(VALUE, AdapterSettings(rank=3, targets=ROUTED))
-    perturb(base, POLICY)
-    perturb(base, VALUE, 6)
+    moved(base, POLICY)
+    moved(base, VALUE, 6)
     adapted, state = logits(model), merged_state(model)
     plain, _ = load_model(mixture)
     plain.load_state_dict(state)
@@ -209,7 +196,7 @@ def test_adapter_targets_select_dense_layers_and_experts_of_a_mixture(targets: A
     assert "down_proj, gate_proj, up_proj (1 layer each)" in line
     assert ("rank 2 for each of 4 experts on experts.down_proj, experts.gate_up_proj (1 layer each)" in line) == experts
     assert line.endswith("% of all are frozen" if experts else "gate_up_proj: name them in adapter.targets)")
-    perturb(base, POLICY)
+    moved(base, POLICY)
     after = logits(model)
     assert (after - before).abs().max() > 1e-2
     merge(base.trunk)
@@ -235,13 +222,6 @@ def test_reward_adapter_of_dense_layers_and_experts_loads_onto_the_base(mixed: P
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """A folder with data of every kind and a reward."""
-    write_texts(tmp_path, 16)
-    return tmp_path
 
 
 def fields(kind: str, files: Path, model: Path, **changes: Any) -> dict[str, Any]:

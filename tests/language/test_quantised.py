@@ -30,9 +30,8 @@ from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
 
-from .test_adapters import SMALL, logits, moved, started, table
-from .test_adapters import files as files
-from .tiny import whole_and_resumed, write_folder
+from .test_adapters import SMALL, started, table
+from .tiny import logits, moved, whole_and_resumed, write_folder
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")

@@ -180,3 +180,18 @@ _SHAPES: dict[str, Callable[[], Shape]] = {
     "gpt2": _gpt2,
     "mixtral": _mixtral,
 }
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Of two rows of twelve tokens."""
+    with torch.no_grad():
+        scores: torch.Tensor = model(input_ids=torch.arange(24).view(2, 12) * 4 % 100).logits
+    return scores
+
+
+def moved(base: Any, role: str, seed: int = 5) -> None:
+    """Have an adapter add something."""
+    drawn = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in base.parameters(role):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
