@@ -19,10 +19,9 @@ LOG_COLUMNS = 120
 
 def is_terminal(stream: Any) -> bool:
     """Whether a stream is a terminal; False for None, a closed stream, and one that can't say."""
-    try:
+    with contextlib.suppress(AttributeError, ValueError, OSError):
         return bool(stream.isatty())
-    except (AttributeError, ValueError, OSError):
-        return False
+    return False
 
 
 class Output:

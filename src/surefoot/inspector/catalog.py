@@ -92,10 +92,9 @@ class Catalog:
 
     def reads_on(self) -> bool:
         """Read metrics for a while; whether there are more."""
-        try:
+        with suppress(SurefootError):
             return any(row["unread"] for row in self.table()["runs"])
-        except SurefootError:
-            return False
+        return False
 
     def _row(self, place: Place, until: float) -> dict[str, Any]:
         recipe, damage = {}, None

@@ -214,10 +214,9 @@ def _columns(rows: list[Row]) -> dict[str, Column]:
 
 def _numbers(values: Sequence[float | None]) -> Column:
     """Values as floats, NaN for None. Raises TypeError for anything else."""
-    try:
+    with contextlib.suppress(TypeError):
         return np.frombuffer(array("d", values))  # type: ignore[type-var]
-    except TypeError:
-        return np.frombuffer(array("d", [math.nan if value is None else value for value in values]))
+    return np.frombuffer(array("d", [math.nan if value is None else value for value in values]))
 
 
 def _or_nan(column: Column | None, rows: int) -> Column:

@@ -217,8 +217,7 @@ def retry_after(header: str | None) -> float:
     text = (header or "").strip()
     if re.fullmatch(r"\d{1,9}", text):
         return float(text)
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         due = parsedate_to_datetime(text)
         return max(0.0, (due - datetime.now(due.tzinfo or UTC)).total_seconds())
-    except (TypeError, ValueError):
-        return 0.0
+    return 0.0

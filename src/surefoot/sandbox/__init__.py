@@ -203,10 +203,9 @@ def _communicate(
             elif time.monotonic() >= deadline:
                 ended = "time"
     if not ended:
-        try:
+        ended = "time"
+        with contextlib.suppress(subprocess.TimeoutExpired):
             ended = "failed" if process.wait(max(0.0, deadline - time.monotonic())) else "done"
-        except subprocess.TimeoutExpired:
-            ended = "time"
     if not ready:
         lines = complaint.decode(errors="replace").strip().splitlines() or [f"no output within {STARTUP:g} s"]
         return None, lines[-1]
@@ -227,7 +226,6 @@ def _read_info(info: BinaryIO) -> dict[str, int]:
     """Bubblewrap's information about the sandbox, which it writes before it starts anything; empty if it failed earlier."""
     if not select.select([info], [], [], 0)[0]:
         return {}
-    try:
+    with contextlib.suppress(ValueError):
         return dict(json.loads(info.read()))
-    except ValueError:
-        return {}
+    return {}

@@ -230,10 +230,9 @@ class RunFolder:
     @property
     def finished_at(self) -> int | None:
         """The steps after which the trained model was exported; None if it was not."""
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
             return int(read_listed_table(self.path / FINISHED)["steps"])
-        except (ValueError, KeyError, TypeError, OverflowError):
-            return None
+        return None
 
     def finish(self, steps: int) -> None:
         """Record that the export is complete."""
@@ -258,10 +257,9 @@ class RunFolder:
 
 def working_folder(run: Path) -> str | None:
     """The folder in which a run began; None if unknown."""
-    try:
+    with contextlib.suppress(SurefootError, KeyError):
         return str(read_listed_table(run / ENVIRONMENT)["working_folder"])
-    except (SurefootError, KeyError):
-        return None
+    return None
 
 
 def lost_checkpoints(run: Path, recipe: Recipe) -> str | None:

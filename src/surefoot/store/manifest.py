@@ -198,10 +198,9 @@ def _kept(manifest: Path) -> Listed:
     """The files of a manifest that still exist; none of a damaged one, whose files are then reported as not listed."""
     if not manifest.exists():
         return {}
-    try:
+    with contextlib.suppress(SurefootError):
         return {name: entry for name, entry in listed_files(manifest).items() if (manifest.parent / name).exists()}
-    except SurefootError:
-        return {}
+    return {}
 
 
 def _rewrite(manifest: Path, files: Listed) -> None:

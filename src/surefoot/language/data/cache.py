@@ -183,11 +183,10 @@ def _write(folder: Path, kinds: Mapping[str, str], build: Build) -> None:
 
 def _read(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]] | None:
     """The fields of a complete, undamaged folder."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         whole = fingerprint(folder / ROWS) == listed_files(folder / MANIFEST).get(ROWS)
         return _opened(folder, kinds) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return None
 
 
 def _opened(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:

@@ -40,7 +40,8 @@ def check_length(recipe: ModelRecipe, model: Any, longest: int) -> None:
         reasons = {
             f"sharding={recipe.sharding!r}: ranks would make different numbers of passes": recipe.sharding is not None,
             "objective.router_coefficient is one loss of whole batches": getattr(recipe.objective, "router_coefficient", 0) > 0,
-            "a server, or continuous batching, reads texts of all lengths with one set": _mixes_lengths(recipe),
+            "a server, or continuous batching, reads texts of all lengths with one set": isinstance(recipe, LanguageRecipe)
+            and (recipe.samples_on_server or recipe.sampling.engine == "continuous"),
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             raise SurefootError(
@@ -55,11 +56,6 @@ def check_length(recipe: ModelRecipe, model: Any, longest: int) -> None:
                     f"{field}: {type(model).__name__} has rope_type={kind!r}, whose frequencies depend on the longest row past "
                     f"{limit} tokens, and texts have up to {longest}; lower data.max_length or sampling.max_tokens"
                 )
-
-
-def _mixes_lengths(recipe: ModelRecipe) -> bool:
-    """Whether an engine samples that can't separate texts by their length."""
-    return isinstance(recipe, LanguageRecipe) and (recipe.samples_on_server or recipe.sampling.engine == "continuous")
 
 
 def _lengths(module: Any) -> list[tuple[str, int]]:
