@@ -207,6 +207,8 @@ def test_clips_start_together_loop_at_real_speed_and_the_next_two_pairs_are_load
         page.goto(address)
         times = "() => [...document.querySelectorAll('video')].map((video) => [video.currentTime, video.playbackRate])"
         page.wait_for_selector("video")
+        assert {"Clip 1 (← or 1)", "Clip 2 (→ or 2)"} <= set(page.locator("button").all_inner_texts())
+        assert "Choose the better clip" in page.inner_text("#how")
         page.wait_for_timeout(1500)
         seen = [page.evaluate(times) for _ in range(12) if page.wait_for_timeout(60) is None]
         assert all(rates == [1, 1] for rates in ([rate for _, rate in pair] for pair in seen))

@@ -53,6 +53,7 @@ class Comparison:
         key = key or (left[0] if left else None)
         return {
             "question": self.question,
+            "noun": "clip" if CLIPS[0] in self.log.queue.pairs[0] else "answer",
             "row": len(self.log.rows),
             "done": len(labels),
             "total": len(self.order),

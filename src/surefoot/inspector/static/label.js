@@ -3,7 +3,7 @@ import { getJson, post } from "./api.js";
 import { h, show, themeButton } from "./dom.js";
 
 const KEYS = { ArrowLeft: "left", 1: "left", ArrowRight: "right", 2: "right", ArrowDown: "equal", 0: "equal", s: "skip" };
-const WORDS = { left: "answer 1", right: "answer 2", equal: "equal", skip: "can't say" };
+const WORDS = { equal: () => "equal", skip: () => "can't say", left: () => `${state.noun} 1`, right: () => `${state.noun} 2` };
 const DEAF = 150; // milliseconds after drawing in which keys are ignored
 const page = document.getElementById("page");
 const theme = themeButton();
@@ -21,10 +21,10 @@ function clip(source) {
 
 function answer(side, what) {
   const inside = what.video ? clip(what.video) : h("span", { class: "said" }, what.text || "(no text)");
-  const [name, key] = side === "left" ? ["Answer 1", "← or 1"] : ["Answer 2", "→ or 2"];
+  const [name, key] = [WORDS[side](), side === "left" ? "← or 1" : "→ or 2"];
   return h("button", { type: "button", id: side, class: "answer", "aria-pressed": String(state.pair.chosen === side),
-    "aria-label": `Choose ${name}, on the ${side}: ${what.text ?? "a clip"}`, onclick: () => choose(side) },
-  h("b", {}, name, keyed(key)), inside);
+    "aria-label": `Choose ${name}, on the ${side}${what.video ? "" : `: ${what.text}`}`, onclick: () => choose(side) },
+  h("b", {}, name[0].toUpperCase() + name.slice(1), keyed(key)), inside);
 }
 
 const keyed = (key) => h("span", { class: "key" }, ` (${key})`);
@@ -46,7 +46,7 @@ function draw(next) {
   const undoing = button("undo", "Undo", "Backspace", undo);
   const middle = !state.pair ? [h("p", {}, "Every choice is saved; you may close this page."), h("div", { class: "choices" }, undoing)]
     : paused ? [h("p", {}, "Paused."), h("div", { class: "choices" }, button("pause", "Go on", "P", pause))]
-      : [state.done ? null : h("p", { id: "how" }, "Choose the better answer: click it, or press its key. Each choice is saved at once; you may stop at any time. A few pairs come twice."),
+      : [state.done ? null : h("p", { id: "how" }, `Choose the better ${state.noun}: click it, or press its key. Each choice is saved at once; you may stop at any time. A few pairs come twice.`),
         h("p", { class: "prompt", id: "prompt" }, state.pair.prompt),
         h("div", { class: "answers" }, answer("left", state.pair.left), answer("right", state.pair.right)),
         h("div", { class: "choices" }, button("equal", "Equal", "↓", () => choose("equal")), button("skip", "Can't say", "S", () => choose("skip")),
@@ -61,7 +61,7 @@ function draw(next) {
 
 function last() {
   if (!state.last.length) return null;
-  const row = (one) => h("li", {}, h("button", { type: "button", onclick: () => again(one.key) }, h("span", {}, one.about), h("b", {}, WORDS[one.choice])));
+  const row = (one) => h("li", {}, h("button", { type: "button", onclick: () => again(one.key) }, h("span", {}, one.about), h("b", {}, WORDS[one.choice]())));
   return h("details", { id: "last" }, h("summary", {}, "Change one of the last labels"), h("ol", { class: "last" }, state.last.map(row)));
 }
 
