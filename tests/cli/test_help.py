@@ -12,9 +12,11 @@ from click.shell_completion import ShellComplete
 
 from surefoot.cli.main import COMMANDS, cli
 from surefoot.cli.options import ALIASES, changes_from
+from surefoot.errors import SurefootError
 from surefoot.recipes.fields import recipe_fields
 from surefoot.recipes.presets import find_recipe
 from surefoot.recipes.reading import make_recipe
+from surefoot.store.reading import check_is_run
 
 
 def flag(name: str) -> str:
@@ -117,8 +119,10 @@ def test_a_run_in_runs_can_be_given_by_name(surefoot: Any, command: Any, tmp_pat
     code, _, err = command("resume", "carts")
     assert code == 2
     assert err.startswith("surefoot: carts: no such run folder")
-    code, _, err = command("train", "CartPole-v1", *small, "--start", "cart", "--name", "next")
-    assert (code, err) == (2, "surefoot: start: cart: no such run folder; did you mean runs/cart?\n")
+    assert "runs/next" in surefoot("train", "CartPole-v1", *small, "--start", "cart", "--name", "next")
+    with pytest.raises(SurefootError, match=r"^cart: no such run folder; did you mean runs/cart\?$"):
+        check_is_run(Path("cart"))
+    assert command("label", "cart")[2].startswith("surefoot: runs/cart: has no pairs to label; ")
     (tmp_path / "cart").mkdir()
     code, _, err = command("resume", "cart")
     assert (code, err.startswith("surefoot: cart: has no run yet")) == (2, True), "what is here comes first"

@@ -17,6 +17,7 @@ from surefoot.inspector import traces as inspected
 from surefoot.inspector.clip_table import clip_table_page
 from surefoot.inspector.folders import RunFolders
 from surefoot.inspector.traces import Traces
+from surefoot.store.manifest import write_listed
 from surefoot.store.metrics import read_metrics
 from surefoot.store.reading import traces_in
 from surefoot.store.traces import clipped_samples
@@ -258,6 +259,9 @@ def test_no_page_is_wider_than_a_phone(chromium: Any, cart: Path, text_run: Path
     address = inspector([root], table=True)
     page.goto(address)
     page.wait_for_selector("#table tbody tr")
+    page.set_viewport_size({"width": 1200, "height": 844})
+    assert page.evaluate("(({ scrollWidth, clientWidth }) => scrollWidth <= clientWidth)(document.querySelector('.scroll'))")
+    page.set_viewport_size({"width": 390, "height": 844})
     page.check("#table tbody tr:nth-child(1) input")
     page.check("#table tbody tr:nth-child(2) input")
     assert overflow(page) == []
@@ -295,6 +299,28 @@ def test_the_clip_table_is_not_wider_than_a_phone(chromium: Any, tmp_path: Path)
     page.wait_for_selector("#cells td")
     assert overflow(page) == []
     context.close()
+
+
+# ---- a run that waits for labels ---------------------------------------------------------------------------------------
+
+
+def test_a_run_that_waits_for_labels_shows_the_command_and_its_actions_are_those_that_the_policy_sampled(
+    page: Any, tmp_path: Path, inspector: Begin, command: Any
+) -> None:
+    run = tmp_path / "clips"
+    small = {"rollout": {"environments": 1, "steps": 64}, "objective": {"reuse": {"minibatches": 2}}}
+    surefoot.train("Pendulum-v1", steps=64, run_dir=run, display=None, traces={"every": 64, "rows": 1}, **small)
+    (run / "round-1").mkdir()
+    write_listed(run / "round-1" / "queue.jsonl", '{"video_a": "a.mp4", "video_b": "b.mp4"}\n')
+    line = "round-1: 0 of 1 pairs of clips are labelled; label them with: surefoot label "
+    line += f"{run}, then go on with: surefoot resume {run}"
+    assert line in " ".join(command("check", str(run))[1].split())
+    page.goto(inspector([run]))
+    page.click("nav a[data-view=labels]")
+    assert page.inner_text("#view") == page.inner_text("#runs .hint") == line
+    page.click("nav a[data-view=steps]")
+    settled(page)
+    assert page.inner_text("#chain h3 >> nth=0").endswith(", as sampled: before any rescaling and clipping to the bounds")
 
 
 # ---- the profile ------------------------------------------------------------------------------------------------------

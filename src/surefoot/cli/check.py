@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def check(ctx: click.Context, what: str | None, environment: str | None, as_json: bool) -> None:
     """Check this machine, a RECIPE or a RUN.
 
-    RECIPE is a preset, a .toml file or an environment id; it is tried without training. RUN is searched for problems.
+    RECIPE is a preset, .toml file or environment (id or file); it is tried without training. RUN is searched for problems.
 
     Exits with 1 if a needed check fails, or if the run has a serious finding.
     """
@@ -75,14 +75,16 @@ def check_run(folder: Path, as_json: bool) -> int:
     """Print the findings of a run; the exit code."""
     from surefoot.compare.runs import read_run
     from surefoot.diagnostics import findings as diagnostics
+    from surefoot.people.log import waits_for
     from surefoot.store.finding import any_failed
     from surefoot.terminal import visible
 
     check = diagnostics.check_run(folder)
     if not check.iterations:
         read_run(folder)  # raises the error: no row is written yet, or none is left
+    waits = waits_for(folder)
     if as_json:
-        table: dict[str, Any] = {"run": str(folder), "steps": check.steps}
+        table: dict[str, Any] = {"run": str(folder), "steps": check.steps, **({"waiting": waits} if waits else {})}
         if check.changed:
             table["config_changed"] = list(check.changed)
         echo_json({**table, "findings": [finding.to_json() for finding in check.findings]})
@@ -92,6 +94,8 @@ def check_run(folder: Path, as_json: bool) -> int:
         echo("\n\n".join("\n".join(finding.text) for finding in check.findings))
     if check.changed and not as_json:
         echo(f"changed since the checkpoint: {'; '.join(map(visible, check.changed))}")
+    if waits and not as_json:
+        echo(waits)
     return int(any_failed(check.findings))
 
 

@@ -106,7 +106,7 @@ def has_desktop() -> bool:
 
 
 @click.command()
-@click.argument("what", type=PATH, metavar="RUN|FILE")
+@click.argument("what", type=RUN, metavar="RUN|FILE")
 @click.option("--who", help="Name of the person, also that of the file of labels. [default: your login]")
 @click.option("--question", default=QUESTION, show_default=True, help="What the page asks.")
 @click.option("--report", is_flag=True, help="Print how well the labels agree; open no page.")

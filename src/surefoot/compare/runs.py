@@ -11,6 +11,7 @@ from typing import Any
 from surefoot.compare.statistics import finite, interquartile_mean, mean, mean_interval, score_interval
 from surefoot.diagnostics.findings import findings_in, without_findings
 from surefoot.errors import SurefootError
+from surefoot.people.log import waits_for
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, set_fields
 from surefoot.store.checkpoint import checkpoints_in
@@ -119,6 +120,7 @@ def read_run(path: Path) -> SavedRun:
     recipe, history = recipe_of(path), read_history(path)
     if not history.rows:
         why = f"has no metrics yet; wait for its first iteration, or continue it if it was stopped: surefoot resume {path}"
+        why = waits_for(path) or why
         raise SurefootError(f"{path}: {why}" if history.fault is None else f"{path / FILE}: {history.fault}; no row is left")
     facts = path / "environment.json"
     environment = read_listed_table(facts) if facts.exists() else {}

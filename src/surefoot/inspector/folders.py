@@ -15,7 +15,7 @@ from surefoot.files import made_from, read_toml
 from surefoot.inspector.curves import AT_ONCE, Columns, curve, grid_of, numbers
 from surefoot.people import agreement
 from surefoot.people.agreement import AGREEMENT
-from surefoot.people.log import Round, rounds_of
+from surefoot.people.log import Round, rounds_of, waits_for
 from surefoot.store.manifest import read_listed_table
 from surefoot.store.reading import FINISHED, PROFILE, SUMMARY, TRACKERS_FILE, check_is_run, read_samples, samples_in, traces_in
 
@@ -82,6 +82,7 @@ class RunFolders:
             "videos": [file.name for file in self.videos(run)],
             "profiled": profile_file(path).is_file(),
             "labelled": bool(labelled_rounds(path)),
+            "waiting": waits_for(path),
         }
 
     def curves(

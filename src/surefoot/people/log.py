@@ -316,17 +316,11 @@ def pair_rows(queue: Queue, labels: Sequence[Label], copies: int) -> list[Row]:
     judged = [(queue[label.key], label.preference) for label in labels if not label.repeat and label.preference is not None]
     rows = []
     for pair, better in judged:
-        for chosen in ("a", "b") if better == "equal" else (str(better),) * copies:
-            other = "b" if chosen == "a" else "a"
-            same = {name: value for name, value in pair.items() if name not in ("a", "b")}
-            rows.append({**same, "chosen": _answer(pair, chosen), "rejected": _answer(pair, other)})
+        same, messages = {name: x for name, x in pair.items() if name not in SIDES}, isinstance(pair.get("prompt"), list)
+        a, b = ([{"role": "assistant", "content": pair[side]}] if messages else pair[side] for side in SIDES)
+        for chosen, rejected in ((a, b), (b, a)) if better == "equal" else ((a, b) if better == "a" else (b, a),) * copies:
+            rows.append({**same, "chosen": chosen, "rejected": rejected})
     return rows
-
-
-def _answer(pair: Row, side: str) -> str | list[dict[str, str]]:
-    """An answer in the format of its prompt: text, or a message."""
-    text: str = pair[side]
-    return [{"role": "assistant", "content": text}] if isinstance(pair.get("prompt"), list) else text
 
 
 def _fingerprint(content: bytes) -> dict[str, Any]:
@@ -400,6 +394,19 @@ class Round:
                     sizes[path.name] = int(expected["size"])
             found.append((each.queue, labels_of_all(each.queue, each.folder / LABELS, sizes)))
         return found
+
+
+def waits_for(run: Path) -> str:
+    """What people must do before a run that asks about clips goes on, or why its labels can't be read; empty for other runs."""
+    at = next((at for at in rounds_of(run)[-1:] if not at.closed), None)
+    if at is None:
+        return ""
+    try:
+        done, total = len(labelled(at.labels)), len(at.queue.pairs)
+    except SurefootError as error:
+        return str(error)
+    label = f"label them with: surefoot label {run}, then " if done < total else ""
+    return f"{at.folder.name}: {done} of {total} pairs of clips are labelled; {label}go on with: surefoot resume {run}"
 
 
 def rounds_of(folder: Path) -> list[Round]:

@@ -17,7 +17,7 @@ from surefoot.control.video.encoder import Encoder
 from surefoot.control.video.rendering import frames_per_second, rendered
 from surefoot.errors import LabelsNeededError, SurefootError, announce
 from surefoot.people.agreement import findings, of_people
-from surefoot.people.log import LABELS, QUEUE, Round, labelled
+from surefoot.people.log import LABELS, QUEUE, Round, labelled, waits_for
 from surefoot.recipes.control import ControlRecipe
 from surefoot.store.manifest import write_listed
 
@@ -57,8 +57,8 @@ class People:
         self._write_queue(at, pairs, tapes)
         labels = at.labels
         if not at.closed:
-            if (done := len(labelled(labels))) < len(pairs.rewards):
-                raise LabelsNeededError(f"{at.folder.name}: {done} of {len(pairs.rewards)} pairs of clips are labelled")
+            if len(labelled(labels)) < len(pairs.rewards):
+                raise LabelsNeededError(waits_for(run))
             at.close()
         for finding in findings(of_people(at.queue, labels)):
             announce(finding.line)

@@ -33,7 +33,7 @@ const VIEWS = {
 const EMPTY = {
   steps: "These runs have no traces yet. Runs write them during training unless traces.rows = 0.",
   samples: "These runs have no samples and no videos. surefoot watch records a video of an agent; runs of language models save samples before training and at each evaluation.",
-  labels: "No labels: these runs were not trained by surefoot rounds, which asks people to compare answers.",
+  labels: "No labels: this page shows those of surefoot rounds, which asks people to compare answers. For labels of clips: surefoot label RUN --report.",
   profile: "These runs have no profile. surefoot train … --profile measures where the seconds of an iteration go, and writes it when training ends.",
 };
 
@@ -56,8 +56,9 @@ function route() {
     state.view = { name, ...made };
     show(body, made.element);
   } else {
-    state.view = { name };
-    show(body, h("p", { class: "empty" }, EMPTY[name]));
+    const waiting = name === "labels" && state.runs.map((run) => run.waiting).filter(Boolean).join(" ");
+    state.view = { name, refresh: route };
+    show(body, h("p", { class: "empty" }, waiting || EMPTY[name]));
   }
 }
 
@@ -65,7 +66,7 @@ function runItem(run, i) {
   const progress = `${steps(run.steps)}${run.budget > run.steps ? ` of ${steps(run.budget)}` : ""} steps`;
   return h("li", {}, h("span", { class: `dot run-${i % 6}` }), h("b", {}, run.name), h("span", {}, [run.algorithm, run.kind === "control" || !run.trained ? run.trained : `from ${run.trained}`].filter(Boolean).join(" · ")),
     h("span", { class: "far", title: `steps are ${run.unit}` }, run.finished || (run.budget && run.steps >= run.budget) ? `finished, ${progress}` : progress),
-    run.damage && h("span", { class: "damage" }, run.damage));
+    run.waiting && h("span", { class: "hint" }, run.waiting), run.damage && h("span", { class: "damage" }, run.damage));
 }
 
 async function refresh() {

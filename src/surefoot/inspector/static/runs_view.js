@@ -101,7 +101,8 @@ export async function makeRuns(page, gone) {
       last: () => [run.unread ? "…" : short(run.last)],
       best: () => [run.unread ? "…" : short(run.best)],
       status: () => h("span", { class: `state ${run.status}` }, run.status),
-      started: () => date(run.started),
+      algorithm: () => run.algorithm.split(/(?<=_)/).map((part) => [part, h("wbr")]),
+      started: () => date(run.started).split(" ").map((part) => [h("span", {}, part), " "]),
       tags: () => tags(run),
     })[column.key]?.() ?? column.of(run) ?? "–";
     const mark = h("input", { type: "checkbox", "aria-label": `select ${run.name}`, checked: chosen.selected.has(run.name), onchange: (event) => select([run.name], event.target.checked) });

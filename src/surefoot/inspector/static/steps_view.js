@@ -179,7 +179,9 @@ export function makeSteps(state, at) {
     const [t, k] = [chosen.t, chosen.k];
     const at = `t = ${steps(row.first_t + row.first + t)}`;
     const name = row.tokens ? h("span", {}, "Token ", h("code", {}, visible(row.tokens[t]) || "∅"), ` at ${at}`) : `${at} of ${episode(row)}`;
-    const action = row.tokens ? "" : `: action ${[row.actions[t]].flat().map(short).join(", ")}`;
+    const parts = [row.actions[t]].flat();
+    const drawn = parts.every(Number.isInteger) ? "" : ", as sampled: before any rescaling and clipping to the bounds";
+    const action = row.tokens ? "" : `: action ${parts.map(short).join(", ")}${drawn}`;
     const end = `${action}${row.terminated[t] ? " · terminated" : row.truncated[t] ? " · truncated" : ""}`;
     if (!row.mask[t]) {
       show(chain, h("h3", {}, name, end), h("p", { class: "why" }, "The policy did not choose this: it is masked, and nothing is learned from it."));

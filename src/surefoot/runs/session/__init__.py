@@ -572,8 +572,7 @@ class Session:
             return
         stop.result = self.world.result
         if isinstance(stop, LabelsNeededError) and self.folder is not None:
-            shown = self.folder.shown
-            stop.args = (f"{stop}; label them with: surefoot label {shown}, then go on with: surefoot resume {shown}",)
+            stop.args = (self.folder.as_shown(str(stop)),)
         if isinstance(stop, Interrupted):
             remedy = "a run without run_dir can't be resumed; the exception's attribute result is what it has trained"
             if self.folder is not None:
