@@ -75,21 +75,23 @@ def test_a_reward_that_random_actions_never_get_is_a_warning() -> None:
 
 
 class Limited(Task):
-    """Ends after ``limit`` steps, by a termination or a truncation."""
+    """Ends after ``limit`` steps, by a termination or a truncation, and perhaps at random before."""
 
-    def __init__(self, limit: int, terminates: bool) -> None:
+    def __init__(self, limit: int, terminates: bool, crashes: float = 0.0) -> None:
         super().__init__(pays=1.0)
-        self.limit, self.terminates = limit, terminates
+        self.limit, self.terminates, self.crashes = limit, terminates, crashes
 
     def step(self, action: int) -> Any:
         observation, reward, *_ = super().step(action)
-        over = self.steps == self.limit
+        over = self.steps == self.limit or self.np_random.random() < self.crashes
         return observation, reward, over and self.terminates, over and not self.terminates, {}
 
 
 def test_a_time_limit_that_terminates_is_a_warning() -> None:
     assert "all 5 random episodes are terminated after 100 steps" in states(lambda: Limited(100, True))["ends"][1]
+    assert " of " in states(lambda: Limited(40, True, crashes=0.02))["ends"][1], "some crash before"
     assert "ends" not in states(lambda: Limited(100, False))
+    assert "ends" not in states(lambda: Limited(400, True, crashes=0.05))
     assert "ends" not in states(lambda: Limited(10, True)), "a short game"
     assert "ends" not in states("CartPole-v1")
 

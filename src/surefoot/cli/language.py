@@ -63,7 +63,7 @@ def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel"
 @click.command()
 @click.argument("model", shell_complete=complete_run)
 @option("--prompt", "prompts", multiple=True, help="Prompt; repeatable.")
-@option("--file", type=PATH, help="Prompts from a file, a folder or hf://org/name:split.")
+@option("--file", "--prompts", "file", type=PATH, help="Prompts from a file, a folder or hf://org/name:split.")
 @option("--samples", type=COUNT, default=1, help="Responses to each prompt.")
 @option("--max-tokens", type=COUNT, default=128, help="Longest response in tokens, with EOS.")
 @temperature_option

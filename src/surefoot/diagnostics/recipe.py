@@ -463,10 +463,13 @@ def _earned(rewards: Array, returns: Array, ends: int, scaled: bool, how: str = 
 
 
 def _limited(lengths: Array) -> list[Finding]:
-    """Whether terminated episodes, all of the same length, look like a time limit."""
-    if len(lengths) < 2 or np.ptp(lengths) > 0 or lengths[0] < 20:
+    """Whether terminated episodes, many of the same length and none longer, look like a time limit."""
+    longest = max(lengths, default=0)
+    count = int((lengths == longest).sum())
+    if longest < 20 or count < (2 if count == len(lengths) else max(3, len(lengths) / 5)):
         return []
-    what = f"all {len(lengths)} random episodes are terminated after {lengths[0]} steps, as by a time limit"
+    share = f"all {count}" if count == len(lengths) else f"{count} of {len(lengths)}"
+    what = f"{share} random episodes are terminated after {longest} steps, and none later, as by a time limit"
     fix = "at a time limit return truncated, not terminated: the critic else learns that nothing follows"
     return [check_result("ends", "warning", what, fix)]
 
