@@ -298,7 +298,15 @@ tool_option = option(
 )
 no_tools_option = option("--no-tools", is_flag=True, help="Call no tools, also if the run has some.")
 special_option = option("--special-tokens", is_flag=True, help="Keep special tokens in the text of responses.")
-task_option = option("--task", help="Another task than the one trained on.")
+
+
+def _with_class(ctx: click.Context, parameter: click.Parameter, task: str | None) -> str | None:
+    from surefoot.recipes.control import with_class
+
+    return None if task is None else with_class(task)
+
+
+task_option = option("--task", callback=_with_class, help="Another task than the one trained on.")
 checkpoint_option = option("--checkpoint", metavar="best|last|STEP", help="Checkpoint to use. [default: best, else last]")
 
 
