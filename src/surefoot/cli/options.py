@@ -240,7 +240,7 @@ def changes_from(flags: dict[str, Any]) -> dict[str, Any]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise SurefootError(f"{'.'.join(path)}: is set both as a whole and in part; choose one")
-        table[leaf] = parse_flag(run_named(text) if name in ("start", "model", "reference__model", "critic__start") else text)
+        table[leaf] = parse_flag(run_named(text) if name == "start" else text)
     return tables
 
 

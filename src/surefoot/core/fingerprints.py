@@ -239,5 +239,5 @@ class Fingerprints:
             self.every = 1 << math.ceil(math.log2(max(1.0, share / SHARE)))
             if self.every > 1 and rank() == 0:
                 self.show(
-                    f"fingerprints: of one iteration in {self.every} from here on, since they take {share:.1%} of its time"
+                    f"fingerprints, for surefoot verify: from here on of one iteration in {self.every}; they take {share:.1%} of its time"
                 )
