@@ -238,6 +238,4 @@ class Fingerprints:
             share = float(all_max(torch.tensor(self.share)))
             self.every = 1 << math.ceil(math.log2(max(1.0, share / SHARE)))
             if self.every > 1 and rank() == 0:
-                self.show(
-                    f"fingerprints, for surefoot verify: from here on of one iteration in {self.every}; they take {share:.1%} of its time"
-                )
+                self.show(f"fingerprints (for verify): now of one iteration in {self.every}; they take {share:.1%} of its time")
