@@ -595,7 +595,7 @@ def test_rollout_is_fully_masked_if_no_conversation_starts(files: dict[str, str]
 def test_messages_need_a_template(files: dict[str, str], folders: dict[str, Path]) -> None:
     made = world(files, folders["llama"])
     made.tokens.tokenizer.chat_template = None
-    with pytest.raises(SurefootError, match=r"turns\.environment=.*need a chat template.*plain text"):
+    with pytest.raises(SurefootError, match=r"turns\.environment=.*need a chat template.*set tokenizer\.chat_template"):
         collected(made)
 
 
