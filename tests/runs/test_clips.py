@@ -157,7 +157,7 @@ def test_the_how_to_works_as_it_is_written_with_a_person_who_labels(tmp_path, mo
     printed = []
     for line in re.findall(r"^\$ surefoot (.*)$", section, re.MULTILINE):
         if line.startswith("label"):  # opens the page
-            label_by_return(tmp_path / "runs" / "swing")
+            label_by_return(tmp_path / "runs" / "clips")
             continue
         monkeypatch.setattr("sys.argv", ["surefoot", *shlex.split(line)])
         with pytest.raises(SystemExit) as left:
@@ -168,4 +168,4 @@ def test_the_how_to_works_as_it_is_written_with_a_person_who_labels(tmp_path, mo
     assert "round-1: 0 of 4 pairs of clips are labelled" in first
     assert "round-2: 0 of 4 pairs of clips are labelled" in second
     assert "Pendulum-v1, seed 1: return" in done
-    assert rows_of(tmp_path / "runs" / "swing")[-1]["labels_trained"] == 8
+    assert rows_of(tmp_path / "runs" / "clips")[-1]["labels_trained"] == 8

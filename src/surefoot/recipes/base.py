@@ -91,7 +91,7 @@ class EvaluationSettings(Section):
     """Periodic evaluation; the best checkpoint is kept in best/."""
 
     every: Steps | None = None
-    """steps between evaluations; none: a tenth of the budget (in control once if that is no iteration)"""
+    """steps between evaluations; none: a tenth of the budget (in control once if below an iteration)"""
     seed: int = Field(1_000_000, ge=0, le=MAX_SEED)
     """seed of the evaluation's episodes or samples"""
     patience: Count | None = None
