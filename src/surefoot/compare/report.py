@@ -142,11 +142,8 @@ def interval_note(seeds: int) -> str:
 
 def _names(runs: Sequence[SavedRun]) -> str:
     """The folders of runs without what is before their last part; of many, the first and their number."""
-    return (
-        ", ".join(short_text(run.path.name) for run in runs)
-        if len(runs) <= 3
-        else f"{short_text(runs[0].path.name)} … ({len(runs)})"
-    )
+    names = [short_text(run.path.name) for run in runs]
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … ({len(names)})"
 
 
 def comparison_text(comparison: Comparison) -> str:
