@@ -19,7 +19,8 @@ pytest.importorskip("optuna")
 
 from surefoot import Interrupted, SurefootError
 from surefoot.compare import statistics
-from surefoot.compare.tune import Plan, Study, resume_study, trials, tune
+from surefoot.compare import tune as module
+from surefoot.compare.tune import Plan, Study, resume_study, tune
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import EvaluationReport
 from surefoot.runs import api
@@ -329,14 +330,14 @@ def test_a_trial_that_ends_while_another_process_looks_for_killed_ones_is_left_a
 
 def test_a_trial_fails_after_its_process_died_several_times(planted, tmp_path, monkeypatch):
     """Memory that does not suffice kills the process at the same step every time; other trials go on."""
-    real = trials.run_trial
+    real = module.run_trial
 
     def dies(study, trial, parent):
         if trial.number == 1:
             os._exit(9)
         return real(study, trial, parent)
 
-    monkeypatch.setattr(trials, "run_trial", dies)
+    monkeypatch.setattr(module, "run_trial", dies)
     for _ in range(3):
         child = os.fork()
         if not child:
@@ -348,14 +349,14 @@ def test_a_trial_fails_after_its_process_died_several_times(planted, tmp_path, m
 
 
 def test_a_stopped_trial_is_not_a_crash(planted, tmp_path, monkeypatch):
-    real, stops = trials.run_trial, iter([True] * 5)
+    real, stops = module.run_trial, iter([True] * 5)
 
     def stop(study, trial, parent):
         if trial.number == 1 and next(stops, False):
             raise Interrupted("stopped")
         return real(study, trial, parent)
 
-    monkeypatch.setattr(trials, "run_trial", stop)
+    monkeypatch.setattr(module, "run_trial", stop)
     for _ in range(5):
         with pytest.raises(Interrupted, match="stopped with 1 of 2 trials ended; repeat the command to continue"):
             studied(tmp_path / "s", trials=2)
