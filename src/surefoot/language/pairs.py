@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from surefoot.language.data.chat import Messages, columns_of
+from surefoot.terminal import phase
 
 if TYPE_CHECKING:
     from surefoot.language.language_model import LanguageModel
@@ -21,7 +22,8 @@ def sample_pairs(model: "LanguageModel", prompts: Sequence[Any], *, seed: int, *
     """Sample two answers to each prompt, with other options of ``LanguageModel.generate``."""
     answers: list[str] = []
     for start in range(0, len(prompts), AT_ONCE):
-        answers += model.generate(prompts[start : start + AT_ONCE], samples=2, seed=seed + start, **options)
+        with phase(f"sampling answers to {len(prompts):,} prompts, {start:,} done"):
+            answers += model.generate(prompts[start : start + AT_ONCE], samples=2, seed=seed + start, **options)
     return list(zip(prompts, answers[::2], answers[1::2], strict=True))
 
 
