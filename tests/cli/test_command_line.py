@@ -84,6 +84,7 @@ def test_train_then_evaluate_then_resume(surefoot, tmp_path):
     assert result["mean_return"] == sum(result["returns"]) / 3
     assert result["returns"] == [float(n) for n in result["lengths"]], "CartPole pays 1 per step"
     assert result == json.loads(surefoot("evaluate", "runs/one", "--episodes", "3", "--seed", "5", "--json"))
+    assert "runs/one/checkpoints/512" in surefoot("evaluate", "runs/one", "--episodes", "1", "--checkpoint", "last")
     assert "1,024 steps" in surefoot("resume", "runs/one", "--steps", "1024", "--quiet")
 
 

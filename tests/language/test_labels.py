@@ -230,10 +230,12 @@ def test_kto_learns_from_unpaired_labels_and_its_run_can_be_evaluated(folders: d
     assert rows[-1]["held_out_loss"] < 0.48
     assert rows[-1]["held_out_chosen_log_prob"] > rows[-1]["held_out_rejected_log_prob"]
     assert metrics[-1]["tokens"] > 8
-    again = evaluate_run(tmp_path / "run", rows=24)
-    best = next(row for row in rows if row["steps"] == again["steps"])
-    scores = {name: value for name, value in best.items() if name.startswith("held_out_")}
-    assert {name: again[name] for name in scores} == pytest.approx(scores, rel=1e-5)
+    for checkpoint in (None, "last", "240"):
+        again = evaluate_run(tmp_path / "run", rows=24, checkpoint=checkpoint)
+        then = next(row for row in rows if row["steps"] == again["steps"])
+        scores = {name: value for name, value in then.items() if name.startswith("held_out_")}
+        assert {name: again[name] for name in scores} == pytest.approx(scores, rel=1e-5)
+        assert checkpoint is None or again["steps"] == 240
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 

@@ -49,36 +49,41 @@ if TYPE_CHECKING:
 @option("--k", metavar="1,4,8", help="The k of pass@k. [default: powers of 2 up to --samples]")
 @option("--threshold", type=FiniteFloat(), help="Lowest reward of a correct response. [default: rewards must be 0 or 1]")
 @option("--after", metavar="TEXT", help="Majority vote: the answer is the text after the last TEXT. [default: all of it]")
+@checkpoint_option
 @json_option
 def evaluate(
     run: Path,
     episodes: int,
     seed: int,
     task: str | None,
+    checkpoint: str | None,
     rows_file: str | None,
     rows: int | None,
     rewards: tuple[str, ...],
     as_json: bool,
     **several: Any,
 ) -> None:
-    """Evaluate the best checkpoint of RUN, or its latest.
+    """Evaluate a checkpoint of RUN.
 
     An agent plays whole greedy episodes. A language model is evaluated on held-out rows, beside the model that training started
     from.
     """
-    from surefoot.store.folder import checkpoint_to_load, is_model, kind_of
+    from surefoot.store.folder import chosen_checkpoint, is_model, kind_of
     from surefoot.store.hub import local_folder
 
     run = local_folder(run)
-    checkpoint = run if is_model(run) else checkpoint_to_load(run)
     kind = kind_of(run)
     if kind != "control":
         unused = ("episodes", "task", "seed") if kind == "reward" else ("episodes", "task")  # a held-out loss draws nothing
         reject_options(unused, f"{run} is a model, evaluated on held-out rows: --data, --rows")
+        if is_model(run):
+            reject_options(("checkpoint",), f"{run} is a model, not a run")
         from surefoot.language.analysis.evaluate import evaluate_run, report_table
 
         attempts = attempts_from(**several)
-        result = evaluate_run(run, data=rows_file, rows=rows, seed=seed, attempts=attempts, reward=rewards)
+        result = evaluate_run(
+            run, data=rows_file, rows=rows, seed=seed, attempts=attempts, reward=rewards, checkpoint=checkpoint
+        )
         if as_json:
             echo_json(result)
         else:
@@ -87,8 +92,9 @@ def evaluate(
     reject_options(("rows_file", "rows", "rewards", *several), f"{run} is an agent, evaluated with --episodes and --task")
     from surefoot.runs import api
 
+    source = chosen_checkpoint(run, checkpoint)
     with announced(partial(echo, err=True)):
-        played = replace(api.evaluate(agent_in(checkpoint), task, episodes=episodes, seed=seed), checkpoint=str(checkpoint))
+        played = replace(api.evaluate(agent_in(source), task, episodes=episodes, seed=seed), checkpoint=str(source))
     if as_json:
         echo_json(played.to_json())
         return
@@ -97,7 +103,7 @@ def evaluate(
     echo(f"return {played.mean_return:.2f} ± {played.std_return:.2f} over {episodes} greedy episodes (seed {seed})")
     if numbers := [f"{name} {mean:.4g}" for name, mean in played.info.items() if mean is not None]:
         echo(f"mean {', '.join(numbers)}")
-    echo(f"lengths {min(played.lengths)} to {max(played.lengths)}; checkpoint {checkpoint}")
+    echo(f"lengths {min(played.lengths)} to {max(played.lengths)}; checkpoint {source}")
 
 
 def attempts_from(samples: int | None, k: str | None, threshold: float | None, after: str | None) -> "Attempts | None":

@@ -37,7 +37,7 @@ from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.reading import make_recipe, to_table
 from surefoot.recipes.supervised import RewardRecipe, SupervisedRecipe
 from surefoot.store.checkpoint import load_checkpoint, require
-from surefoot.store.folder import checkpoint_to_load, is_model, recipe_differences, recipe_of
+from surefoot.store.folder import chosen_checkpoint, is_model, recipe_differences, recipe_of
 from surefoot.store.manifest import LISTING
 from surefoot.store.reading import check_is_run
 
@@ -60,14 +60,16 @@ def evaluate_run(
     seed: int | None = None,
     attempts: Attempts | None = None,
     reward: Sequence[str] = (),
+    checkpoint: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the best checkpoint of a run (the last, if there is no best) on held-out rows.
+    """Evaluate a run on held-out rows.
 
-    data       other rows than the recipe's held-out ones
-    rows       how many of them; default: as in the recipe
-    seed       of the samples
-    attempts   also sample several responses to each prompt, for accuracy, pass@k and a majority vote: online runs only
-    reward     terms, as in ``reward.terms``, that score the sampled responses; default: the recipe's, of an online run
+    data         other rows than the recipe's held-out ones
+    rows         how many of them; default: as in the recipe
+    seed         of the samples
+    attempts     also sample several responses to each prompt, for accuracy, pass@k and a majority vote: online runs only
+    reward       terms, as in ``reward.terms``, that score the sampled responses; default: the recipe's, of an online run
+    checkpoint   "best", "last" or a number of steps; default: the best, else the last
 
     Every model is shown beside its start. Of SFT, DPO and reward models: held-out loss and accuracy; of the first two answers
     to held-out prompts too, if there are any. Of an online run: reward, gold, KL, length and diversity of both the
@@ -80,7 +82,7 @@ def evaluate_run(
     if is_model(run):
         return _evaluate_saved(run, data, rows, seed, attempts, reward)
     check_is_run(run)
-    checkpoint = checkpoint_to_load(run)
+    source = chosen_checkpoint(run, checkpoint)
     written = recipe_of(run)
     recipe = with_evaluation_rows(written, data, rows, seed, reward)
     if attempts is not None and recipe.kind != "language":
@@ -89,18 +91,18 @@ def evaluate_run(
             "accuracy, or evaluate an online run"
         )
     world = _world_of(recipe)
-    parts = load_checkpoint(checkpoint)
-    require(parts, ("agent", "recipe"), checkpoint)
-    report: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(checkpoint), "steps": int(checkpoint.name)}
+    parts = load_checkpoint(source)
+    require(parts, ("agent", "recipe"), source)
+    report: dict[str, Any] = {"kind": recipe.kind, "checkpoint": str(source), "steps": int(source.name)}
     if differences := recipe_differences(parts["recipe"], written):
         report["config_changed"] = differences
     check_unchanged(parts.get("sources", {}), world.frozen)
     if isinstance(world, LanguageWorld):
-        return report | _against_start(world, parts, checkpoint, attempts)
+        return report | _against_start(world, parts, source, attempts)
     scoring = load_flag_reward(reward, recipe.device) if reward else None
     count, drawn = rows or min(PROMPTS, world.recipe.evaluation.rows), 0 if seed is None else seed
     before, start = _supervised_metrics(world, scoring, count, drawn)
-    load_trained(world.policy, parts["agent"], checkpoint)
+    load_trained(world.policy, parts["agent"], source)
     after, trained = _supervised_metrics(world, scoring, count, drawn)
     report |= {**after, "start": before}
     if trained:
