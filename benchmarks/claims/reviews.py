@@ -457,9 +457,6 @@ E5_CELLS = [
 ]
 
 
-DPO_MATCHES = {"confirmed": "Both learn from the same pairs; DPO's KL is almost twice as high."}
-
-
 def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -> Claim:
     """That a method has as much gold as another."""
     return Claim(
@@ -468,7 +465,6 @@ def method_claim(key: str, sentence: str, source: str, ours: str, theirs: str) -
         source,
         f"gold of {ours} is at most {MARGIN} below that of {theirs}",
         lambda results: [against(results, f"gold of {ours} minus that of {theirs}", ours, theirs, "gold", -MARGIN)],
-        why=DPO_MATCHES if ours == "DPO" else {},
         needs=within(ours, theirs),
     )
 
