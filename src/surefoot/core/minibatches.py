@@ -1,5 +1,6 @@
 """Rows of a rollout with their credit, in random order, minibatches and micro-batches."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -100,7 +101,7 @@ def evened(parts: Iterable[Rows], whole: Rows, sharded: bool) -> Iterator[tuple[
         yield map_tensors(lambda x: x[:1], whole), False
 
 
-def groups_by_length(costs: Tensor, tokens: int, size: int | None = None, shared: Shared | None = None) -> list[Tensor]:
+def groups_by_length(costs: Tensor, tokens: int | None, size: int | None = None, shared: Shared | None = None) -> list[Tensor]:
     """Groups of rows of similar length, longest first, with rows × longest row ≤ ``tokens`` and at most ``size`` rows.
 
     costs   tokens of each row; 0 counts as 1   [rows]
@@ -110,6 +111,7 @@ def groups_by_length(costs: Tensor, tokens: int, size: int | None = None, shared
     This keeps padding short, and the largest group comes first, so that a lack of memory shows at once. A row longer than
     ``tokens`` forms its own group. Returns the row indices of each group; every row is in exactly one.
     """
+    tokens = sys.maxsize if tokens is None else tokens
     if shared is not None:
         return _groups_by_beginning(costs, tokens, size, shared)
     ordered, order = costs.detach().cpu().sort(descending=True, stable=True)

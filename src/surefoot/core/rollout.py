@@ -46,6 +46,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return tensors
 
 
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Trees of the same form as one, their tensors joined along the first axis."""
+    joined = iter([torch.cat(column) for column in zip(*map(tensors_in, parts), strict=True)])
+    return map_tensors(lambda _: next(joined), parts[0])
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What a policy returns for a batch, with gradient. All tensors have the same shape."""

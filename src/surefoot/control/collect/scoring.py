@@ -18,7 +18,7 @@ from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.networks import LSTM_STATE
 from surefoot.control.normalise import Normalise, as_inputs, true_fraction
 from surefoot.control.spaces import ObservationPart
-from surefoot.core.rollout import Evaluation, Metrics, Rollout, map_tensors, tensors_in
+from surefoot.core.rollout import Evaluation, Metrics, Rollout, concatenated, map_tensors, tensors_in
 from surefoot.core.timer import Timer
 from surefoot.functional import gae, successor_values
 from surefoot.ranks.collectives import all_sum
@@ -195,12 +195,6 @@ def rows_of(tree: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
 def slices(count: int, size: int) -> list[slice]:
     """Consecutive parts of ``count`` rows, ``size`` each; the last may be smaller."""
     return [slice(start, start + size) for start in range(0, count, size)]
-
-
-def concatenated(parts: list[Any]) -> Any:
-    """Trees of the same form as one, their tensors joined along the first axis."""
-    joined = iter([torch.cat(column) for column in zip(*map(tensors_in, parts), strict=True)])
-    return map_tensors(lambda _: next(joined), parts[0])
 
 
 def _values(agent: Agent, values: Tensor | None, acted: Acted) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """Demonstrations as tensors, their likelihood under a policy, and the loss on them that mixing adds to PPO."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -128,5 +127,5 @@ class SftLoss(FromData):
             yield batch
             return
         costs: Tensor = row_lengths(batch[0], batch[2])
-        for group in groups_by_length(costs, sys.maxsize if self.tokens is None else self.tokens, self.size):
+        for group in groups_by_length(costs, self.tokens, self.size):
             yield select_rows(batch, group)

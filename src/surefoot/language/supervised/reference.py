@@ -1,6 +1,5 @@
 """The frozen reference of DPO, IPO and KTO: log-probabilities of every answer, computed once before training."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -123,7 +122,8 @@ class Reference:
                     sums = scored()
             else:
                 # Passes are exchanges, so a rank with fewer of them repeats a row that does not count.
-                own = sum(self._passes(side) for inputs, _, _ in of_rank() for side in sides_of(inputs))
+                sides = (side for inputs, _, _ in of_rank() for side in sides_of(inputs))
+                own = sum(len(groups_by_length(row_lengths(prompt, mask), *self.limits)) for prompt, _, mask in sides)
                 spare = int(all_max(torch.tensor(own))) - own
                 with block_by_block(policy if self.root is None else self.root), exchanging():
                     sums = scored()
@@ -135,13 +135,6 @@ class Reference:
     def _policy(self, model: "PreTrainedModel") -> LanguagePolicy:
         options = {"bf16": self.recipe.autocast, "padding_free": self.recipe.padding_free}
         return LanguagePolicy(model, None, self.tokens.pad_id, **options)
-
-    def _passes(self, side: Batch) -> int:
-        """The number of micro-batches of one side."""
-        tokens, size = self.limits
-        if tokens is None and size is None:
-            return 1
-        return len(groups_by_length(row_lengths(side[0], side[2]), sys.maxsize if tokens is None else tokens, size))
 
     def _model(self) -> "PreTrainedModel":
         name = self.recipe.reference.model

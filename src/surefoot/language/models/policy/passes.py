@@ -1,6 +1,5 @@
 """How a pass through a model runs: what all policies on text share, autocast, gradient checkpointing, micro-batches."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from surefoot.core.minibatches import groups_by_length, select_rows
 from surefoot.core.optimizer import AdamSettings, FlatOptimizer, Optimizer
-from surefoot.core.rollout import Policy, Shared, map_tensors, tensors_in
+from surefoot.core.rollout import Policy, Shared, concatenated
 from surefoot.errors import SurefootError
 from surefoot.language import quiet_transformers
 from surefoot.language.data.batches import row_lengths
@@ -94,11 +93,10 @@ def in_micro_batches(
     if tokens is None and size is None:
         return function(inputs, actions, mask)
     costs = row_lengths(inputs, mask) if costs is None else costs
-    groups = groups_by_length(costs, sys.maxsize if tokens is None else tokens, size, shared)
+    groups = groups_by_length(costs, tokens, size, shared)
     back = torch.cat(groups).argsort()
     parts = [function(*select_rows((inputs, actions, mask), group)) for group in groups]
-    joined = iter([torch.cat(pieces) for pieces in zip(*map(tensors_in, parts), strict=True)])
-    return map_tensors(lambda _: next(joined)[back.to(actions.device)], parts[0])
+    return select_rows(concatenated(parts), back)
 
 
 def checkpoint_layers(part: nn.Module | None) -> None:
