@@ -8,14 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from surefoot.errors import SurefootError
 from surefoot.inspector.access import Guard, LoginTokens
-from surefoot.inspector.server import front_end, json_route, static_route, video_route, write_route
+from surefoot.inspector.server import front_end, json_route, starlette, static_route, video_route, write_route
 from surefoot.people.log import AGAIN, APART, CLIPS, Label, LabelLog, labelled, labels_of_all
 
 EDITABLE = 10
@@ -138,4 +137,4 @@ def application(comparison: Comparison, port: int, token: str, entered: Callable
         Route("/api/undo", write_route(lambda _, sent: comparison.undo(sent.get("row"))), methods=["POST"]),
         *(Route(f"/{address}", static_route(files[name])) for address, name in PAGE.items()),
     ]
-    return Guard(Starlette(routes=routes), port, LoginTokens(token), entered, {"/api/label", "/api/undo"})
+    return Guard(starlette(routes), port, LoginTokens(token), entered, {"/api/label", "/api/undo"})

@@ -73,7 +73,7 @@ def application(
     routes += _catalog_routes(catalog) if catalog is not None else []
     writes = {route.path for route in routes if route.methods and "POST" in route.methods}
     routes += [Route(f"/{'' if name == 'index.html' else name}", static_route(file)) for name, file in front_end().items()]
-    return Guard(Starlette(routes=routes), port, tokens, entered, writes)
+    return Guard(starlette(routes), port, tokens, entered, writes)
 
 
 def _run_routes(folders: RunFolders, catalog: Catalog | None) -> list[Route]:
@@ -168,14 +168,11 @@ def by_path(get: Callable[..., Any]) -> Callable[[Request], Any]:
 
 
 def json_route(get: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """An endpoint that returns JSON, or 404 with an error of one line."""
+    """An endpoint that returns JSON."""
 
-    async def endpoint(request: Request) -> Response:
-        try:
-            with made_from(Path(request.url.path), "the run's files are damaged or of another version"):
-                return JSONResponse(await run_in_threadpool(get, request))
-        except (SurefootError, FileNotFoundError) as error:
-            return not_found(error)
+    def endpoint(request: Request) -> Response:
+        with made_from(Path(request.url.path), "the run's files are damaged or of another version"):
+            return JSONResponse(get(request))
 
     return endpoint
 
@@ -210,28 +207,21 @@ async def json_body(request: Request, largest: int = LARGEST_BODY) -> dict[str, 
 
 def video_route(get: Callable[[Request], Path]) -> Callable[[Request], Any]:
     """An endpoint that returns an MP4; a browser may request parts of it."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            return FileResponse(await run_in_threadpool(get, request), media_type="video/mp4")
-        except (SurefootError, FileNotFoundError) as error:
-            return not_found(error)
-
-    return endpoint
+    return lambda request: FileResponse(get(request), media_type="video/mp4")
 
 
-def not_found(error: Exception) -> Response:
-    """A 404 with an error of one line."""
-    return JSONResponse({"error": str(error) if isinstance(error, SurefootError) else "the file no longer exists"}, 404)
+def starlette(routes: list[Route]) -> Starlette:
+    """An application whose errors are 404, with one line."""
+
+    def not_found(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": str(error) if isinstance(error, SurefootError) else "the file no longer exists"}, 404)
+
+    return Starlette(routes=routes, exception_handlers={SurefootError: not_found, FileNotFoundError: not_found})
 
 
 def static_route(file: Path) -> Callable[[Request], Any]:
     """An endpoint that returns a file of the front end."""
-
-    async def endpoint(request: Request) -> Response:
-        return Response(read_bytes(file), media_type=MEDIA_TYPES[file.suffix])
-
-    return endpoint
+    return lambda _: Response(read_bytes(file), media_type=MEDIA_TYPES[file.suffix])
 
 
 def serve(paths: list[Path], port: int, ready: Callable[[str], None], entered: Callable[[], None] = lambda: None) -> None:

@@ -306,10 +306,8 @@ class PassSamples:
 
     def thinned(self, most: int) -> "PassSamples":
         """At most ``most`` samples, evenly spaced."""
-        count = len(self.ratios)
-        if count <= most:
-            return self
-        at = torch.arange(most) * count // most
+        count = min(most, len(self.ratios))
+        at = torch.arange(count) * len(self.ratios) // max(1, count)
         return PassSamples(self.ratios[at], self.advantages[at])
 
 
