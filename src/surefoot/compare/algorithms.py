@@ -75,8 +75,7 @@ def compare_algorithms(
     cells = [Cell(name, recipe) for name in recipes for recipe in seeds_of(recipes[name], seeds)]
     with locked_folder(folder, request, recipes):
         with OverallProgress(sum(cell.steps for cell in cells), stderr) as progress:
-            done = run_cells(folder, cells, episodes, jobs, progress)
-        by_name = {name: [result for result in done if result["label"] == name] for name in recipes}
+            by_name = run_cells(folder, cells, episodes, jobs, progress)
         results = {**request, "results": by_name}
         return write_report(folder, results, report_text(by_name, recipes, seeds, episodes), draw_comparison)
 

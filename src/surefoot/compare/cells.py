@@ -23,7 +23,6 @@ from surefoot.core.algorithms import check_count
 from surefoot.core.rollout import Metrics
 from surefoot.core.seeding import MAX_SEED
 from surefoot.errors import Interrupted, SurefootError
-from surefoot.files import read_table
 from surefoot.ranks.launching import check_single_process
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.control import ControlRecipe
@@ -120,14 +119,6 @@ def locked_folder(
     with folder_lock(folder, REQUEST):
         match_settings(folder / REQUEST, request, "choose another --run-dir")
         yield
-
-
-def read_request(file: Path) -> dict[str, Any]:
-    """The settings of a comparison. Raises SurefootError if they can't be read."""
-    try:
-        return read_table(file)
-    except SurefootError as error:
-        raise SurefootError(f"{error}; choose another --run-dir") from None
 
 
 def read_result(file: Path) -> dict[str, Any]:
@@ -231,8 +222,8 @@ def run_listener(name: str, parent: Parent) -> Listener:
 
 def run_cells(
     folder: Path, cells: Sequence[Cell], episodes: int, jobs: int, progress: "OverallProgress"
-) -> list[dict[str, Any]]:
-    """Train every unfinished cell, ``jobs`` at a time, and return all results in the order of the cells.
+) -> dict[str, list[dict[str, Any]]]:
+    """Train every unfinished cell, ``jobs`` at a time, and return all results by label, in the order of the cells.
 
     Raises Interrupted after a signal, when running cells are saved. A failed cell doesn't stop the others; in the end the first
     failure is raised as SurefootError.
@@ -271,7 +262,7 @@ def run_cells(
         name, message = next(iter(failures.items()))
         rest = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         raise SurefootError(f"{folder / name}{rest}: {message}; the other runs are kept, repeat the command to continue")
-    return [results[cell.name] for cell in cells]
+    return {label: [results[c.name] for c in cells if c.label == label] for label in dict.fromkeys(c.label for c in cells)}
 
 
 def finished_line(cell: Cell, result: Mapping[str, Any]) -> str:

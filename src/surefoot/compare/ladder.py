@@ -125,14 +125,14 @@ def run_ladder(
     folder = folder or default_folder("ladder", ladder.top)
     with locked_folder(folder, request, {**ladder.recipes, **extra}):
         with OverallProgress(sum(cell.steps for cell in cells) + gradient_steps, stderr) as progress:
-            done = run_cells(folder, cells, episodes, jobs, progress)[len(cells) - len(ladder.cells) :]
+            done = run_cells(folder, cells, episodes, jobs, progress)
             gradients = _measured_noise(folder, ladder, batches, progress) if ladder.measured else None
         clip = ladder.top.objective.clip
         results = {
             **request,
             "rungs": {name: NAMES.index(name) for name in ladder.recipes},
             "clip": None if clip is None else clip.clip if clip.clip_high is None else clip.clip_high,
-            "results": {name: [result for result in done if result["label"] == name] for name in ladder.recipes},
+            "results": {name: done[name] for name in ladder.recipes},
             "gradients": gradients,
         }
         return write_report(folder, results, report_text(results, ladder.recipes, ladder.top), draw_ladder)

@@ -389,11 +389,8 @@ def binned(steps: Numbers, values: Numbers, points: int = DRAWN_POINTS) -> tuple
 
 def smoothed(values: Numbers) -> Numbers:
     """The mean over a window around each point, shorter at the ends.   [n] -> [n]"""
-    half = max(1, int(SMOOTHING * len(values) / 2))
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    return np.asarray((sums[high] - sums[low]) / (high - low))
+    window = np.ones(2 * max(1, int(SMOOTHING * len(values) / 2)) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 def _label_panel(axes: Any, panel: Panel) -> None:

@@ -29,7 +29,6 @@ from surefoot.compare.statistics import (
     markdown_table,
     number,
     numbers,
-    of_seeds,
     present,
     with_interval,
 )
@@ -98,7 +97,7 @@ def score_table(by_name: Mapping[str, Results], score: str) -> str:
     rows = []
     for name, results in by_name.items():
         scores = present(results, score)
-        each = numbers(of_seeds(results, score))
+        each = numbers([result.get(score) for result in results])
         rows.append([name, *with_interval(scores), *with_interval(scores, interquartile_mean), each])
     return markdown_table(["algorithm", "mean", "95 % interval", "IQM", "95 % interval", "each seed"], rows)
 

@@ -251,11 +251,6 @@ def numbers(values: Sequence[float | None]) -> str:
     return ", ".join(map(number, values)) if any(value is not None for value in values) else "–"
 
 
-def of_seeds(results: Results, name: str) -> list[float | None]:
-    """The value of one score in each cell; None in a cell that has none."""
-    return [result.get(name) for result in results]
-
-
 def present(results: Results, name: str) -> list[float]:
     """The values of one score, without the cells that have none."""
     return [result[name] for result in results if result.get(name) is not None]

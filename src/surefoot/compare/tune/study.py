@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import filelock
 
-from surefoot.compare.cells import REQUEST, reached, read_request
+from surefoot.compare.cells import REQUEST, reached
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError, cause_of
+from surefoot.files import read_table
 from surefoot.recipes.base import Recipe
 from surefoot.recipes.reading import flatten, make_recipe
 from surefoot.recipes.spaces import Choices, Range, Space, parsed_space, with_values
@@ -69,7 +70,10 @@ class Plan:
         """The plan of a study. Raises SurefootError if the folder has none."""
         if not (folder / REQUEST).is_file():
             raise SurefootError(f"{folder}: has no study to resume; begin one with: surefoot tune WHAT --run-dir {folder}")
-        request = read_request(folder / REQUEST)
+        try:
+            request = read_table(folder / REQUEST)
+        except SurefootError as error:
+            raise SurefootError(f"{error}; choose another --run-dir") from None
         if request.get("command") != "tune":
             raise SurefootError(f"{folder}: is the folder of another command; choose another --run-dir")
         recipe = make_recipe(request["recipe"])
