@@ -530,7 +530,7 @@ def test_each_gpu_size_gets_the_first_setting_that_fits(here: Path, monkeypatch:
     peaks = {names: running_peak(estimate(workload)) for names, workload in settings(setup)}
     limits = (min(peaks.values()) - 1, min(peaks.values()), sorted(peaks.values())[len(peaks) // 2], max(peaks.values()))
     monkeypatch.setattr(planner, "CARDS", tuple(limit / 1e9 for limit in limits))
-    cheapest = MemoryPlan("llama", setup).cheapest()
+    cheapest = planner.cheapest(setup)
     for limit, fit in zip(limits, cheapest.values(), strict=True):
         first = next((names for names, peak in peaks.items() if peak <= limit), None)
         assert (None if fit is None else fit[0]) == first

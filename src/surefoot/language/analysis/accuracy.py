@@ -91,7 +91,7 @@ def measure_accuracy(
 
     Raises SurefootError for rows that are no prompts, and for responses that the reward can't score.
     """
-    rows = data.prompts(list(islice(open_rows(path), prompts)), model.tokens, 2**53)
+    rows = data.prompts(list(islice(open_rows(path), prompts)), model.tokens, data.NO_LIMIT)
     count = len(rows.prompts)
     if not special_tokens:
         check_special_texts(reward, model.tokens, "add --special-tokens")

@@ -24,9 +24,6 @@ from surefoot.language.sampling.engines import Request, Samples
 from surefoot.language.sampling.sampler import sample
 from surefoot.ranks.collectives import in_float64
 
-NO_LIMIT = 2**53
-"""more tokens than any prompt has"""
-
 
 @dataclass(frozen=True)
 class BestOfSettings:
@@ -177,7 +174,7 @@ def chosen_row(
 def prompts_that_fit(path: str | Path, model: LanguageModel, max_tokens: int) -> data.Prompts:
     """The prompts of a file. Raises SurefootError if one doesn't fit into the model's context with its response."""
     rows = read_rows(path)
-    prompts, context = data.prompts(rows, model.tokens, NO_LIMIT), context_length(model.model)
+    prompts, context = data.prompts(rows, model.tokens, data.NO_LIMIT), context_length(model.model)
     for row, ids in zip(rows, prompts.ids, strict=True):
         if context is not None and len(ids) + max_tokens > context:
             raise SurefootError(

@@ -46,8 +46,6 @@ LABELS = {"kl": "KL to reference, nats", "log_likelihood": "log π of demonstrat
 BINS = 10
 PROMPTS, MAX_TOKENS, SHOWN = 64, 64, 3
 """of SFT and DPO: prompts that are answered, if no number is given; the longest answer in tokens; answers that are printed"""
-NO_LIMIT = 2**53
-"""more tokens than any prompt has"""
 MOMENTS = ("first", "middle")
 """when V is read: before the first token of a response, and after half of its tokens"""
 
@@ -100,10 +98,9 @@ def evaluate_run(
     if isinstance(world, LanguageWorld):
         return report | _against_start(world, parts, source, attempts)
     scoring = load_flag_reward(reward, recipe.device) if reward else None
-    count, drawn = rows or min(PROMPTS, world.recipe.evaluation.rows), 0 if seed is None else seed
-    before, start = _supervised_metrics(world, scoring, count, drawn)
+    before, start = _supervised_metrics(world, scoring, rows, seed)
     load_trained(world.policy, parts["agent"], source)
-    after, trained = _supervised_metrics(world, scoring, count, drawn)
+    after, trained = _supervised_metrics(world, scoring, rows, seed)
     report |= {**after, "start": before}
     if trained:
         samples = [{**row, "start": old["response"]} for row, old in zip(trained, start, strict=True)]
@@ -112,14 +109,15 @@ def evaluate_run(
 
 
 def _supervised_metrics(
-    world: SupervisedWorld, reward: Reward | None, count: int, seed: int
+    world: SupervisedWorld, reward: Reward | None, rows: int | None, seed: int | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Metrics of the model as it is now, and its answers to held-out prompts, if it writes any."""
     evaluation = world.evaluate()
     assert evaluation is not None
     if not isinstance(world.result, LanguageModel):
         return dict(evaluation.metrics), []
-    metrics, samples = _answers(world.result, world.recipe, reward, count, seed)
+    count = rows or min(PROMPTS, world.recipe.evaluation.rows)
+    metrics, samples = _answers(world.result, world.recipe, reward, count, seed or 0)
     return dict(evaluation.metrics) | metrics, samples
 
 
@@ -133,8 +131,8 @@ def _answers(
         if reward is not None:
             raise SurefootError(f"{found[0].where}: has no prompt to answer, so there is nothing to score; add a column prompt")
         return {}, []
-    prompts = data_rows.prompts(found, model.tokens, NO_LIMIT)
-    room = (context_length(model.model) or NO_LIMIT) - max(map(len, prompts.ids))
+    prompts = data_rows.prompts(found, model.tokens, data_rows.NO_LIMIT)
+    room = (context_length(model.model) or data_rows.NO_LIMIT) - max(map(len, prompts.ids))
     texts, ended = model.generate_ended(prompts.prompts, max_tokens=max(1, min(MAX_TOKENS, room)), seed=seed)
     ids = list(map(model.tokens.encode_completion, texts))
     metrics: dict[str, Any] = {
@@ -201,8 +199,7 @@ def evaluate_model(
     own = world.result.model if isinstance(world.result, LanguageModel) else world.result
     own.load_state_dict(weights.state_dict())
     if reward and isinstance(world, SupervisedWorld):
-        count, drawn = rows or min(PROMPTS, world.recipe.evaluation.rows), 0 if seed is None else seed
-        return _supervised_metrics(world, load_flag_reward(reward, recipe.device), count, drawn)[0]
+        return _supervised_metrics(world, load_flag_reward(reward, recipe.device), rows, seed)[0]
     evaluation = world.evaluate()
     assert evaluation is not None
     return dict(evaluation.metrics)
@@ -281,9 +278,8 @@ def report_table(report: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines.append(f"{'':24}{'start':>12}{'trained':>12}   on {report['rows']} held-out prompts")
     for name, before in report["start"].items():
-        shown = ("–" if value is None else f"{value:.3f}" for value in (before, report["trained"][name]))
         label = LABELS.get(name, name.replace("_", " "))
-        lines.append(f"{label:24}" + "".join(f"{value:>12}" for value in shown))
+        lines.append(f"{label:24}{_number(before):>12}{_number(report['trained'][name]):>12}")
     if "attempts" in report:
         lines += attempt_lines(report["attempts"]["start"], report["attempts"]["trained"], report["attempts"]["samples"])
     for name in (name for name in report if name.startswith("win_rate_")):

@@ -99,6 +99,10 @@ def repeat_prompts(prompts: Prompts, rows: Sequence[int], samples: int = 1) -> P
     )
 
 
+NO_LIMIT = 2**53
+"""more tokens than any prompt has"""
+
+
 def drop_notes(path: str, limit: int, made: Tokenised, rows: str = "rows") -> list[str]:
     """Lines about dropped rows, control tokens and unused columns of a file."""
     equal = getattr(made, "equal", 0)

@@ -59,10 +59,6 @@ class MemoryPlan:
         """The memory with the settings as they are."""
         return estimate(self.workload)
 
-    def cheapest(self) -> dict[int, Fit | None]:
-        """For each GPU the cheapest settings with the ranks as they are."""
-        return cheapest(self.workload)
-
     def several(self) -> dict[int, dict[int, Fit | None]]:
         """The cheapest settings for several GPUs that share the models, by number; empty if the plan has several ranks."""
         ranks = () if self.workload.layout.ranks > 1 or self.workload.is_whole else GPUS
@@ -187,7 +183,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "read_as_llama": unknown_families(s),
         "cheapest": {
             str(card): None if fit is None else {"settings": list(fit[0]), "peak": running_peak(fit[1])}
-            for card, fit in plan.cheapest().items()
+            for card, fit in cheapest(plan.workload).items()
         },
         "alternatives": {name: {"peak": running_peak(other), "fits": fits(other)} for name, other in plan.others().items()},
         "textbook": {way: {**roles, "total": sum(roles.values())} for way, roles in textbook(plan.nominal).items()},
@@ -207,7 +203,7 @@ def tables(plan: MemoryPlan) -> Iterator[Text | Table]:
     if ranks > 1:
         yield Text(_rank_line(plan))
     gpus = "one GPU" if ranks == 1 else f"{ranks} GPUs"
-    yield _card_table(f"the cheapest settings that fit on {gpus}", ("GPU", "peak"), {ranks: plan.cheapest()})
+    yield _card_table(f"the cheapest settings that fit on {gpus}", ("GPU", "peak"), {ranks: cheapest(plan.workload)})
     yield _role_table(plan.estimate)
     yield _phase_table(plan.estimate)
     if note := family_note(s):
