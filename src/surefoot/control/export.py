@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from surefoot import __version__
 from surefoot.control.agent import Agent
 from surefoot.control.environments import maker
-from surefoot.control.environments.looped import closing
+from surefoot.control.environments.records import closing
 from surefoot.control.evaluate import EpisodeStep, check_same_spaces, greedy_episode
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE
 from surefoot.control.normalise import inputs_of, sent_actions

@@ -16,7 +16,8 @@ from surefoot.control.collect.tensors import TensorCollector
 from surefoot.control.environments import is_id, make_environments, making_error, spec_of, task_name
 from surefoot.control.environments.agents import AgentEnvironments
 from surefoot.control.environments.atari import ATARI, make_atari_vector
-from surefoot.control.environments.looped import Environments, MakeEnvironment, close_all
+from surefoot.control.environments.looped import Environments, MakeEnvironment
+from surefoot.control.environments.records import close_all
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.environments.vector import EnvPool, VectorEnvironments, check_attributes
 from surefoot.control.environments.workers import WorkerEnvironments

@@ -18,9 +18,9 @@ from gymnasium.vector import AutoresetMode
 from surefoot.control.collect.scoring import constant_parts, steps_outside
 from surefoot.control.environments import is_tensor_environment, make_environments, maker, task_name
 from surefoot.control.environments.agents import copies_of
-from surefoot.control.environments.looped import MakeEnvironment, Step, closing
+from surefoot.control.environments.looped import MakeEnvironment, Step
 from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite, with_masks
-from surefoot.control.environments.records import ENDS, REWARDS, Record
+from surefoot.control.environments.records import ENDS, REWARDS, Record, closing
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.normalise import ActionBounds, action_converter, normalised_parts
 from surefoot.control.spaces import (

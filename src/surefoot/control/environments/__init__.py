@@ -18,8 +18,9 @@ from gymnasium.vector import VectorEnv
 
 from surefoot.control.environments.agents import AgentEnvironments, Seat, copies_of, is_turn_based
 from surefoot.control.environments.atari import ATARI, make_atari
-from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment, close_all
+from surefoot.control.environments.looped import Environments, LoopedEnvironments, MakeEnvironment
 from surefoot.control.environments.observations import masks_elsewhere, with_masks
+from surefoot.control.environments.records import close_all
 from surefoot.control.environments.vector import VectorEnvironments
 from surefoot.errors import SurefootError, cause_of, place_of, require_package, to_install
 from surefoot.recipes.callables import append_working_folder, import_object

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from surefoot.control.environments.looped import Lost, Step, check_saved_count, close_all, episode_seed
+from surefoot.control.environments.looped import Lost, Step, check_saved_count, episode_seed
 from surefoot.control.environments.observations import (
     RESET,
     STEP,
@@ -212,9 +212,6 @@ class AgentEnvironments(Replayed):
 
     def forgotten(self) -> dict[int, str]:
         return {self._rows(copy)[0]: names for copy, names in super().forgotten().items()}
-
-    def close(self) -> None:
-        close_all(self.environments)
 
 
 def shared_spaces(environment: Any, agents: list[Any], name: str) -> tuple[Any, Any]:

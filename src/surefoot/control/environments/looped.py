@@ -5,9 +5,8 @@ row's action was ignored, so all modes yield the same transitions. Observations 
 the mask of the next action is one entry.
 """
 
-import contextlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -28,7 +27,7 @@ from surefoot.control.environments.observations import (
     numbers_in,
     score_and_life,
 )
-from surefoot.control.environments.records import ENDS, REWARDS, Record, Replayed, release
+from surefoot.control.environments.records import ENDS, REWARDS, Record, Replayed
 from surefoot.control.spaces import Array, Observations, action_dtype, as_float32, nester
 from surefoot.core.seeding import derived_seed
 from surefoot.errors import SurefootError
@@ -244,23 +243,3 @@ class LoopedEnvironments(Replayed):
         check_saved_count(len(state["rows"]), self.count)
         lost = self.load_rows(state["rows"])
         return copied(self.observations), lost
-
-    def close(self) -> None:
-        close_all(self.environments)
-
-
-@contextlib.contextmanager
-def closing(environment: Any) -> Iterator[Any]:
-    """Close an environment at the end, as ``close_all`` does."""
-    try:
-        yield environment
-    finally:
-        close_all([environment])
-
-
-def close_all(environments: Iterable[Any]) -> None:
-    """Close environments; errors while closing are ignored, because their steps are done and must not be lost."""
-    for environment in environments:
-        release(environment)
-        with contextlib.suppress(Exception):
-            environment.close()

@@ -6,6 +6,7 @@ that is what ``state_dict`` and ``load_state_dict`` of an environment or its wra
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -142,6 +143,10 @@ class Replayed:
         """Environments that replayed but have other attributes than when they were saved -> these attributes."""
         return self._forgotten
 
+    def close(self) -> None:
+        """Close the environments."""
+        close_all(self.environments)
+
     def _replay(self, index: int, saved: dict[str, Any], whole: bool) -> str:
         """Replay an episode, to its end if it was whole; return what was different, in words."""
         where, last = f"episode {saved['number']}", len(saved["actions"])
@@ -199,10 +204,22 @@ def claim(environments: Iterable[Any], owner: Any, name: str) -> None:
     _owners.update(dict.fromkeys(mine, owner))
 
 
-def release(environment: Any) -> None:
-    """End a claim."""
-    for each in wrapped(environment):
-        _owners.pop(id(each), None)
+def close_all(environments: Iterable[Any]) -> None:
+    """Close environments and end the claims on them. Errors are ignored, because their steps are done and must not be lost."""
+    for environment in environments:
+        for each in wrapped(environment):
+            _owners.pop(id(each), None)
+        with suppress(Exception):
+            environment.close()
+
+
+@contextmanager
+def closing(environment: Any) -> Iterator[Any]:
+    """Close an environment at the end, as ``close_all`` does."""
+    try:
+        yield environment
+    finally:
+        close_all([environment])
 
 
 class Hook:

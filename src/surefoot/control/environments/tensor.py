@@ -15,9 +15,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from surefoot.control.environments.looped import Lost, close_all
+from surefoot.control.environments.looped import Lost
 from surefoot.control.environments.observations import METHOD, RESET, STEP, check_tuple, near_mask
-from surefoot.control.environments.records import has_hook
+from surefoot.control.environments.records import close_all, has_hook
 from surefoot.control.spaces import (
     MASK,
     ObservationPart,

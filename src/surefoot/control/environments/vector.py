@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from surefoot.control.environments.atari import ATARI, AtariSettings, atari_settings
-from surefoot.control.environments.looped import Lost, Step, close_all, episode_seed
+from surefoot.control.environments.looped import Lost, Step, episode_seed
 from surefoot.control.environments.observations import (
     INFO_KEY,
     METHOD,
@@ -25,7 +25,7 @@ from surefoot.control.environments.observations import (
     final_numbers,
     masks_of_rows,
 )
-from surefoot.control.environments.records import ENDS, REWARDS, Hook, Record, as_arrays, claim, has_hook
+from surefoot.control.environments.records import ENDS, REWARDS, Hook, Record, as_arrays, claim, close_all, has_hook
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32, nester
 from surefoot.errors import SurefootError, cause_of, missing_extra, place_of
 

@@ -14,7 +14,8 @@ import gymnasium
 import numpy as np
 
 from surefoot.control.environments import maker, making_error, task_name
-from surefoot.control.environments.looped import MakeEnvironment, close_all, closing
+from surefoot.control.environments.looped import MakeEnvironment
+from surefoot.control.environments.records import close_all, closing
 from surefoot.control.spaces import Array
 from surefoot.control.video.encoder import ffmpeg_path
 from surefoot.control.video.frames import caption_height, captioned
