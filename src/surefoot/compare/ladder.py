@@ -77,20 +77,6 @@ FIXED = {
 """switches that can't be changed for all rungs, and why"""
 
 
-@dataclass(frozen=True)
-class Ladder:
-    """The rungs of one comparison, with their recipes and cells."""
-
-    recipes: dict[str, ControlRecipe]
-    """of each rung to train, by name"""
-    top: ControlRecipe
-    """of the highest rung, which is trained until ``frozen.until`` for the gradients"""
-    cells: list[Cell]
-    frozen: Cell
-    measured: dict[str, Objective]
-    """rungs whose gradients are compared; if empty, nothing is frozen"""
-
-
 def run_ladder(
     task: str,
     changes: Mapping[str, Any],
@@ -114,32 +100,35 @@ def run_ladder(
     """
     check_counts(seeds, episodes, jobs)
     check_count("batches", batches, least=2)
-    ladder = _planned(task, changes, seeds, rungs)
+    recipes, top = _rung_recipes(task, changes, rungs), rung_recipe(task, len(LADDER) - 1, changes)
+    cells = [Cell(name, recipe) for name in recipes for recipe in seeds_of(recipes[name], seeds)]
+    measured = {name: recipes[name].objective for name in NAMES[:MEASURED] if name in recipes}
+    frozen = Cell("frozen", top, until=max(1, round(FROZEN * top.steps)))
     # Gradients are measured on whole episodes, so the task must be able to run those for any choice of rungs.
-    extra = {"frozen": ladder.top, "gradients": rung_recipe(task, 0, changes)} if ladder.measured else {}
-    request = {"command": "ladder", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(ladder.recipes)}
-    cells, gradient_steps = ladder.cells, 0
-    if ladder.measured:
-        request["frozen"] = {"batches": batches, "until": ladder.frozen.until, **recipe_tables({"recipe": ladder.top})}
-        cells, gradient_steps = [ladder.frozen, *cells], batches * ladder.top.batch_size
-    folder = folder or default_folder("ladder", ladder.top)
-    with locked_folder(folder, request, {**ladder.recipes, **extra}):
+    extra = {"frozen": top, "gradients": rung_recipe(task, 0, changes)} if measured else {}
+    request = {"command": "ladder", "seeds": seeds, "episodes": episodes, "recipes": recipe_tables(recipes)}
+    gradient_steps = 0
+    if measured:
+        request["frozen"] = {"batches": batches, "until": frozen.until, **recipe_tables({"recipe": top})}
+        cells, gradient_steps = [frozen, *cells], batches * top.batch_size
+    folder = folder or default_folder("ladder", top)
+    with locked_folder(folder, request, {**recipes, **extra}):
         with OverallProgress(sum(cell.steps for cell in cells) + gradient_steps, stderr) as progress:
             done = run_cells(folder, cells, episodes, jobs, progress)
-            gradients = _measured_noise(folder, ladder, batches, progress) if ladder.measured else None
-        clip = ladder.top.objective.clip
+            gradients = _measured_noise(folder, frozen, measured, batches, progress) if measured else None
+        clip = top.objective.clip
         results = {
             **request,
-            "rungs": {name: NAMES.index(name) for name in ladder.recipes},
+            "rungs": {name: NAMES.index(name) for name in recipes},
             "clip": None if clip is None else clip.clip if clip.clip_high is None else clip.clip_high,
-            "results": {name: done[name] for name in ladder.recipes},
+            "results": {name: done[name] for name in recipes},
             "gradients": gradients,
         }
-        return write_report(folder, results, report_text(results, ladder.recipes, ladder.top), draw_ladder)
+        return write_report(folder, results, report_text(results, recipes, top), draw_ladder)
 
 
-def _planned(task: str, changes: Mapping[str, Any], seeds: int, rungs: Sequence[int]) -> Ladder:
-    """Recipes and cells. Raises SurefootError for an unknown rung, and for one that a change makes equal to the one below."""
+def _rung_recipes(task: str, changes: Mapping[str, Any], rungs: Sequence[int]) -> dict[str, ControlRecipe]:
+    """By name. Raises SurefootError for an unknown rung, and for one that a change makes equal to the one below."""
     for rung in rungs:
         if not 0 <= rung < len(LADDER):
             raise SurefootError(f"rung={rung}: the ladder has rungs 0 to {len(LADDER) - 1}")
@@ -151,10 +140,7 @@ def _planned(task: str, changes: Mapping[str, Any], seeds: int, rungs: Sequence[
             raise SurefootError(
                 f"rung={rung}: a change turns off what {NAMES[rung]} adds to {NAMES[rung - 1]}; leave the change out"
             )
-    top = rung_recipe(task, len(LADDER) - 1, changes)
-    cells = [Cell(name, recipe) for name in recipes for recipe in seeds_of(recipes[name], seeds)]
-    measured = {name: recipes[name].objective for name in NAMES[:MEASURED] if name in recipes}
-    return Ladder(recipes, top, cells, Cell("frozen", top, until=max(1, round(FROZEN * top.steps))), measured)
+    return recipes
 
 
 def rung_recipe(task: str, rung: int, changes: Mapping[str, Any]) -> ControlRecipe:
@@ -183,20 +169,21 @@ def rung_recipe(task: str, rung: int, changes: Mapping[str, Any]) -> ControlReci
 # ---- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _measured_noise(folder: Path, ladder: Ladder, batches: int, progress: OverallProgress) -> dict[str, Any]:
+def _measured_noise(
+    folder: Path, frozen: Cell, measured: Mapping[str, Objective], batches: int, progress: OverallProgress
+) -> dict[str, Any]:
     """The gradient noise of the measured rungs under the frozen agent, from gradients.json if that exists."""
     file = folder / "gradients.json"
     if file.exists():
         return read_listed_table(file)
-    checkpoint = latest_checkpoint(folder / ladder.frozen.name / "checkpoints")
+    checkpoint = latest_checkpoint(folder / frozen.name / "checkpoints")
     assert checkpoint is not None, "a finished cell has a checkpoint"
-    agent, size = api.load(checkpoint), ladder.frozen.recipe.batch_size
+    agent, size = api.load(checkpoint), frozen.recipe.batch_size
 
     def on_batch(done: int) -> None:
         progress.step("gradients", done * size)
 
-    objectives, seed = list(ladder.measured.values()), ladder.frozen.recipe.seed
-    samples = sample_gradients(agent, objectives, batches, size, seed, on_batch=on_batch)
+    samples = sample_gradients(agent, list(measured.values()), batches, size, frozen.recipe.seed, on_batch=on_batch)
     steps_per_batch = sum(samples.steps) / len(samples.steps)
     table: dict[str, Any] = finite(
         {
@@ -206,11 +193,11 @@ def _measured_noise(folder: Path, ladder: Ladder, batches: int, progress: Overal
             "steps_per_batch": steps_per_batch,
             "episodes": samples.episodes,
             "cut": samples.truncated,
-            "noise": dict(zip(ladder.measured, map(asdict, noise_of(samples.gradients)), strict=True)),
+            "noise": dict(zip(measured, map(asdict, noise_of(samples.gradients)), strict=True)),
         }
     )
     write_listed(file, json.dumps(table))
-    progress.print(f"gradients of {len(objectives)} rungs measured on {batches} batches of {steps_per_batch:,.0f} steps")
+    progress.print(f"gradients of {len(measured)} rungs measured on {batches} batches of {steps_per_batch:,.0f} steps")
     return table
 
 
