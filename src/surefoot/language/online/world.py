@@ -272,15 +272,8 @@ class LanguageWorld:
         if self.mixed is None:
             return None
         recipe, coefficient = self.recipe, self.recipe.mixing.sft_coefficient
-        policy = self._supervised() if self.sharding is None else self.policy
         seed = derived_seed(recipe.seed, "mixing")
-        return SftLoss(policy, self.mixed, recipe.mixed_batch, coefficient, seed, recipe.device, *self.collector.budget)
-
-    def _supervised(self) -> LanguagePolicy:
-        """The model as in SFT: at temperature 1, without a critic."""
-        own = self.policy
-        options = {"checkpointing": own.checkpointing, "bf16": own.bf16, "padding_free": own.padding_free}
-        return LanguagePolicy(own.model, None, self.tokens.pad_id, **options)
+        return SftLoss(self.policy, self.mixed, recipe.mixed_batch, coefficient, seed, recipe.device, *self.collector.budget)
 
     def _critic(self, model: Any) -> Critic:
         start = self.recipe.critic.start
@@ -452,8 +445,8 @@ class LanguageWorld:
         recipe, reuse = self.recipe, self.recipe.objective.reuse
         tokens, size = self.collector.budget
         size = size or max(1, recipe.responses // (reuse.minibatches if reuse else 1))
-        with gathered(self.policy, self.policy.model):
-            log_probs = row_log_probs(self._supervised(), rows, recipe.evaluation.rows, size, recipe.device, tokens)
+        with gathered(self.policy, self.policy.model), self.policy.as_in_sft():
+            log_probs = row_log_probs(self.policy, rows, recipe.evaluation.rows, size, recipe.device, tokens)
             return mean_log_likelihood(log_probs)
 
     def evaluate_responses(self, responses: Responses, shared: bool = False) -> EvaluationReport:
