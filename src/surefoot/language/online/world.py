@@ -288,8 +288,7 @@ class LanguageWorld:
                 model_folder(start), self.recipe.critic.label, trust_remote_code=trusted, as_stored=keeps_stored(self.recipe)
             )
         check_compatible("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
-        trunk, scale = scores.backbone.requires_grad_(True), (float(scores.mean), float(scores.std))
-        return Critic.from_reward_model(trunk, scores.head, *scale, copied=self.sharding is None)
+        return Critic.from_reward_model(scores, copied=self.sharding is None)
 
     def _critic_role(self, base: SharedBase) -> Critic:
         """A value model that is an adapter on the policy's base."""
@@ -306,8 +305,7 @@ class LanguageWorld:
                 f"critic.start={start!r}: is not an adapter of model={self.recipe.model!r}; train it with [adapter] on "
                 "that model, or unset it"
             )
-        trunk, scale = scores.backbone.requires_grad_(True), (float(scores.mean), float(scores.std))
-        return Critic.from_reward_model(trunk, scores.head, *scale, copied=False)
+        return Critic.from_reward_model(scores, copied=False)
 
     def _reference(self) -> ReferencePolicy | None:
         """The reference; None if nothing reads it."""
