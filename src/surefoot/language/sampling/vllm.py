@@ -39,7 +39,7 @@ from surefoot.language.sampling.engines import (
     samples_of,
 )
 from surefoot.language.sampling.sampler import eval_mode, log_softmax
-from surefoot.ranks.collectives import from_first, rank
+from surefoot.ranks.collectives import bit_sum, from_first, rank
 from surefoot.recipes.language import LanguageRecipe, ServerSettings
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class VllmServer(Engine):
         """Send the trainer's weights, unless the server has them; again to a server that was started again."""
         fresh = False
         if version is None or version != self.version:
-            total = checksum(self.model)
+            total = sum(int(bit_sum(tensor)) for tensor in (*self.model.parameters(), *self.model.buffers()))
             if fresh := total != self.checksum:
                 self.checksum, self.sent = total, self.sent + 1
                 self.label = f"{self.run}-{self.sent}-{'start' if version is None else version}"
@@ -342,15 +342,6 @@ class VllmServer(Engine):
                 shutil.rmtree(old, ignore_errors=True)
         if self.remove is not None:
             self.remove()
-
-
-def checksum(model: torch.nn.Module) -> int:
-    """The sum of all bits of a model's weights, read as whole numbers: other weights have another sum."""
-    total = 0
-    for tensor in (*model.parameters(), *model.buffers()):
-        integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-        total += int(tensor.detach().contiguous().view(integer).sum(dtype=torch.int64))
-    return total
 
 
 def serve_command(recipe: LanguageRecipe, folder: str, longest: int) -> str:
