@@ -37,13 +37,6 @@ class RecordingDisplay(Display):
             self.said.append(line)
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """Prompts and a reward function."""
-    tiny.write_texts(tmp_path)
-    return tmp_path
-
-
 def fields(files: Path, model: Path, whose: str, **changes: Any) -> dict[str, Any]:
     table: dict[str, Any] = {
         "sampling": {"prompts": 16, "max_tokens": 8, "temperature": 0.8, "old_log_probs": whose},

@@ -298,9 +298,8 @@ def test_incomplete_and_unsuitable_models_are_rejected(folders: dict[str, Path],
     tensors.pop("score.weight")
     save_file(tensors, headless / "model.safetensors", {"format": "pt"})
     for folder, what in ((bare, "has no tokenizer"), (headless, "its weights lack score.weight")):
-        with pytest.raises(SurefootError, match=what) as caught:
+        with pytest.raises(SurefootError, match=what):
             ModelReward(folder)
-        assert "\n" not in str(caught.value)
     sentiment = encoder(tmp_path / "sentiment")
     with pytest.raises(SurefootError, match=r"DistilBertForSequenceClassification scores only whole texts; use a reward model"):
         ModelReward(sentiment, label="POSITIVE", per="step", separator=";")

@@ -12,7 +12,7 @@ from surefoot.files import read_toml
 from surefoot.store.metrics import read_metrics
 from surefoot.store.reading import traces_in
 
-from .tiny import fields_of, model, tokenizer, whole_and_resumed, write_texts
+from .tiny import fields_of, whole_and_resumed, write_folder, write_texts
 
 TALK = """
 class Talk:
@@ -58,8 +58,7 @@ ROWS = {"language": "rows", "sft": "rows", "reward": "pairs", "steps": "steps", 
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, rows of every kind, a reward function and an environment."""
     folder = tmp_path_factory.mktemp("resuming")
-    model("qwen2").save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
+    write_folder(folder / "model", "qwen2")
     write_texts(folder)
     (folder / "talk.py").write_text(TALK)
     return folder

@@ -135,9 +135,8 @@ class Unrepeatable(Blind):
 
 
 def test_a_task_without_pictures_is_an_error_before_there_is_a_folder(tmp_path):
-    with pytest.raises(SurefootError, match="rgb_array") as raised:
+    with pytest.raises(SurefootError, match="rgb_array"):
         surefoot.train(Blind, run_dir=tmp_path / "run", preferences={"judge": "people"})
-    assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
 
 

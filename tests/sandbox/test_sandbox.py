@@ -219,9 +219,8 @@ def test_an_unsupported_machine_is_rejected() -> None:
 
 def test_without_bubblewrap_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(SurefootError, match="needs bwrap, which is not installed; install the package bubblewrap") as raised:
+    with pytest.raises(SurefootError, match="needs bwrap, which is not installed; install the package bubblewrap"):
         sandbox.run("print(1)")
-    assert "\n" not in str(raised.value)
 
 
 def test_a_bubblewrap_that_does_not_work_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
