@@ -229,8 +229,8 @@ def export_agent(agent: Agent, path: Path, format: str, steps: str = "") -> Expo
     assert format in SUFFIXES, format
     if path.suffix != SUFFIXES[format]:
         raise SurefootError(f"out={str(path)!r}: must end in {SUFFIXES[format]} for format={format}")
-    if format == "onnx":
-        _check_onnx()
+    for package in ("onnx", "onnxscript") if format == "onnx" else ():
+        require_package(package, "export", "surefoot export --format onnx")
     about = {"surefoot": __version__, "task": agent.recipe.task, "algorithm": agent.recipe.algorithm}
     about |= {"steps": steps} if steps.isdigit() else {}
     probes, compared = export_probes(agent)
@@ -326,11 +326,6 @@ def _rename(graph: Any, names: dict[str, str]) -> None:
         for attribute in node.attribute:
             for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
                 _rename(inner, names)
-
-
-def _check_onnx() -> None:
-    for package in ("onnx", "onnxscript"):
-        require_package(package, "export", "surefoot export --format onnx")
 
 
 @contextmanager

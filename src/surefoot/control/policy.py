@@ -266,13 +266,12 @@ class ActorCritic(Policy):
         self.critic_trunk = None
         if separate:
             self.critic_trunk = make_trunk(observation_space, network, generator, functions, network.critic_parts)
-        if self.critic_trunk is not None and not _disjoint(self.actor_trunk, self.critic_trunk):
-            raise SurefootError(
-                f"network.custom={network.custom!r}: returned the same parameters for actor and critic; make new ones on every "
-                "call, or set network.shared_trunk = true"
-            )
-        if self.critic_trunk is not None:
             width = self.critic_trunk.width
+            if not {*self.actor_trunk.parameters()}.isdisjoint(self.critic_trunk.parameters()):
+                raise SurefootError(
+                    f"network.custom={network.custom!r}: returned the same parameters for actor and critic; make new ones on "
+                    "every call, or set network.shared_trunk = true"
+                )
         self.critic_memory = EpisodicLSTM(width, network.lstm, generator) if separate and network.lstm else None
         self.critic_head = linear(network.lstm or width, 1, 1.0, generator) if critic else None
 
@@ -368,7 +367,3 @@ def _step(trunk: Trunk | CustomTrunk, lstm: EpisodicLSTM, inputs: Mapping[str, T
 def as_sequences(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Single steps [N, ...] as sequences of one step [N, 1, ...]."""
     return {path: x if path == LSTM_STATE else x.unsqueeze(1) for path, x in inputs.items()}
-
-
-def _disjoint(one: nn.Module, other: nn.Module) -> bool:
-    return {id(p) for p in one.parameters()}.isdisjoint(id(p) for p in other.parameters())

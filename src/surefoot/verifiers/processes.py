@@ -111,20 +111,15 @@ def check_limits(seconds: Any, workers: Any) -> None:
     check_number("workers", workers, most=10_000, whole=True)
 
 
-def once(arguments: Mapping[str, Any], columns: Columns) -> int:
-    """A response takes its time limit at most once."""
-    return 1
-
-
 def reward_function(
-    check: Callable[..., object], *, ready: Callable[[], None] | None = None, times: Times = once
+    check: Callable[..., object], *, ready: Callable[[], None] | None = None, times: Times = lambda arguments, columns: 1
 ) -> Callable[[Function], Function]:
     """Set what ``FunctionReward`` asks of a function before training, as its attributes.
 
     check   for ``valid``: checks settings and rows, which it takes by name; those that the function lacks are not passed
     ready   raises if the function can't work here
     times   for ``longest``, of a function with ``seconds`` and ``workers``: how often one response may take ``seconds``, from
-            the arguments and the columns of the rows
+            the arguments and the columns of the rows; by default once
     """
 
     def decorate(function: Function) -> Function:

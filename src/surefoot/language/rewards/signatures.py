@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from surefoot.calls import wait_for
+from surefoot.calls import settled, wait_for
 from surefoot.language.data.chat import Dialogue, options_of
 from surefoot.language.data.rows import TOOLS
 from surefoot.language.rewards.scores import Columns, Prompt
@@ -80,9 +80,7 @@ class Signature:
         if self.style == "verifiers":
             count = len(next(iter(lists.values())))
             return _call_rows(function, [{name: x[row] for name, x in chosen.items()} | others for row in range(count)])
-        returned = function(**chosen, **others)
-        if inspect.isawaitable(returned):
-            returned = wait_for([returned])[0]
+        returned = settled(function(**chosen, **others))
         if self.style == "trl" and isinstance(returned, (list, tuple)):  # None: the function does not apply to the row
             return [0.0 if value is None else value for value in returned]
         return returned
