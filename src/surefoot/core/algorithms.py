@@ -28,11 +28,15 @@ def check_count(field: str, value: object, least: int = 1, usual: int | None = N
     _require(whole, field, value, f"must lie between {least} and {MAX_COUNT:,}" + (f"; {usual} is usual" if usual else ""))
 
 
-@dataclass(frozen=True)
-class Reuse:
-    """Use each batch for several passes, in minibatches; every sample is weighted by the importance ratio ρ."""
+class Strict:
+    """What dataclasses are of which pydantic accepts no unknown field, and no number that is not finite."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
+
+
+@dataclass(frozen=True)
+class Reuse(Strict):
+    """Use each batch for several passes, in minibatches; every sample is weighted by the importance ratio ρ."""
 
     epochs: int = 10
     """passes over each batch, at most a million"""
@@ -45,10 +49,8 @@ class Reuse:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Strict):
     """Trust region by the pessimistic minimum with the clipped ratio (PPO-Clip, arXiv 1707.06347)."""
-
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     clip: float = 0.2
     """how far below 1 (and above, unless clip_high is set) a ratio may go before its gain is clipped"""
@@ -71,10 +73,8 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Penalty:
+class Penalty(Strict):
     """Trust region by a penalty on the KL: J = ρÂ − β·KL(π_old‖π_θ), with β fixed or adapted (arXiv 1707.06347, section 4)."""
-
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     beta: float = 1.0
     """β, or its first value if it is adapted"""
@@ -94,13 +94,11 @@ class Penalty:
 
 
 @dataclass(frozen=True)
-class Constraint:
+class Constraint(Strict):
     """Trust region by a bound on the KL: one natural-gradient step per batch, mean KL(π_old‖π_θ) ≤ δ (TRPO, arXiv 1502.05477).
 
     The critic is fitted separately, by its own optimizer, with the passes and minibatches of ``Objective.reuse``.
     """
-
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     delta: float = 0.01
     """δ, the largest mean KL of a step"""
@@ -123,13 +121,11 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class ClippedWeight:
+class ClippedWeight(Strict):
     """Trust region by a bounded importance weight: J = min(ρ, max_weight) Â log π, where the weight has no gradient.
 
     No sample loses its gradient, as samples outside the band of ``Clip`` do (CISPO, arXiv 2506.13585).
     """
-
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     max_weight: float = 5.0
     """the largest weight of a sample, 1 + ε_high in the paper"""
@@ -145,10 +141,8 @@ TRUST_REGIONS: tuple[type[TrustRegion], ...] = (Clip, Penalty, Constraint, Clipp
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(Strict):
     """The options of a policy-gradient objective. The defaults are REINFORCE."""
-
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "allow_inf_nan": False}
 
     baseline: Literal["mean", "group", "leave_one_out", "pair", "critic"] | None = None
     """what is subtracted from the return: nothing, the batch's mean return, that of the responses to the same prompt (with the
