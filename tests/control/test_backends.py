@@ -106,11 +106,11 @@ def test_an_envpool_of_mujoco_has_the_same_shapes() -> None:
 
 
 class Lives(Endless):
-    """Three lives of two steps each; a step is learned from as 1 and scores 5."""
+    """Three lives of two steps each, the last of which ends the game; a step is learned from as 1 and scores 5."""
 
     def step(self, action: Any) -> Any:
         self.t += 1
-        lost = self.t % 2 == 0 and self.t < 6
+        lost = self.t % 2 == 0
         return np.full(2, self.t / 10, np.float32), 1.0, self.t == 6, False, {"surefoot": {"score": 5.0, "life_lost": lost}}
 
 
@@ -161,11 +161,13 @@ class PoolLives(Lives):
 
     def step(self, action: Any) -> Any:
         observation, reward, over, cut, info = super().step(action)
-        self.going = info["surefoot"]["life_lost"]
+        self.going = info["surefoot"]["life_lost"] = self.t % 2 == 0 and not over
         return observation, reward, over or self.going, cut, info
 
 
-def test_a_lost_life_that_a_reset_reports_does_not_clear_the_lstm_state() -> None:
+def test_a_lost_life_that_a_reset_reports_does_not_clear_the_lstm_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.control.environments.vector.EnvPool", SyncVectorEnv)
+
     def vector() -> Any:
         return SyncVectorEnv([PoolLives], autoreset_mode=AutoresetMode.NEXT_STEP)
 

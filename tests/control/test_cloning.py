@@ -135,6 +135,7 @@ def test_mixed_actions_are_cloned_and_sigma_stays(tmp_path: Path) -> None:
             r"line 2: its action 7.0 is not of Discrete",
         ),
         ([{"observation": [0.5], "action": [5]}], r"actions of shape \(1,\)"),
+        ([{"observation": [0.5], "action": 5.7}], r"line 1: its action 5.7 is not of Discrete"),
         ([{"observation": [0.5]}], "line 1: is not a row such as"),
         ([{"observation": [None], "action": 5}], "line 1"),
         ([], "has no rows"),

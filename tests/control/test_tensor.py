@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import surefoot
 from surefoot import SurefootError
 from surefoot.control.collect.tensors import TensorCollector
-from surefoot.control.environments.adapters import BraxEnvironment, DLPackEnvironment
+from surefoot.control.environments.adapters import BraxEnvironment, DLPackEnvironment, RslRlEnvironment
 from surefoot.control.environments.classic import KINDS, CartPole, ClassicControl
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.spaces import BARE, MASK
@@ -527,6 +527,20 @@ def test_a_number_that_is_not_finite_discards_the_rollout_and_names_row_and_step
     assert rollout.inputs[BARE].isfinite().all()
 
 
+def test_an_integer_that_the_space_does_not_have_is_one_line() -> None:
+    class Numbered(CartPole):
+        single_observation_space: Any
+
+        def observe(self, state: Tensor) -> Tensor:
+            return self.elapsed
+
+    environment = Numbered(4)
+    environment.single_observation_space = spaces.Discrete(3)
+    world = world_of(lambda: environment, rollout={"environments": 4, "steps": 8})
+    with pytest.raises(SurefootError, match=r"returned an observation outside Discrete\(3\) for row 0, step 3"):
+        world.collector.collect(fresh_state())
+
+
 # ---- adapters ----------------------------------------------------------------------------------------------------------------
 
 
@@ -537,6 +551,7 @@ class RslRl:
         self.inner = CartPole(num_envs, device, max_episode_steps=20)
         self.num_envs, self.num_actions, self.device, self.time_outs = num_envs, 1, device, time_outs
         self.observations, _ = self.inner.reset(seed=0)
+        self.last = torch.zeros(num_envs, dtype=torch.bool)
 
     def get_observations(self) -> dict[str, Tensor]:
         return {"policy": self.observations[:, ::2], "critic": self.observations}
@@ -544,7 +559,9 @@ class RslRl:
     def step(self, actions: Tensor) -> Any:
         self.observations, rewards, terminated, truncated, _ = self.inner.step((actions[:, 0] > 0).long())
         extras: dict[str, Any] = {"log": {"Episode_Reward/alive": rewards.mean()}}
-        extras |= {"time_outs": truncated & ~terminated} if self.time_outs else {}
+        if self.time_outs and (terminated | truncated).any():  # as legged_gym writes them, so that old ones stay
+            self.last = truncated & ~terminated
+        extras |= {"time_outs": self.last} if self.time_outs else {}
         return self.get_observations(), rewards, (terminated | truncated).long(), extras
 
 
@@ -560,6 +577,13 @@ def test_an_environment_of_rsl_rls_form_trains_unchanged() -> None:
     assert rows[-1]["log_Episode_Reward/alive"] == 1.0
     assert 5 < rows[-1]["episode_length"] <= 20
     assert rows[-1]["truncations_estimated"] == 1.0
+
+
+def test_time_outs_of_an_earlier_step_end_nothing() -> None:
+    inner = RslRl(2)
+    inner.last = torch.ones(2, dtype=torch.bool)
+    *_, terminated, truncated, _ = RslRlEnvironment(inner, "x").step(torch.zeros(2, 1))
+    assert not (terminated | truncated).any()
 
 
 def test_ends_that_do_not_show_how_are_one_line() -> None:

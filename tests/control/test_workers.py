@@ -22,6 +22,7 @@ import surefoot
 from surefoot import Interrupted, SurefootError
 from surefoot.control.environments import make_environments
 from surefoot.control.environments.looped import Environments, Step, episode_seed
+from surefoot.control.environments.slices import concatenate
 from surefoot.control.environments.workers import WorkerEnvironments
 from surefoot.control.spaces import BARE
 from surefoot.core.seeding import fingerprint
@@ -114,6 +115,11 @@ def test_parts_and_masks_come_back_through_shared_memory_as_from_one_process_and
                 assert same(getattr(theirs, field.name), getattr(ours, field.name)), field.name
     finally:
         two.close()
+
+
+def test_a_mask_that_only_some_workers_return_is_one_line() -> None:
+    with pytest.raises(SurefootError, match="action_mask: only some environments return it"):
+        concatenate([{BARE: np.zeros(1)}, {BARE: np.zeros(1), "action_mask": np.ones((1, 2), bool)}])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux")

@@ -127,7 +127,9 @@ def read_rows(name: str, agent: Agent) -> tuple[dict[str, Tensor], Tensor]:
     if not is_nested(space) and flat.shape[1:] != tuple(space.shape or ()):
         raise SurefootError(f"cloning.data={name!r}: has actions of shape {flat.shape[1:]}, the task's are {space}")
     actions = stored_actions(space, agent.recipe.normalise.actions, flat)
-    for index in (~_possible(space, actions)).nonzero().flatten().tolist():
+    whole = len(choices(space) or ())  # stored, a choice of 0.7 has become 0
+    fractions = torch.from_numpy(flat.reshape(len(flat), -1)[:, :whole] % 1 != 0).any(-1)
+    for index in (fractions | ~_possible(space, actions)).nonzero().flatten().tolist():
         raise SurefootError(f"cloning.data={name!r}, {places[index]}: its action {flat[index].tolist()} is not of {space}")
     return {path: torch.from_numpy(np.stack([row[path] for row in seen])) for path in seen[0]}, actions
 

@@ -271,13 +271,13 @@ def constant_parts(observed: Mapping[str, Tensor], paths: Sequence[str], normali
 
 
 def steps_outside(observed: Mapping[str, Tensor], parts: Mapping[str, ObservationPart]) -> dict[str, Tensor]:
-    """For the parts with a number outside the bounds of their Box: in which steps.   [B, T, *part] each -> [B, T] each"""
+    """For the parts with a number outside the bounds of their space: in which steps.   [B, T, *part] each -> [B, T] each"""
     outside = {}
     for path, part in parts.items():
-        if part.limits is None:
+        if (limits := part.bounds or part.limits) is None:
             continue
         x = observed[path]
-        low, high = (torch.from_numpy(limit).to(x) for limit in part.limits)
+        low, high = (torch.as_tensor(limit).to(x) for limit in limits)
         if (x.amin((0, 1)) < low).any() or (x.amax((0, 1)) > high).any():
             outside[path] = ((x < low) | (x > high)).reshape(*x.shape[:2], -1).any(-1)
     return outside

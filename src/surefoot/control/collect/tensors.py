@@ -12,7 +12,7 @@ from torch import Tensor
 from surefoot.control.agent import Agent, CompiledActor
 from surefoot.control.collect import BY_ROW, check_actions
 from surefoot.control.collect.episodes import RECENT_EPISODES, EpisodeLog
-from surefoot.control.collect.scoring import Acted, Finals, Scorer, rollout_of
+from surefoot.control.collect.scoring import Acted, Finals, Scorer, rollout_of, steps_outside
 from surefoot.control.collect.symmetry import Symmetry
 from surefoot.control.environments.looped import Lost
 from surefoot.control.environments.observations import SUCCESS, not_finite_message
@@ -122,13 +122,19 @@ class TensorCollector:
         return SUCCESS if names is None else names
 
     def _check(self, acted: Acted, steps: "Steps") -> None:
-        """What a step does not wait for: finite numbers, and masks that allow an action."""
+        """What a step does not wait for: finite numbers, integers that the space has, and masks that allow an action."""
         if not acted.mask.any():
             raise SurefootError(f"rollout.steps={self.steps}: all rows only reset in this rollout (NEXT_STEP); set at least 2")
         if MASK in acted.observed:
             self._check_masks(acted.observed[MASK])
         if acted.finals is not None and steps.overwritten:
             self._check_overwritten(acted.finals, steps.overwritten)
+        integers = {path: part for path, part in self.environments.parts.items() if part.bounds is not None}
+        for path, outside in steps_outside(acted.observed, integers).items():
+            row, step = outside.nonzero()[0].tolist()
+            where = f"row {self.environments.first + row}, step {step} of the rollout"
+            what = f"{integers[path].named()} outside {integers[path].space}"
+            raise SurefootError(f"{self.environments.name}: returned {what} for {where}; fix the environment")
         floats = {path: x for path, x in acted.observed.items() if x.is_floating_point()}
         finals = {} if acted.finals is None else acted.finals.observations
         others = [tree[path] for tree in (acted.last, finals) for path in floats if path in tree]

@@ -52,9 +52,9 @@ class RslRlEnvironment:
                 f"{self.name}: ends episodes without extras['time_outs'] [B], which shows whether an end is a truncation; add "
                 "it to what step() returns"
             )
-        time_outs = extras["time_outs"].bool()
+        dones, time_outs = dones.bool(), extras["time_outs"].bool()  # those of an earlier step may still be there
         log = extras.get("log") or extras.get("episode") or {}
-        return self._groups(observations), rewards, dones.bool() & ~time_outs, time_outs, {**extras, "log": log}
+        return self._groups(observations), rewards, dones & ~time_outs, dones & time_outs, {**extras, "log": log}
 
     def close(self) -> None:
         """Close the environment."""

@@ -14,6 +14,7 @@ import numpy as np
 from surefoot.control.environments.looped import Step
 from surefoot.control.environments.records import as_arrays
 from surefoot.control.spaces import Array
+from surefoot.errors import SurefootError
 
 OBSERVATIONS = "observations/"
 BY_ENVIRONMENT = ("final_observations", "final_infos")
@@ -23,8 +24,13 @@ Layout = np.dtype[np.void]
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
-    """Arrays [b, ...] of every slice as one array [B, ...]; dicts of arrays entry by entry."""
+    """Arrays [b, ...] of every slice as one array [B, ...]; dicts of arrays entry by entry.
+
+    Raises SurefootError if dicts differ, as when only some slices have action masks.
+    """
     if isinstance(parts[0], dict):
+        if odd := set().union(*parts).difference(set(parts[0]).intersection(*parts)):
+            raise SurefootError(f"{min(odd)}: only some environments return it; fix them, so that all do or none does")
         return {name: concatenate([part[name] for part in parts]) for name in parts[0]}
     return np.concatenate(parts)
 

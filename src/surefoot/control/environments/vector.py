@@ -136,7 +136,8 @@ class VectorEnvironments:
         scores = np.where(ignored, 0, info_values(step_infos, "score", rewards.astype(np.float64)))
         self.observations = read
         rewards = as_float32(np.where(ignored, 0, rewards))
-        life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~truncated
+        ended = truncated if isinstance(self.environments, EnvPool) else terminated | truncated  # EnvPool's lives terminate
+        life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~ended
         step = Step(read, rewards, terminated | life_lost, truncated, ignored, finals, scores, life_lost)
         if self.record is not None:
             for each in (read, *finals.values()):
