@@ -13,7 +13,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from io import BufferedReader
 from numbers import Integral
 from pathlib import Path
@@ -100,7 +100,19 @@ def copy_file(source: Path, target: Path) -> None:
         shutil.copyfileobj(file, copy)
 
 
-def parsed(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of some keys and values of JSON. Raises ValueError for a key that is there twice: one value would be lost."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"repeats the key {max(names, key=names.count)!r}")
+    return table
+
+
+from_json = partial(json.loads, object_pairs_hook=unique)
+
+
+def parsed(text: str, parse: Callable[[str], Any] = from_json) -> Any:
     """The value of a text of JSON, or of another format.
 
     Raises ValueError, as ``parse`` does, also for deeper nesting than Surefoot writes, so that recursive functions are safe.

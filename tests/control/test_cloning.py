@@ -41,7 +41,7 @@ class Copy(gymnasium.Env[Any, Any]):
 
 def written(folder: Path, rows: Any) -> str:
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     return str(path)
 
 
@@ -137,6 +137,7 @@ def test_mixed_actions_are_cloned_and_sigma_stays(tmp_path: Path) -> None:
         ([{"observation": [0.5], "action": [5]}], r"actions of shape \(1,\)"),
         ([{"observation": [0.5], "action": 5.7}], r"line 1: its action 5.7 is not of Discrete"),
         ([{"observation": [0.5]}], "line 1: is not a row such as"),
+        (['{"observation": [0.5], "action": 5, "action": 6}'], "line 1: is not a row such as"),
         ([{"observation": [None], "action": 5}], "line 1"),
         ([], "has no rows"),
     ],

@@ -20,6 +20,7 @@ from surefoot.core.learner import Learner, LearnerSettings
 from surefoot.core.loop import run_loop
 from surefoot.core.optimizer import AdamSettings
 from surefoot.core.rollout import LearnerState
+from surefoot.errors import SurefootError
 from surefoot.functional import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from surefoot.language.analysis.evaluate import evaluate_run
 from surefoot.language.supervised.demonstrations import Rows
@@ -248,6 +249,18 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_never_runs_the_reference_aga
     resumed = surefoot.resume(tmp_path / "cut")
     for name, weights in whole.model.state_dict().items():
         assert torch.equal(weights, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_reference_of_a_run_may_not_change(named: bool, tmp_path: Path) -> None:
+    """Rows that it has not read, those of evaluations among them, would be compared with another model."""
+    folder, data = write_folder(tmp_path / "model", "qwen2"), uneven(tmp_path / "rows.jsonl")
+    fields: dict[str, Any] = {"model": str(folder), "data": {"train": data, "max_length": 64, "batch": 8}, "steps": 64}
+    fields |= {"reference": {"model": str(write_folder(tmp_path / "frozen", "qwen2", seed=3))}} if named else {}
+    surefoot.train("dpo", run_dir=tmp_path / "run", callback=lambda metrics: True, **fields)
+    write_folder(tmp_path / ("frozen" if named else "model"), "qwen2", seed=2)
+    with pytest.raises(SurefootError, match=rf"reference{'.model' if named else ' of model'}='.*': its content has changed"):
+        surefoot.resume(tmp_path / "run")
 
 
 def test_the_reference_reads_each_row_of_a_run_once_and_no_other_also_when_the_run_is_extended(

@@ -194,15 +194,18 @@ def interrupted(kind: str, files: Path, **changes: Any) -> Path:
 
 
 @KINDS
-def test_resume_rejects_changed_training_rows(kind: str, files: Path) -> None:
-    run = interrupted(kind, files)
-    path = Path(fields(kind, files)["data"]["train"])
+@pytest.mark.parametrize("which", ["train", "held_out"])
+def test_resume_rejects_changed_rows(which: str, kind: str, files: Path) -> None:
+    data = fields(kind, files)["data"]
+    data["held_out"] = shutil.copy(data["train"], files / "held.jsonl")
+    run = interrupted(kind, files, data=data)
+    path = Path(data[which])
     lines = path.read_text().splitlines(keepends=True)
     if kind == "language":  # the columns of prompts count too, since rewards read them
         path.write_text("".join(lines).replace('"worth": 3}', '"worth": 4}'))
     else:
         path.write_text("".join(lines[1:] + lines[:1]))
-    with pytest.raises(SurefootError, match=r"data\.train='.*\.jsonl': its content has changed since the checkpoint"):
+    with pytest.raises(SurefootError, match=rf"data\.{which}='.*\.jsonl': its content has changed since the checkpoint"):
         surefoot.resume(run)
 
 

@@ -140,6 +140,8 @@ def test_unreadable_files_raise_a_one_line_error(tmp_path: Path) -> None:
         ("a.json", _content(b'[{"a": 1} {"a": 2}]'), r"a\.json: is not JSON \(expected ',' of one list\)"),
         ("a.json", _content(b'[{"a": 1}, 2]'), r"a\.json, row 2: is a number; write a list of objects"),
         ("a.json", _content(b'[{"a": 1}] x'), r"a\.json: is not JSON"),
+        ("a.json", _content(b'[{"a": 1, "a": 2}]'), r"a\.json: is not JSON \(ValueError: repeats the key 'a'\)"),
+        ("a.jsonl", _content(b'{"a": {"b": 1, "b": 1}}'), r"line 1: is not JSON \(ValueError: repeats the key 'b'\)"),
     ]:
         if name.endswith(".zst"):
             pytest.importorskip("zstandard")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, partial
 from typing import Any
+from unicodedata import normalize
 
 from surefoot.errors import SurefootError, require_package
 from surefoot.verifiers.numbers import correct_number, number_in
@@ -23,7 +24,7 @@ def _check_texts(*, answer: Sequence[Any] = (), after: Any = "", **_: Any) -> No
 def exact(
     responses: Sequence[str], answer: Sequence[Any], *, case: bool = True, space: bool = False, after: str = ""
 ) -> list[float]:
-    """1 for each response that equals its answer, else 0.
+    """1 for each response that equals its answer, else 0. An accent may be a character of its own.
 
     case    distinguish upper and lower case
     space   compare white space exactly; else strip it, and treat each run of it as one blank
@@ -32,7 +33,7 @@ def exact(
     """
 
     def normal(text: str) -> str:
-        text = text if space else " ".join(text.split())
+        text = normalize("NFC", text if space else " ".join(text.split()))
         return text if case else text.casefold()
 
     check_text("after", after)

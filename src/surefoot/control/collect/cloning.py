@@ -4,7 +4,6 @@ Every row has a return of 1, which makes REINFORCE maximum likelihood.
 """
 
 import importlib
-import json
 import operator
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from surefoot.control.spaces import Observations, choices, flat_action, is_neste
 from surefoot.core.rollout import LearnerState, Rollout
 from surefoot.core.seeding import fingerprint, stream
 from surefoot.errors import SurefootError, cause_of, require_package
-from surefoot.files import open_file
+from surefoot.files import open_file, parsed
 from surefoot.recipes.control import Cloning
 
 MINARI = "minari:"
@@ -147,7 +146,7 @@ def _json_rows(name: str) -> Iterator[tuple[str, Any, Any]]:
         with open_file(Path(name)) as file:
             for number, line in enumerate(file, 1):
                 try:
-                    row = json.loads(line)
+                    row = parsed(line.decode("utf-8-sig"))
                     yield f"line {number}", row["observation"], row["action"]
                 except (ValueError, KeyError, TypeError):
                     example = '{"observation": [0.1, 0.2], "action": 1}'

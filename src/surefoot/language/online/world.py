@@ -66,6 +66,7 @@ from surefoot.language.sampling.vllm import VllmServer
 from surefoot.language.supervised.demonstrations import Rows, SftLoss, demonstration_rows, row_log_probs
 from surefoot.ranks.collectives import check_device, exchange, in_float64, share, together, world_size
 from surefoot.recipes.callables import GOLD, Functions, find_function
+from surefoot.recipes.faults import value_of
 from surefoot.recipes.language import LanguageRecipe
 from surefoot.recipes.models import Role
 from surefoot.sharding import gathered
@@ -371,10 +372,11 @@ class LanguageWorld:
     @cached_property
     def sources(self) -> dict[str, str]:
         """Hashes of everything that a checkpoint does not contain."""
-        sources = {**self.frozen, f"data.train={self.recipe.data.train!r}": prompts_hash(self.collector.prompts)}
-        if self.auxiliary_loss is not None:
-            sources[f"mixing.demonstrations={self.recipe.mixing.demonstrations!r}"] = self.auxiliary_loss.rows.hash
-        return sources
+        prompts = {"data.train": self.collector.prompts, "data.held_out": self.held_out}
+        rows = {"evaluation.demonstrations": self.demonstrations, "mixing.demonstrations": self.mixed}
+        hashes = {field: prompts_hash(each) for field, each in prompts.items() if each is not None}
+        hashes |= {field: each.hash for field, each in rows.items() if each is not None}
+        return self.frozen | {f"{field}={value_of(self.recipe, field)!r}": digest for field, digest in hashes.items()}
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Weights of policy and critic, and all that is needed to make a model from them. The reference is not saved."""

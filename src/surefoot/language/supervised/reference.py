@@ -12,7 +12,7 @@ from surefoot.core.rollout import map_tensors
 from surefoot.language.data.batches import row_lengths
 from surefoot.language.data.tokens import Tokens
 from surefoot.language.language_model import check_compatible, errors_for, load_base, model_folder
-from surefoot.language.models.adapters import SharedBase
+from surefoot.language.models.adapters import SharedBase, weights_hash
 from surefoot.language.models.loading import load_model
 from surefoot.language.models.placement import keeps_stored, place, shard_role, sharding_of
 from surefoot.language.models.policy import LanguagePolicy
@@ -86,8 +86,8 @@ class Reference:
         self.limits: tuple[int | None, int | None] = (recipe.optimizer.micro_batch_tokens, recipe.optimizer.micro_batch)
         """tokens and rows of a pass"""
         self.of_shared = None if self.shared is None else self._policy(self.shared[0])  # it is tested while it is whole
-        if recipe.reference.model is not None:
-            self._model()
+        self.hash = None if recipe.reference.model is None else weights_hash(self._model())
+        """of the weights that the recipe names as the reference's"""
 
     @torch.no_grad()
     def log_probs(self, tensors: RowTensors, count: int) -> Tensor:

@@ -36,7 +36,7 @@ from surefoot.language.memory.check import MemoryCheck, guaranteed_length
 from surefoot.language.memory.workload import BatchShape
 from surefoot.language.metrics import loses_chosen, mean_log_likelihood
 from surefoot.language.models.adapter_files import add_adapter, base_record, load_trained, set_reading, trained_weights
-from surefoot.language.models.adapters import DropoutGenerator
+from surefoot.language.models.adapters import DropoutGenerator, weights_hash
 from surefoot.language.models.loading import context_length
 from surefoot.language.models.padding_free import padding_notes
 from surefoot.language.models.pair_policy import ANSWER, PairPolicy
@@ -130,6 +130,8 @@ class SupervisedWorld:
         model, self.tokens = load_base(recipe)
         self.base = add_adapter(recipe, model, model_folder(recipe.model))
         """with an adapter: the base that it belongs to"""
+        self.frozen = {} if self.base is None else {f"base model={recipe.model!r}": self.base.hash}
+        """hashes of the models that a checkpoint does not contain: the base of an adapter, and the reference"""
         self.token_limits = data.token_limit(recipe.data.max_length, context_length(model))
         """the most tokens of a row, by the recipe and the model's context, and how messages call that limit"""
         self.model_summary = [] if self.base is None else [self.base.summary()]
@@ -168,7 +170,7 @@ class SupervisedWorld:
         weights = complete = None
         if isinstance(recipe, DpoRecipe):
             if recipe.has_reference:
-                self.reference = self._reference(recipe, train, None if self.base is None else (model, self.base))
+                self.reference = self._reference(recipe, train, model)
             if recipe.preference.loss == "kto":
                 self.policy = KtoPolicy(self.policy, recipe.reference.beta)
                 weights, complete = label_weights(recipe.preference), partial(self.policy.with_baseline, recipe=recipe)
@@ -204,10 +206,15 @@ class SupervisedWorld:
             if self.reference is not None and rows is not None:
                 rows.tensors([0])  # the reference scores them now, not within another pass of the policy
 
-    def _reference(self, recipe: DpoRecipe, train: Rows, shared: Any) -> ReferenceLogProbs:
+    def _reference(self, recipe: DpoRecipe, train: Rows, model: Any) -> ReferenceLogProbs:
         """Adds the reference's log-probabilities to the rows of training and evaluation."""
         held_out = () if self.held_out is None else self.held_out.lengths
+        shared = None if self.base is None else (model, self.base)
         reference = self.frozen_model = Reference(recipe, self.tokens, max([*train.lengths, *held_out]), shared)
+        if reference.hash is not None:
+            self.frozen[f"reference.model={recipe.reference.model!r}"] = reference.hash
+        elif shared is None:
+            self.frozen[f"reference of model={recipe.model!r}"] = weights_hash(model)
         if self.held_out is not None:
             ReferenceLogProbs(self.held_out, reference.log_probs, range(min(recipe.evaluation.rows, self.held_out.count)))
         batches = -(-recipe.steps // recipe.data.batch)
@@ -284,14 +291,10 @@ class SupervisedWorld:
         ]
 
     @property
-    def frozen(self) -> dict[str, str]:
-        """The hash of the model that a checkpoint does not contain: the base of an adapter."""
-        return {} if self.base is None else {f"base model={self.recipe.model!r}": self.base.hash}
-
-    @property
     def sources(self) -> dict[str, str]:
         """Hashes of what a checkpoint does not contain."""
-        return self.frozen | {f"data.train={self.recipe.data.train!r}": self.collector.rows.hash}
+        rows, data_ = {"train": self.collector.rows, "held_out": self.held_out}, self.recipe.data
+        return self.frozen | {f"data.{name}={getattr(data_, name)!r}": each.hash for name, each in rows.items() if each}
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Weights, and all that is needed to make a model from them."""

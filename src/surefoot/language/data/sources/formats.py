@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from surefoot.errors import SurefootError, cause_of, require_package
-from surefoot.files import open_file, read_table
+from surefoot.files import from_json, open_file, read_table, unique
 from surefoot.language.data.rows import RENDERED, Row, json_type
 
 COMPRESSED = (".gz", ".zst")
@@ -109,7 +109,7 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
 
 def _object(line: bytes, where: str) -> Columns:
     try:
-        columns = json.loads(line.decode("utf-8"))
+        columns = from_json(line.decode("utf-8"))
     except UnicodeDecodeError:
         raise SurefootError(f"{where}: is not UTF-8; write one JSON object per line, or a .parquet file") from None
     except (ValueError, RecursionError) as error:
@@ -136,7 +136,7 @@ def json_rows(path: Path) -> Iterator[Row]:
 
 def _list_elements(path: Path) -> Iterator[Any]:
     """The elements of a JSON list, without holding all of them."""
-    decode = json.JSONDecoder().raw_decode
+    decode = json.JSONDecoder(object_pairs_hook=unique).raw_decode
     with _opened(path) as content, io.TextIOWrapper(cast(Any, content), "utf-8-sig") as text:
         buffer, size, before = "", CHUNK, "["
         try:
@@ -168,7 +168,7 @@ def _only_list(path: Path) -> Iterable[Any]:
     """The list in an object such as ``{"data": [...]}``; the object itself if it has none."""
     with _opened(path) as content:
         try:
-            value = json.loads(content.read().decode("utf-8-sig"))
+            value = from_json(content.read().decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise SurefootError(f"{path}: is not JSON ({cause_of(error)}); write a list of objects") from None
     lists = [part for part in value.values() if isinstance(part, list)] if isinstance(value, dict) else []
