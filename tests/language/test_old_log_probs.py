@@ -171,6 +171,7 @@ def test_one_update_per_batch_skips_the_old_log_probs_pass(
     ("table", "resolved"),
     [
         ({"algorithm": "DR_GRPO", "objective": ONCE}, "update"),
+        ({"algorithm": "DR_GRPO", "objective": ONCE, "server": "none"}, "update"),
         ({"algorithm": "RLOO", "reference": {"beta": 0.0}}, "update"),
         ({"algorithm": "RLOO"}, "trainer"),
         ({"algorithm": "GRPO"}, "trainer"),

@@ -306,13 +306,13 @@ def test_a_round_whose_labels_are_predicted_by_chance_stops_before_training_if_a
             who,
             lambda key, who=who, better=better: "left" if at.queue.b_is_left(key, who) == (better == "b") else "right",
         )
-    count = 2 * len(at.queue.pairs)
+    count = len(at.queue.pairs)
     for _ in range(2):
         with pytest.raises(
-            SurefootError, match=rf"^round 1: the reward model predicted 50% of {count} new labels .*; label more"
+            SurefootError, match=rf"^round 1: the reward model predicted 50% of {count} newly labelled pairs .*; label more"
         ):
             run_rounds(plan, start / "r", 1, lambda recipe, run: Display(), printed.append)
-    assert f"the reward model predicted 50% of {count} new labels" in "".join(printed), "a finding"
+    assert f"the reward model predicted 50% of {count} newly labelled pairs" in "".join(printed), "a finding"
     assert not (here / "reward").exists()
 
 

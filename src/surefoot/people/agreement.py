@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from surefoot.people.log import AGAIN, EQUAL, LEFT, RIGHT, SKIP, Label, Queue
@@ -44,7 +44,8 @@ def of_person(queue: Queue, labels: Sequence[Label]) -> dict[str, Any]:
     """Counts, time, agreement with oneself, and the two biases of one person."""
     decided = [label for label in labels if label.choice in (LEFT, RIGHT)]
     left = sum(label.choice == LEFT for label in decided)
-    texts = [(queue[label.key], label.preference) for label in decided if "a" in queue[label.key]]
+    once = [label for label in decided if not label.repeat]
+    texts = [(queue[label.key], label.preference) for label in once if "a" in queue[label.key]]
     more = [(len(pair["a"]) - len(pair["b"]), better) for pair, better in texts]
     longer = [(ahead > 0) == (better == "a") for ahead, better in more if ahead]
     first = {label.key: label.preference for label in labels}
@@ -102,7 +103,8 @@ def kappa(both: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def with_model(labels: Sequence[Label], margins: Mapping[str, float]) -> dict[str, Any]:
-    """How often a reward model prefers the answer that people do; a tie of its scores counts half.
+    """In how many pairs a reward model prefers the answer that people do; a tie of its scores counts half, and where people
+    differ, the share of them.
 
     margins   score of a minus score of b, by key
 
@@ -110,16 +112,17 @@ def with_model(labels: Sequence[Label], margins: Mapping[str, float]) -> dict[st
     """
     judged = [label for label in labels if label.preference in ("a", "b") and not label.repeat and label.key in margins]
     ahead = [(margins[label.key] * (1 if label.preference == "a" else -1), label) for label in judged]
-    right = sum(0.5 if margin == 0 else margin > 0 for margin, _ in ahead)
+    right: dict[str, list[float]] = {}
     wrong: dict[tuple[float, str, str | None], list[str]] = {}
     for margin, label in ahead:
+        right.setdefault(label.key, []).append(0.5 if margin == 0 else margin > 0)
         if margin < 0:
             wrong.setdefault((margin, label.key, label.preference), []).append(label.who)
     differ = [
         {"margin": margin, "key": key, "preferred": side, "who": ", ".join(wrong[margin, key, side])}
         for margin, key, side in sorted(wrong)[:MOST_DIFFERENT]
     ]
-    return {**share(right, len(judged)), "differ": differ}
+    return {**share(math.fsum(map(mean, right.values())), len(right)), "differ": differ}
 
 
 def findings(report: Mapping[str, Any]) -> list[Finding]:
@@ -156,7 +159,7 @@ def findings(report: Mapping[str, Any]) -> list[Finding]:
             Finding(
                 "reward_model_at_chance",
                 "serious",
-                f"the reward model predicted {model['share']:.0%} of {model['of']} new labels ({model['low']:.0%} to "
+                f"the reward model predicted {model['share']:.0%} of {model['of']} newly labelled pairs ({model['low']:.0%} to "
                 f"{model['high']:.0%}): it doesn't know these people yet",
                 "too few labels, or labels that contradict each other",
                 advice=("label more pairs", "keep a larger KL penalty"),
@@ -182,7 +185,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         value = "" if both["kappa"] is None else f", κ {both['kappa']:.2f} ({both['low']:.2f} to {both['high']:.2f})"
         out.append(f"{names}: agree on {both['agreed']} of {both['pairs']} pairs{value}")
     if report.get("model"):
-        out.append(f"the previous reward model predicted {share_text(report['model'], count=True)} of the labels")
+        out.append(f"the previous reward model predicted {share_text(report['model'], count=True)} labelled pairs")
     return [*out, *(finding.line for finding in findings(report))]
 
 

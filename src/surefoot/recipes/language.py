@@ -220,7 +220,7 @@ class LanguageRecipe(ModelRecipe):
         unread = once and not penalty and objective.get("baseline") not in ("critic", "pair") and beta == 0
         exact = table.get("precision", "float32") == "float32" and sampling.get("engine", "auto") in ("auto", "packed", "model")
         exact &= (table.get("adapter") or {}).get("quantize") != "int8"  # its roundings may flip
-        unread &= exact and "server" not in table and objective.get("importance_cap") is None
+        unread &= exact and table.get("server") is None and objective.get("importance_cap") is None
         return {**sampling, "old_log_probs": "update" if unread else "trainer"}
 
     @property
