@@ -551,7 +551,6 @@ class RslRl:
         self.inner = CartPole(num_envs, device, max_episode_steps=20)
         self.num_envs, self.num_actions, self.device, self.time_outs = num_envs, 1, device, time_outs
         self.observations, _ = self.inner.reset(seed=0)
-        self.last = torch.zeros(num_envs, dtype=torch.bool)
 
     def get_observations(self) -> dict[str, Tensor]:
         return {"policy": self.observations[:, ::2], "critic": self.observations}
@@ -559,9 +558,7 @@ class RslRl:
     def step(self, actions: Tensor) -> Any:
         self.observations, rewards, terminated, truncated, _ = self.inner.step((actions[:, 0] > 0).long())
         extras: dict[str, Any] = {"log": {"Episode_Reward/alive": rewards.mean()}}
-        if self.time_outs and (terminated | truncated).any():  # as legged_gym writes them, so that old ones stay
-            self.last = truncated & ~terminated
-        extras |= {"time_outs": self.last} if self.time_outs else {}
+        extras |= {"time_outs": truncated & ~terminated} if self.time_outs else {}
         return self.get_observations(), rewards, (terminated | truncated).long(), extras
 
 
@@ -579,9 +576,9 @@ def test_an_environment_of_rsl_rls_form_trains_unchanged() -> None:
     assert rows[-1]["truncations_estimated"] == 1.0
 
 
-def test_time_outs_of_an_earlier_step_end_nothing() -> None:
-    inner = RslRl(2)
-    inner.last = torch.ones(2, dtype=torch.bool)
+def test_time_outs_of_an_earlier_step_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, extras = RslRl(2), {"time_outs": torch.ones(2)}
+    monkeypatch.setattr(inner, "step", lambda actions, step=inner.step: (*step(actions)[:3], extras))
     *_, terminated, truncated, _ = RslRlEnvironment(inner, "x").step(torch.zeros(2, 1))
     assert not (terminated | truncated).any()
 

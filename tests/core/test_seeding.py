@@ -1,4 +1,4 @@
-"""Random streams and hashes of ``surefoot.core.seeding``."""
+"""Random streams and hashes of ``surefoot.core.seeding``, and where the seconds of a run go."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.core.seeding import derived_seed, fingerprint, stream
+from surefoot.core.timer import Timer
 
 names = st.sampled_from(["weights", "predict", "sample", "shuffle", "evaluation"])
 
@@ -42,3 +43,33 @@ def test_the_same_numbers_have_one_hash_as_array_tensor_view_or_other_byte_order
     assert fingerprint({"a": 1, "b": (2,)}) == fingerprint({"b": [2], "a": 1})
     with pytest.raises(TypeError, match="a set can't be hashed"):
         fingerprint({"a": {1}})
+
+
+def test_a_section_has_its_place_its_calls_and_the_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, seen = [0.0], list[str]()
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    class Observer:
+        def enter(self, path: tuple[str, ...]) -> None:
+            seen.append(f"+{path[-1]}")
+
+        def leave(self, path: tuple[str, ...]) -> None:
+            seen.append(f"-{path[-1]}")
+
+    timer = Timer()
+    timer.observer = Observer()
+    timer.synchronise = lambda: clock.__setitem__(0, clock[0] + 2.0)
+    for detailed in (False, True):
+        timer.detailed = detailed
+        with timer.section("learning") as span, timer.detail("forward"):
+            clock[0] += 1.0
+            assert timer.timed("scoring", lambda x, y: x - y)(5, y=3) == 2
+        assert span.seconds == (7.0 if detailed else 3.0)
+    assert timer.seconds == {("learning",): 10.0, ("learning", "forward"): 5.0, ("learning", "forward", "scoring"): 2.0}
+    assert timer.calls == {("learning",): 2, ("learning", "forward"): 1, ("learning", "forward", "scoring"): 1}
+    assert seen == ["+learning", "-learning", "+learning", "+forward", "+scoring", "-scoring", "-forward", "-learning"]
+    with pytest.raises(KeyError), timer.section("broken"):
+        raise KeyError
+    with timer.section("after"):
+        pass
+    assert ("after",) in timer.seconds, "an error ends its section too"

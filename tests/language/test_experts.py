@@ -18,8 +18,7 @@ from surefoot.language.data.batches import pack_batch
 from surefoot.language.models.adapter_files import reward_role
 from surefoot.language.models.adapters import POLICY, VALUE, SharedBase, merge, merged_state
 from surefoot.language.models.loading import load_model
-from surefoot.language.models.policy import LanguagePolicy
-from surefoot.language.models.policy.routers import Routers
+from surefoot.language.models.policy import LanguagePolicy, Routers
 from surefoot.language.models.reward_model import RewardModel
 from surefoot.recipes.models import AdapterSettings
 from surefoot.recipes.reading import make_recipe

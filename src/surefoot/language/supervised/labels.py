@@ -1,6 +1,7 @@
-"""Training on single answers that are labelled good or bad: KTO, and reward models by binary cross-entropy.
+"""Training on answers that are labelled good or bad, or whose steps are: KTO, and reward models by binary cross-entropy.
 
-A reward model is the policy over two labels whose scores are the answer's and 0: the answer is good with probability σ(r).
+A reward model is the policy over two labels whose scores are the answer's and 0: the answer is good with probability σ(r). A
+process reward model (Lightman et al. 2023, arXiv 2305.20050) scores every step of it at its last token.
 
 KTO (Ethayarajh et al. 2024) compares h = log π_θ(y) − log π_ref(y) with z₀, an estimate of KL(π_θ‖π_ref). The action is the
 label. In place of its log-probability stands σ(β(h − z₀)) − 1 if it is good, and σ(β(z₀ − h)) − 1 if it is bad. REINFORCE with
@@ -21,10 +22,12 @@ from surefoot.core.rollout import Evaluation, Metrics, Policy
 from surefoot.errors import SurefootError
 from surefoot.functional import kto_loss
 from surefoot.language.data import datasets as data
+from surefoot.language.data.batches import right_padded
 from surefoot.language.data.cache import lengths_of
 from surefoot.language.data.rows import rows_hash
-from surefoot.language.models.pair_policy import ANSWER, MISMATCHED
-from surefoot.language.models.policy.passes import TextPolicy, in_micro_batches
+from surefoot.language.models.pair_policy import ANSWER, MISMATCHED, PairPolicy, trimmed
+from surefoot.language.models.policy.passes import TextPolicy, computing, in_micro_batches
+from surefoot.language.models.reward_model import RewardModel
 from surefoot.language.supervised.demonstrations import Batch, Rows, batches, demonstration_tensors
 from surefoot.language.supervised.preferences import REFERENCE, scored_side, side_of, side_tensors
 from surefoot.ranks.collectives import all_sum, in_float64
@@ -33,6 +36,8 @@ from surefoot.sharding import gathered
 
 BASELINE = "baseline"
 """key of z₀ in the inputs   [B]"""
+ENDS = "ends"
+"""key of the last token of each step in the inputs   [B, S]"""
 GOOD, BAD = 0, 1
 """the two actions: labels"""
 
@@ -229,3 +234,54 @@ def label_notes(path: str, answers: data.Labelled, learner: str = "", weights: t
         name, weight = ("undesirable", weights[GOOD] * good / bad) if share > 1 else ("desirable", weights[BAD] * bad / good)
         advice = f", weighing {share:.2g} : 1; for 1 : 1 set preference.{name}_weight={weight:.3g}"
     return [f"{path}: {good:,} good and {bad:,} bad answers{advice}"]
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------------------
+
+
+class StepPolicy(PairPolicy):
+    """Labels each step of an answer as good (0) or bad (1), by a reward model's raw score at its last token.
+
+    ``inputs`` are {"answer" [B, L], "answer_mask" [B, L], "ends" [B, S]}, padded on the right.
+    """
+
+    def forward(self, inputs: Mapping[str, Tensor], actions: Tensor, mask: Tensor | None = None) -> Evaluation:
+        """Log-probability of each step's label, and the entropy of both labels.   [B, S] -> all [B, S]"""
+        self.make_ready()
+        scores = self.scores(inputs)
+        both = torch.stack([scores, torch.zeros_like(scores)], -1).log_softmax(-1)
+        return Evaluation(both.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(both.exp() * both).sum(-1))
+
+    def scores(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Raw scores of the steps.   -> [B, S]"""
+        return step_scores(self.model, inputs, self.bf16, self.checkpointing)
+
+
+def step_scores(model: RewardModel, inputs: Mapping[str, Tensor], bf16: bool = False, checkpointing: bool = False) -> Tensor:
+    """A reward model's raw scores at the ends of the steps.   -> [B, S]"""
+    with computing(model, checkpointing, bf16):
+        everywhere = model.prefix_scores(*trimmed(inputs[ANSWER], inputs[f"{ANSWER}_mask"]))
+    return everywhere.gather(-1, inputs[ENDS]).float()
+
+
+def step_notes(path: str, answers: data.Stepped) -> list[str]:
+    """How many steps have each label. Raises SurefootError if all have one."""
+    good, count = answers.facts.once("counts", lambda: [sum(map(sum, answers.good)), sum(map(len, answers.good))])
+    if good in (0, count):
+        label = "good" if good else "bad"
+        raise SurefootError(f"{path}: all {count} steps are {label}; a reward model needs good and bad ones")
+    return [f"{path}: {good:,} good and {count - good:,} bad steps"]
+
+
+def step_rows(answers: data.Stepped, pad_id: int) -> Rows:
+    """The rows of answers with a label for each step."""
+
+    def tensors(rows: Sequence[int]) -> Batch:
+        ids, mask = right_padded([answers.ids[row] for row in rows], pad_id)
+        ends, kept = right_padded([answers.ends[row] for row in rows], 0)
+        labels, _ = right_padded([[GOOD if x else BAD for x in answers.good[row]] for row in rows], GOOD)
+        return {ANSWER: ids, f"{ANSWER}_mask": mask, ENDS: ends}, labels, kept
+
+    content = answers.facts.once("hash", lambda: rows_hash(zip(answers.ids, answers.ends, answers.good, strict=True)))
+    lengths = lengths_of(answers.ids)
+    return Rows(tensors, content, lengths, [0] * len(lengths))

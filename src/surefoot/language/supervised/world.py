@@ -48,15 +48,18 @@ from surefoot.language.supervised.demonstrations import Batch, Rows, batches, de
 from surefoot.language.supervised.labels import (
     BASELINE,
     KtoPolicy,
+    StepPolicy,
     good_answers,
     kto_rows,
     label_notes,
     label_weights,
     scored_rows,
+    step_notes,
+    step_rows,
+    step_scores,
 )
 from surefoot.language.supervised.preferences import REFERENCE, DpoPolicy, dpo_rows, pair_rows, scored_side, trained_tokens
 from surefoot.language.supervised.reference import Reference, ReferenceLogProbs
-from surefoot.language.supervised.steps import StepPolicy, step_notes, step_rows, step_scores
 from surefoot.ranks.collectives import check_device, exchanging, sum_count
 from surefoot.recipes.supervised import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from surefoot.sharding import block_by_block
