@@ -86,6 +86,8 @@ class Odd(Herd):
             del returned[1]["b"]
         if self.wrong_ == "left" and self.time == 2:
             self.agents.remove("b")
+        if self.wrong_ == "info":
+            returned[4]["b"] = {"surefoot": {"score": 1.0}}
         if self.wrong_ == "raises" and self.time == 2:
             raise ValueError("no\nfield")
         return returned
@@ -240,6 +242,7 @@ def test_whole_episodes_end_when_every_agent_has_had_as_many() -> None:
         ("spaces", r"agent 'b' has actions Discrete\(4\), agent 'a' has Discrete\(3\).*pad them"),
         ("reward", "environment 0 gave no reward of agent 'b' in step"),
         ("left", "agent 'b' left neither terminated nor truncated"),
+        ("info", r"gave 'score' in info\['surefoot'\], which is not read from this kind of environment in step"),
         ("raises", "raised ValueError: no field"),
     ],
 )

@@ -210,6 +210,12 @@ def boom() -> Any:
 
 
 PAIR = spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Discrete(3)})
+REPORTED: list[tuple[Any, str]] = [
+    ({"scor": 1.0}, r"'scor' in info\['surefoot'\], which may have only score and life_lost"),
+    (1.0, r"info\['surefoot'\] of type (float|ndarray) instead of a dict of score and life_lost"),
+    ({"score": None}, "a score of type NoneType instead of a number"),
+    ({"life_lost": "False"}, "surefoot.life_lost='False' instead of True or False"),
+]
 FAULTS: list[tuple[int, dict[str, Any], str]] = [
     (0, {"observation": boom}, "raised RuntimeError: the wheels came off"),
     (2, {"observation": boom}, "raised RuntimeError: the wheels came off"),
@@ -219,7 +225,7 @@ FAULTS: list[tuple[int, dict[str, Any], str]] = [
     (2, {"reward": None}, "gave a reward of type NoneType"),
     (2, {"reward": np.zeros(1)}, r"gave a reward of shape \(1,\)"),
     (2, {"reward": np.complex64(1)}, "gave a reward of type complex64"),
-    (2, {"info": {"surefoot": {"life_lost": "False"}}}, "gave surefoot.life_lost='False' instead of"),
+    *((2, {"info": {"surefoot": reported}}, f"gave {message}") for reported, message in REPORTED),
     (1, {"truncated": np.zeros(2, bool)}, r"gave truncated of shape \(2,\) instead of True or False"),
     (1, {"truncated": "no"}, "gave truncated='no' instead of True or False"),
     (1, {"observation": np.zeros(3, np.float32)}, r"gave an observation of shape \(3,\)"),
@@ -292,6 +298,13 @@ def test_a_fault_inside_a_vector_environment_is_a_one_line_error(mode: str, at: 
     ) as caught:
         run(environments)
     assert ("has metadata['autoreset_mode']=NEXT_STEP" in str(caught.value)) == (mode == "NEXT_STEP" and not at)
+
+
+@pytest.mark.parametrize(("mode", "at"), [("NEXT_STEP", 2), ("SAME_STEP", 3), ("DISABLED", 3)])
+@pytest.mark.parametrize(("reported", "message"), REPORTED)
+def test_what_a_vector_environment_reports_wrongly_is_an_error(mode: str, at: int, reported: Any, message: str) -> None:
+    with pytest.raises(SurefootError, match=rf"^tiny: gave {message}, in call 6 of step\(\)"):
+        run(together(mode, [Faulty(), Faulty(at, info={"surefoot": reported})]))
 
 
 # ---- what can't be made -----------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from torch.func import functional_call, grad
 
 import surefoot
 from surefoot.accel.programs import program_of
-from surefoot.control.agent import Agent
 from surefoot.control.networks import EPISODE_STARTS, LSTM_STATE, EpisodicLSTM, lstm_outputs, narrowing
 from surefoot.control.world import ControlWorld
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.errors import SurefootError
 from surefoot.recipes.reading import Recipe, make_recipe
+
+from .test_spaces import assert_trained
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "memory.py"
 SMALL: dict[str, Any] = {
@@ -273,10 +274,7 @@ def test_every_algorithm_trains_an_lstm(algorithm: str, shared: bool) -> None:
     history: list[Metrics] = []
     agent = surefoot.train("CartPole-v1", algorithm=algorithm, steps=48, run_dir=None, callback=history.append, **settings)
     assert history[-1]["policy_loss"] is not None
-    fresh = Agent(agent.recipe, agent.observation_space, agent.action_space).policy
-    for (name, now), before in zip(agent.policy.named_parameters(), fresh.parameters(), strict=True):
-        assert now.isfinite().all(), name
-        assert not torch.equal(now, before), name
+    assert_trained(agent)
     assert surefoot.evaluate(agent, episodes=2, seed=1).episodes == 2
 
 

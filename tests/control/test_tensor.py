@@ -443,6 +443,7 @@ def test_a_wrong_part_of_an_observation_is_one_line_with_its_name(spoil: Any, wh
         (2, torch.zeros(4), "terminated of torch.float32 where torch.bool is needed"),
         (3, None, "truncated of type NoneType where a torch tensor is needed"),
         (4, [], "infos of type list where the interface has a dict"),
+        (4, {"surefoot": {"score": 1.0}}, "'score' in info['surefoot'], which is not read from this kind of environment"),
     ],
 )
 def test_a_wrong_reward_or_end_is_one_line_with_its_name(place: int, value: Any, message: str) -> None:

@@ -151,7 +151,8 @@ class Sick(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.t += 1
         fine = {"near": np.zeros(2, np.float32), "far": 0}
-        return (fine if self.t < 5 else self.sick), float(action), self.t > 50, False, {}
+        shown = fine if self.t < 5 else self.sick
+        return shown, float(action), self.t > 50, False, shown.get("info", {})
 
 
 @pytest.mark.parametrize(
@@ -161,8 +162,12 @@ class Sick(gymnasium.Env[Any, Any]):
         ({"near": np.zeros(2, np.float32)}, 'step 5 of random actions gave an observation without "far"'),
         ({"near": np.zeros(3, np.float32), "far": 0}, "shape (3,)"),
         ({"near": np.zeros(2, np.float32), "far": 7}, "outside"),
+        (
+            {"near": np.zeros(2, np.float32), "far": 0, "info": {"surefoot": {"life": True}}},
+            "'life' in info['surefoot'], which",
+        ),
     ],
-    ids=["not finite", "a part is missing", "another shape", "out of range"],
+    ids=["not finite", "a part is missing", "another shape", "out of range", "an unknown key"],
 )
 def test_errors_at_the_fifth_step_are_reported(sick: Any, message: str) -> None:
     state, line = states(lambda: Sick(sick))["observation"][:2]

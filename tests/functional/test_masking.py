@@ -161,10 +161,6 @@ def reduced(loss: Tensor, mask: Tensor, mode: str, max_length: int | None = None
     return sum(map(sum, rows)) / (len(rows) * (max_length or loss.shape[-1]))
 
 
-def global_count(mask: Tensor, mode: str) -> Tensor:
-    return mask.sum() if mode == "token-mean" else mask.any(-1).sum()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @given(seeds, masks(3, 4))
 def test_each_mode_is_its_definition(mode: F.Aggregation, seed: int, mask: Tensor) -> None:
@@ -183,7 +179,7 @@ def test_micro_batches_with_the_global_count_add_up_to_the_whole(
 ) -> None:
     """In value and in gradient, however the batch is split."""
     loss = random(seed, 4, 3).requires_grad_()
-    count: Tensor | float = global_count(mask, mode).clamp(min=1)
+    count: Tensor | float = (mask if mode == "token-mean" else mask.any(-1)).sum().clamp(min=1)
     if as_float:
         count = float(count)
     parts = [

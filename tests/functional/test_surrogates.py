@@ -21,10 +21,6 @@ def one(x: float) -> Tensor:
     return torch.tensor(x, dtype=DOUBLE, requires_grad=True)
 
 
-def slope(output: Tensor, source: Tensor) -> float:
-    return torch.autograd.grad(output, source)[0].item()
-
-
 def clipped(ratio: float, a: float, low: float, high: float, dual: float | None = None) -> float:
     """min(ρÂ, clip(ρ)Â), and cÂ at least where Â < 0, in plain Python."""
     value = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
@@ -63,7 +59,7 @@ def test_clip_is_active_exactly_where_the_gradient_is_zero(
     ratio: float, a: float, clip: float, clip_high: float | None, dual: float | None
 ) -> None:
     rho = one(ratio)
-    gradient = slope(F.clipped_surrogate(rho, one(a), clip, clip_high, dual), rho)
+    gradient = torch.autograd.grad(F.clipped_surrogate(rho, one(a), clip, clip_high, dual), rho)[0].item()
     active = F.clip_active(rho, one(a), clip, clip_high, dual)
     assert active.dtype == torch.bool
     assert gradient == (0.0 if active.item() else a)

@@ -51,11 +51,6 @@ def lines(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *text: str | type[BaseException]) -> None:
-    """What a person types, and how it ends."""
-    monkeypatch.setattr(builtins, "input", Mock(side_effect=text))
-
-
 # ---- what a model is asked ----------------------------------------------------------------------------------------------
 
 
@@ -157,7 +152,7 @@ def test_a_user_can_regenerate_an_answer_and_quit(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    typed(monkeypatch, "x" * 128, "", "ab", leaving)
+    monkeypatch.setattr(builtins, "input", Mock(side_effect=["x" * 128, "", "ab", leaving]))
     talk(Chat(plain, ChatOptions(max_tokens=4, greedy=True)), terminal=True)
     out, err = capsys.readouterr()
     assert out.startswith(NO_TEMPLATE)

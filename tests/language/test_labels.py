@@ -171,10 +171,6 @@ def test_accuracy_is_the_share_of_correctly_ordered_pairs_with_ties_as_half() ->
 # ---- rows ---------------------------------------------------------------------------------------------------------------
 
 
-def text_of(ids: list[int]) -> str:
-    return TOKENS.tokenizer.decode(ids, skip_special_tokens=True)
-
-
 def test_pairs_become_two_labelled_answers_and_labels_may_be_text_or_numbers(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "chosen": "x", "rejected": "y"},
@@ -182,7 +178,7 @@ def test_pairs_become_two_labelled_answers_and_labels_may_be_text_or_numbers(tmp
         {"prompt": "c", "completion": "w", "label": 1},
     ]
     made = labelled(read_rows(write(tmp_path / "a.jsonl", rows)), TOKENS, 100)
-    assert [text_of(ids) for ids in made.ids] == ["ax", "ay", "bz", "cw"]
+    assert [TOKENS.tokenizer.decode(ids, skip_special_tokens=True) for ids in made.ids] == ["ax", "ay", "bz", "cw"]
     assert list(made.good) == [True, False, False, True]
     assert made.unused == ()
 

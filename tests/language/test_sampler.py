@@ -136,11 +136,6 @@ def test_finished_responses_are_not_computed_further(path: DecodingPath) -> None
 tokens = cache(lambda: Tokens(tiny.tokenizer()))
 
 
-def text_of(ids: Sequence[int]) -> str:
-    """Decode ids; ``tiny.tokenizer`` has one token per character."""
-    return tokens().decode(ids)
-
-
 @given(
     st.lists(st.sampled_from([b"a", b" ", b"\n", b"\xc3", b"\xa9", b"b\n", b" \xc3", b""]), max_size=8),
     st.lists(st.sampled_from(["é", "a\n", " ", "éé", "b"]), min_size=1, max_size=2),
@@ -323,7 +318,7 @@ def test_any_causal_language_model_can_be_sampled(kind: str) -> None:
         ({"eos_ids": (1, 50_000)}, "eos_ids: token 50000 is outside"),
         ({"temperature": 0.0}, "temperature=0.0: .*greedy"),
         ({"seeds": [1, 2]}, r"seeds: 2 given for 4 prompts x samples=3"),
-        ({"stop": ["a", ""], "decode": text_of}, "stop=.*non-empty"),
+        ({"stop": ["a", ""], "decode": str}, "stop=.*non-empty"),
         ({"path": "quick"}, "path='quick': choose one of packed, cached, recomputed"),
     ],
 )

@@ -69,21 +69,24 @@ def test_collector_puts_rows_on_its_device(folders: dict[str, Path], tmp_path: P
         assert {x.device.type for x in tensors_in(rollout)} == {"meta"}
 
 
-def test_sft_learns_and_transformers_loads_it_with_the_same_logits(folders: dict[str, Path], tmp_path: Path) -> None:
+def check_same_logits(run: Path, trained: Any) -> None:
+    """transformers and ``load`` read the trained model from the run's folder."""
     from transformers import AutoModelForCausalLM
 
+    ids = torch.arange(12).unsqueeze(0) + 20
+    with torch.no_grad():
+        for there in (AutoModelForCausalLM.from_pretrained(run / "model").eval(), surefoot.load(run).model):
+            torch.testing.assert_close(there(ids).logits, trained.model(ids).logits, rtol=0, atol=0)
+
+
+def test_sft_learns_and_transformers_loads_it_with_the_same_logits(folders: dict[str, Path], tmp_path: Path) -> None:
     data = demonstrations(tmp_path / "d.jsonl")
     held_out = {"train": data, "held_out": data, "max_length": 64, "batch": 8}
     fields = {"model": str(folders["llama"]), "data": held_out, "steps": 640, "optimizer": {"learning_rate": 5e-3}}
     trained = surefoot.train("sft", run_dir=tmp_path / "run", **fields)
     losses = [row["held_out_loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in row]
     assert losses[-1] < losses[0] / 2
-    there = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
-    ids = torch.arange(12).unsqueeze(0) + 20
-    with torch.no_grad():
-        torch.testing.assert_close(there(ids).logits, trained.model(ids).logits, rtol=0, atol=0)
-        loaded = surefoot.load(tmp_path / "run")
-        torch.testing.assert_close(loaded.model(ids).logits, trained.model(ids).logits, rtol=0, atol=0)
+    check_same_logits(tmp_path / "run", trained)
 
 
 def test_reward_model_learns_and_has_mean_0_and_std_1_on_demonstrations(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ def write_repository(path: Path, folder: Path, name: str, options: Options) -> l
         notes += result.save(folder) or ()
         (folder / MANIFEST).unlink()  # the listing of the repository has these files too
     write_text(folder / "config.toml", to_toml(recipe))
-    write_text(folder / "environment.json", json.dumps(_environment(run), indent=1))
+    public = {key: run.environment[key] for key in ENVIRONMENT if key in run.environment}  # what results depend on
+    write_text(folder / "environment.json", json.dumps(public, indent=1))
     for name in (FILE, FINGERPRINTS):
         if (path / name).is_file():
             copy_file(path / name, folder / name)
@@ -128,11 +129,6 @@ def _verified(path: Path) -> str:
         raise SurefootError(f"--verify: {path} does not repeat: {done.line}")
     made_on = plan.record.machine_of(plan.last).get("processor", "the same processor")
     return f"{done.line}, by `surefoot verify` on {made_on}, {date.today()}"
-
-
-def _environment(run: SavedRun) -> dict[str, Any]:
-    """What results depend on besides the recipe and may be published."""
-    return {key: run.environment[key] for key in ENVIRONMENT if key in run.environment}
 
 
 def _copy_video(path: Path, checkpoint: Path, agent: Agent, folder: Path, options: Options) -> list[str]:

@@ -100,7 +100,7 @@ def _run(
     deterministic: bool,
     shared: bool,
 ) -> EvaluationResult:
-    size, returns = (environments.size, environments.returns) if isinstance(environments, AgentEnvironments) else (1, ())
+    size, returns = environments.size, environments.returns
     width = environments.count // size
     quota = np.array([len(range(b, episodes, width)) for b in range(width)])
     if shared:

@@ -145,6 +145,11 @@ class ObservationPart:
         return f'an observation "{self.path}"' if self.keys else "an observation"
 
 
+def part_named(path: str) -> str:
+    """The name of a part of observations in messages."""
+    return "observation" if path == BARE else f'observation "{path}"'
+
+
 def _short(values: Array) -> str:
     text = " ".join(str(values).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,5 +1,6 @@
 """Checks of a recipe before it is trained: that it starts, its sizes, and its environment or its reward function."""
 
+import contextlib
 import math
 import time
 import warnings
@@ -19,7 +20,16 @@ from surefoot.control.collect.scoring import constant_parts, steps_outside
 from surefoot.control.environments import is_tensor_environment, make_environments, maker, task_name
 from surefoot.control.environments.agents import copies_of
 from surefoot.control.environments.looped import MakeEnvironment, Step
-from surefoot.control.environments.observations import RESET, STEP, Reader, as_number, check_tuple, non_finite, with_masks
+from surefoot.control.environments.observations import (
+    RESET,
+    STEP,
+    Reader,
+    as_number,
+    check_tuple,
+    non_finite,
+    score_and_life,
+    with_masks,
+)
 from surefoot.control.environments.records import ENDS, REWARDS, Record, closing
 from surefoot.control.environments.tensor import TensorEnvironments
 from surefoot.control.normalise import ActionBounds, action_converter, normalised_parts
@@ -66,26 +76,18 @@ def check_recipe(recipe: Recipe, prepare: Callable[[Recipe], World]) -> list[Fin
     A model is loaded, and a few of its answers are sampled and scored; an environment is made, checked and stepped.
     """
     try:
-        world = prepare(recipe)
+        with contextlib.closing(prepare(recipe)) as world:
+            findings = [
+                check_result("recipe", "ok", f"{recipe.title}, seed {recipe.seed}"),
+                *_arithmetic(recipe, [line for line in world.arithmetic() if line not in world.warnings]),
+            ]
+            findings += [check_result("notes", "warning", note) for note in world.warnings]
+            if isinstance(recipe, LanguageRecipe):
+                assert isinstance(world, LanguageWorld)
+                findings += check_reward(world)
     except SurefootError as error:
         findings = [failure("recipe", error)]
-        if isinstance(recipe, ControlRecipe):  # the environment may be at fault; its own checks show more
-            findings += _environment(recipe)
-        return findings
-    try:
-        findings = [
-            check_result("recipe", "ok", f"{recipe.title}, seed {recipe.seed}"),
-            *_arithmetic(recipe, [line for line in world.arithmetic() if line not in world.warnings]),
-        ]
-        findings += [check_result("notes", "warning", note) for note in world.warnings]
-        if isinstance(recipe, LanguageRecipe):
-            assert isinstance(world, LanguageWorld)
-            findings += check_reward(world)
-    except SurefootError as error:
-        findings = [failure("recipe", error)]
-    finally:
-        world.close()
-    if isinstance(recipe, ControlRecipe):
+    if isinstance(recipe, ControlRecipe):  # after an error too: the environment may be at fault, and its own checks show more
         findings += _environment(recipe)
     return findings
 
@@ -320,6 +322,7 @@ def _stepped(
             action = space.sample() if mask is None else nester(space)(_allowed_action(space, mask, draw))
             observation, reward, terminated, truncated, info = check_tuple(environment.step(action), STEP)
             rewards.append(float(as_float32(as_number(reward))))  # as training reads it
+            score_and_life(info, reward)
             seen.append(_read(reader, observation, None if terminated or truncated else info))
             returns[-1] += float(reward)
             if terminated or truncated:

@@ -17,8 +17,9 @@ from surefoot.control.collect.episodes import EpisodeLog
 from surefoot.control.collect.preferences import Preferences
 from surefoot.control.collect.scoring import Acted, Finals, rollout_of
 from surefoot.control.collect.symmetry import Symmetry
-from surefoot.control.environments.looped import Environments, Lost, Step, check_saved_count
+from surefoot.control.environments.looped import Environments, Lost, Step
 from surefoot.control.environments.observations import non_finite, not_finite_message
+from surefoot.control.environments.records import check_saved_count
 from surefoot.control.environments.slices import concatenate, join_states, slice_state
 from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.replay import RawRollout

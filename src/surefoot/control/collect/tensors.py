@@ -19,7 +19,7 @@ from surefoot.control.environments.observations import SUCCESS, not_finite_messa
 from surefoot.control.environments.tensor import TensorEnvironments, TensorStep
 from surefoot.control.networks import EPISODE_STARTS
 from surefoot.control.normalise import sent_actions
-from surefoot.control.spaces import BARE, MASK
+from surefoot.control.spaces import MASK, part_named
 from surefoot.core.rollout import LearnerState, Metrics, Rollout
 from surefoot.core.seeding import rank_generator
 from surefoot.core.timer import Timer
@@ -144,7 +144,7 @@ class TensorCollector:
         place = f"{self.environments.name}: the observation in infos['final_obs']"
         where = f"{place} is not finite as float32"
         shown = {path: torch.cat([x, acted.last[path].unsqueeze(1)], 1) for path, x in floats.items()}
-        for name, x, after in [(_named(path), x, 0) for path, x in shown.items()] + [("reward", acted.rewards, 1)]:
+        for name, x, after in [(part_named(path), x, 0) for path, x in shown.items()] + [("reward", acted.rewards, 1)]:
             bad = ~x.float().isfinite().reshape(*x.shape[:2], -1).all(-1)
             if bad.any():
                 step, row = bad.t().nonzero()[0].tolist()
@@ -346,7 +346,3 @@ class Steps:
         """Means of what the environment logs itself."""
         means = {name: total / times for name, (total, times) in self.logged.items()}
         return {f"log_{name}": float(mean) for name, mean in means.items()}
-
-
-def _named(path: str) -> str:
-    return "observation" if path == BARE else f'observation "{path}"'

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from surefoot.control.environments.looped import Lost, Step, check_saved_count, episode_seed
+from surefoot.control.environments.looped import Step, episode_seed
 from surefoot.control.environments.observations import (
     RESET,
     STEP,
@@ -23,6 +23,7 @@ from surefoot.control.environments.observations import (
     check_tuple,
     copied,
     numbers_in,
+    reported_in,
 )
 from surefoot.control.environments.records import ENDS, REWARDS, Replayed
 from surefoot.control.spaces import BARE, MASK, Array, Observations, SpaceError, as_float32, nester
@@ -90,7 +91,6 @@ class AgentEnvironments(Replayed):
         del copies[-(-count // self.size) :]
         self.count = len(copies) * self.size
         self.returns = tuple(f"return_{agent}" for agent in self.agents[:SHOWN])
-        """names of the numbers that are the returns of single agents"""
         self.observation_space, self.action_space = shared_spaces(copies[0], self.agents, name)
         super().__init__(copies, self.action_space, name)
         self.nested = int if isinstance(self.action_space, spaces.Discrete) else nester(self.action_space)
@@ -101,21 +101,16 @@ class AgentEnvironments(Replayed):
         self.totals = np.zeros(self.count)
         """[B] the agents' returns so far"""
 
-    def reset(self) -> Observations:
-        for copy in range(len(self.environments)):
-            self.begin_next(copy)
-        return copied(self.observations)
-
     def restart(self, index: int) -> tuple[Observations, list[int]]:
         copy = index // self.size
         self.begin_next(copy)
-        return copied(self.observations), list(self._rows(copy))
+        return copied(self.observations), list(self.rows_of(copy))
 
     def step(self, actions: Array, active: Array | None = None) -> Step:
         ignored = self.ended.copy() if active is None else self.ended | ~active
         step = self._empty(ignored)
         for copy in range(len(self.environments)):
-            rows = self._rows(copy)
+            rows = self.rows_of(copy)
             if active is not None and not active[rows].any():
                 continue
             self._act(copy, actions[rows], step)
@@ -128,12 +123,9 @@ class AgentEnvironments(Replayed):
         rewards, (terminated, truncated) = np.zeros(self.count), np.zeros((2, self.count), bool)
         return Step({}, rewards, terminated, truncated, ignored, scores=rewards.copy())
 
-    def _rows(self, copy: int) -> range:
-        return range(copy * self.size, (copy + 1) * self.size)
-
     def begin(self, index: int, episode: int) -> None:
         """Reset one copy to an episode."""
-        rows = self._rows(index)
+        rows = self.rows_of(index)
         seed = episode_seed(self.seed, self.first // self.size + index, episode, self.purpose) % SEEDS
         with self._errors(index):
             self.begin_record(index, episode)
@@ -146,7 +138,7 @@ class AgentEnvironments(Replayed):
         """Act in one copy, and write what its agents get into the step."""
         record, environment = self.records[copy], self.environments[copy]
         record.actions.append(np.copy(actions))
-        living = [(row, agent) for row, agent in zip(self._rows(copy), self.agents, strict=True) if not self.ended[row]]
+        living = [(row, agent) for row, agent in zip(self.rows_of(copy), self.agents, strict=True) if not self.ended[row]]
         with self._errors(copy):
             moves = {agent: self.nested(actions[row % self.size].copy()) for row, agent in living}
             returned = check_tuple(environment.step(moves), STEP)
@@ -159,6 +151,7 @@ class AgentEnvironments(Replayed):
         """What one agent gets in a step."""
         seen, rewards, terminated, truncated, infos = returned
         reward, info = as_number(_of(agent, "reward", rewards)), infos.get(agent)
+        reported_in(info, ())
         terminal = as_end(_of(agent, "terminated", terminated), "terminated")
         cut = as_end(_of(agent, "truncated", truncated), "truncated")
         self._store(row, _of(agent, "observation", seen), info, not (terminal or cut))
@@ -184,7 +177,7 @@ class AgentEnvironments(Replayed):
 
     def repeat(self, index: int, action: Any) -> bool:
         self._act(index, action, self._empty(self.ended.copy()))
-        return bool(self.ended[self._rows(index)].all())
+        return bool(self.ended[self.rows_of(index)].all())
 
     @contextlib.contextmanager
     def _errors(self, copy: int) -> Iterator[None]:
@@ -197,21 +190,6 @@ class AgentEnvironments(Replayed):
 
     def mark(self) -> None:
         """Nothing: single rows are not replayed."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """``rows``: the episodes of each copy, at its first agent."""
-        saved = self.saved_rows()
-        return {"rows": [None if row % self.size else saved[row // self.size] for row in range(self.count)]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, Lost]:
-        if "rows" not in state:  # saved by a vector environment
-            return self.reset(), dict.fromkeys(range(self.count), "")
-        check_saved_count(len(state["rows"]), self.count)
-        lost = self.load_rows(state["rows"][:: self.size])
-        return copied(self.observations), {row: why for copy, why in lost.items() for row in self._rows(copy)}
-
-    def forgotten(self) -> dict[int, str]:
-        return {self._rows(copy)[0]: names for copy, names in super().forgotten().items()}
 
 
 def shared_spaces(environment: Any, agents: list[Any], name: str) -> tuple[Any, Any]:

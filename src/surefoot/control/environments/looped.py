@@ -113,12 +113,6 @@ def episode_seed(seed: int, environment: int, episode: int, purpose: str = "trai
     return derived_seed(*words)
 
 
-def check_saved_count(saved: int, count: int) -> None:
-    """Raise SurefootError if a checkpoint has another number of environments than the recipe."""
-    if saved != count:
-        raise SurefootError(f"rollout.environments={count}: the checkpoint has {saved} environments; set that many")
-
-
 def check_same_actions(found: Sequence[gymnasium.Space[Any]], name: str, numbers: Iterable[int]) -> None:
     """Raise SurefootError if environments, with these numbers, have other actions than the first: one policy acts in all."""
     for number, space in zip(numbers, found, strict=False):
@@ -150,11 +144,6 @@ class LoopedEnvironments(Replayed):
         self.first = first
         """the number of the first environment, if these are a slice of more"""
         self.position: Any = [0, -1, -1]  # environment, episode and step of the last call, for error messages
-
-    def reset(self) -> Observations:
-        for index in range(self.count):
-            self.begin_next(index)
-        return copied(self.observations)
 
     def restart(self, index: int) -> tuple[Observations, list[int]]:
         self.begin_next(index)
@@ -232,14 +221,3 @@ class LoopedEnvironments(Replayed):
     def repeat(self, index: int, action: Any) -> bool:
         _, terminated, truncated, *_ = self.act(index, action)
         return terminated or truncated
-
-    def state_dict(self) -> dict[str, Any]:
-        """``rows``: the present and the last whole episode of each environment."""
-        return {"rows": self.saved_rows()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, Lost]:
-        if "rows" not in state:  # saved by a vector environment
-            return self.reset(), dict.fromkeys(range(self.count), "")
-        check_saved_count(len(state["rows"]), self.count)
-        lost = self.load_rows(state["rows"])
-        return copied(self.observations), lost

@@ -14,7 +14,6 @@ import gymnasium
 import numpy as np
 
 from surefoot.control.spaces import (
-    BARE,
     MASK,
     NOT_FINITE,
     Array,
@@ -25,11 +24,13 @@ from surefoot.control.spaces import (
     choices,
     mask_of,
     observation_parts,
+    part_named,
 )
 from surefoot.errors import SurefootError, cause_of, place_of
 
 INFO_KEY = "surefoot"
 """key of ``info`` under which an environment may report {"score": number, "life_lost": bool}; see ``Step``"""
+REPORTED = ("score", "life_lost")
 SUCCESS = ("is_success", "success")
 """numbers in ``info`` that become metrics if an environment has them"""
 RESUME_OR_REPEAT = "resume the run, or repeat the command"
@@ -242,7 +243,7 @@ def check_tuple(returned: Any, names: tuple[str, ...]) -> Any:
     raise SpaceError(f"{what} where Gymnasium's interface has {len(names)} ({', '.join(names)})")
 
 
-def as_number(reward: Any) -> float:
+def as_number(reward: Any, name: str = "reward") -> float:
     """A reward as a float; SpaceError if it is not a number. Like Gymnasium's checker, rejects an array with one entry."""
     if isinstance(reward, float):
         return float(reward)
@@ -250,7 +251,7 @@ def as_number(reward: Any) -> float:
         with suppress(TypeError, ValueError):  # float would read those too
             return float(reward)
     kind = f"shape {reward.shape}" if isinstance(reward, np.ndarray) and reward.ndim else f"type {type(reward).__name__}"
-    raise SpaceError(f"a reward of {kind} instead of a number")
+    raise SpaceError(f"a {name} of {kind} instead of a number")
 
 
 def as_end(flag: Any, name: str) -> bool:
@@ -276,12 +277,22 @@ def as_rows(values: Any, name: str, count: int) -> Array:
     return array if name == "rewards" else array.astype(bool)
 
 
+def reported_in(info: Any, known: Sequence[str] = REPORTED) -> Mapping[str, Any]:
+    """What ``info["surefoot"]`` has; SpaceError for a key that is not known, or for anything but a dict."""
+    reported = info.get(INFO_KEY, {}) if isinstance(info, Mapping) else {}
+    if not isinstance(reported, Mapping):
+        raise SpaceError(f"info['{INFO_KEY}'] of type {type(reported).__name__} instead of a dict of {' and '.join(REPORTED)}")
+    if unknown := [key for key in reported if key not in known]:
+        what = f"which may have only {' and '.join(REPORTED)}" if known else "which is not read from this kind of environment"
+        raise SpaceError(f"{unknown[0]!r} in info['{INFO_KEY}'], {what}")
+    return reported
+
+
 def score_and_life(info: Any, reward: float) -> tuple[float, bool]:
     """The true score of a step (the reward unless ``info["surefoot"]`` has another), and whether a life was lost."""
-    if not isinstance(info, dict) or INFO_KEY not in info:
+    if not (reported := reported_in(info)):
         return reward, False
-    reported = info[INFO_KEY]
-    score = as_number(reported["score"]) if "score" in reported else reward
+    score = as_number(reported["score"], "score") if "score" in reported else reward
     return score, as_end(reported.get("life_lost", False), f"{INFO_KEY}.life_lost")
 
 
@@ -343,11 +354,10 @@ def non_finite(
     floats = [path for path, values in observations.items() if values.dtype.kind == "f"]
     if finals or not all(np.isfinite(as_float32(observations[path])).all() for path in floats):
         for path in floats:
-            name = "observation" if path == BARE else f'observation "{path}"'
             for index, values in enumerate(observations[path]):
                 both = (values, *([finals[index][path]] if index in finals else []))
                 if not all(np.isfinite(as_float32(part)).all() for part in both):
-                    bad.setdefault(index, name)
+                    bad.setdefault(index, part_named(path))
     for name, numbers in (("reward", rewards), ("score", scores)):
         if numbers is not None and not (finite := np.isfinite(as_float32(numbers))).all():
             for index in np.flatnonzero(~finite).tolist():

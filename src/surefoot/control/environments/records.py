@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from surefoot.control.environments.observations import copied
 from surefoot.control.spaces import MASK, Observations, SpaceError, action_dtype
 from surefoot.errors import SurefootError, cause_of
 from surefoot.store.source import Kept
@@ -87,6 +88,13 @@ class Replayed:
     ``repeat``, which takes one action in it and returns whether its episode ended.
     """
 
+    count: int
+    """rows"""
+    size = 1
+    """rows of each environment: its agents"""
+    returns: tuple[str, ...] = ()
+    """names of the numbers in its infos that are the returns of single agents"""
+    observations: Observations
     begin: Callable[[int, int], None]
     repeat: Callable[[int, Any], bool]
 
@@ -100,6 +108,15 @@ class Replayed:
         """the last whole episodes"""
         self._kept = [Kept(partial(wrapped, environment)) for environment in environments]
         self._forgotten: dict[int, str] = {}
+
+    def reset(self) -> Observations:
+        for index in range(len(self.environments)):
+            self.begin_next(index)
+        return copied(self.observations)
+
+    def rows_of(self, index: int) -> range:
+        """The rows of an environment."""
+        return range(index * self.size, (index + 1) * self.size)
 
     def begin_record(self, index: int, episode: int) -> None:
         """Begin the record of an episode, before the reset; it has the state of an environment that saves one."""
@@ -117,27 +134,30 @@ class Replayed:
             self.whole[index] = self.records[index]
         self.begin(index, self.records[index].number + 1)
 
-    def saved_rows(self) -> list[dict[str, Any]]:
-        """What a checkpoint has of each environment."""
-        pairs = zip(self.records, self.whole, strict=True)
-        rows = [now.saved(self._dtype) | {"whole": None if past is None else past.saved(self._dtype)} for now, past in pairs]
-        for row, kept in zip(rows, self._kept, strict=True):
-            row["attributes"] = kept.changed()
-        return rows
+    def state_dict(self) -> dict[str, Any]:
+        """``rows``: the present and the last whole episode of each environment, at its first row."""
+        rows: list[Any] = [None] * self.count
+        for index, (now, past, kept) in enumerate(zip(self.records, self.whole, self._kept, strict=True)):
+            whole = None if past is None else past.saved(self._dtype)
+            rows[index * self.size] = {**now.saved(self._dtype), "whole": whole, "attributes": kept.changed()}
+        return {"rows": rows}
 
-    def load_rows(self, rows: list[Any]) -> dict[int, str]:
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Observations, dict[int, str]]:
         """Restore each environment; what was different in those that did not replay, which begin a new episode."""
-        lost, self._forgotten = {}, {}
-        for index, row in enumerate(as_arrays(rows)):
+        if "rows" not in state:  # saved by a vector environment
+            return self.reset(), dict.fromkeys(range(self.count), "")
+        check_saved_count(len(state["rows"]), self.count)
+        lost, self._forgotten = dict[int, str](), {}
+        for index, row in enumerate(as_arrays(state["rows"][:: self.size])):
             past = row["whole"]
             different = "" if past is None else self._replay(index, past, True)
             self.whole[index] = None if different or past is None else self.records[index]
             if different := different or self._replay(index, row, False):
-                lost[index] = different
+                lost |= dict.fromkeys(self.rows_of(index), different)
                 self.begin(index, row["number"] + 1)
             elif other := self._kept[index].unlike(row["attributes"]):
-                self._forgotten[index] = other
-        return lost
+                self._forgotten[index * self.size] = other
+        return copied(self.observations), lost
 
     def forgotten(self) -> dict[int, str]:
         """Environments that replayed but have other attributes than when they were saved -> these attributes."""
@@ -161,6 +181,12 @@ class Replayed:
             return f"{where}: {error if isinstance(error, SurefootError) else cause_of(error)}"
         different = self.records[index].difference(saved["hashes"])
         return different and f"{where} had other {different}"
+
+
+def check_saved_count(saved: int, count: int) -> None:
+    """Raise SurefootError if a checkpoint has another number of environments than the recipe."""
+    if saved != count:
+        raise SurefootError(f"rollout.environments={count}: the checkpoint has {saved} environments; set that many")
 
 
 # ---- state of its own -------------------------------------------------------------------------------------------------

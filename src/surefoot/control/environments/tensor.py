@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from surefoot.control.environments.looped import Lost
-from surefoot.control.environments.observations import METHOD, RESET, STEP, check_tuple, near_mask
+from surefoot.control.environments.observations import METHOD, RESET, STEP, check_tuple, near_mask, reported_in
 from surefoot.control.environments.records import close_all, has_hook
 from surefoot.control.spaces import (
     MASK,
@@ -162,6 +162,7 @@ class TensorEnvironments:
                 )
             ended = infos.get("final_info")  # of the episodes that ended in this step
             flat = {**infos, **ended} if isinstance(ended, Mapping) else infos
+            reported_in(flat, ())
             step.numbers = {str(key): x for key, x in flat.items() if isinstance(x, Tensor) and x.shape == (self.count,)}
             step.log = dict(infos.get("log") or {})
         if self.mode is AutoresetMode.NEXT_STEP:

@@ -17,13 +17,17 @@ from surefoot.control.environments.looped import Lost, Step, episode_seed
 from surefoot.control.environments.observations import (
     INFO_KEY,
     METHOD,
+    REPORTED,
     RESET,
     STEP,
     Reader,
+    as_end,
+    as_number,
     as_rows,
     check_tuple,
     final_numbers,
     masks_of_rows,
+    reported_in,
 )
 from surefoot.control.environments.records import ENDS, REWARDS, Hook, Record, as_arrays, claim, close_all, has_hook
 from surefoot.control.spaces import MASK, Array, Observations, SpaceError, as_float32, nester
@@ -133,11 +137,12 @@ class VectorEnvironments:
             terminated, truncated = terminated & ~ignored, truncated & ~ignored
             self.done = terminated | truncated
             read = self._read(observations, infos, ~self.done)
-        scores = np.where(ignored, 0, info_values(step_infos, "score", rewards.astype(np.float64)))
+        over = truncated if isinstance(self.environments, EnvPool) else terminated | truncated  # EnvPool's lives terminate
+        with self._errors():
+            scores = np.where(ignored, 0, info_values(step_infos, "score", rewards.astype(np.float64)))
+            life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~over
         self.observations = read
         rewards = as_float32(np.where(ignored, 0, rewards))
-        ended = truncated if isinstance(self.environments, EnvPool) else terminated | truncated  # EnvPool's lives terminate
-        life_lost = info_values(step_infos, "life_lost", np.zeros(self.count, bool)) & ~ignored & ~ended
         step = Step(read, rewards, terminated | life_lost, truncated, ignored, finals, scores, life_lost)
         if self.record is not None:
             for each in (read, *finals.values()):
@@ -362,11 +367,14 @@ def info_values(infos: dict[str, Any], key: str, default: Array) -> Array:
     In SAME_STEP, the infos of an episode's last step are in ``infos["final_info"]``.
     """
     result = default.copy()
-    for source in (infos, infos.get("final_info", {})):
-        reported = source.get(INFO_KEY, {})
+    for source in (infos, infos.get("final_info")):
+        reported = reported_in(source, (*REPORTED, *(f"_{each}" for each in REPORTED)))
         if key in reported:
             rows = np.asarray(reported.get(f"_{key}", np.ones(len(result), bool)))
-            result[rows] = np.asarray(reported[key])[rows]
+            values = np.asarray(reported[key])[rows]
+            if values.dtype.kind not in "biuf":  # such as NumPy's booleans in Gymnasium's own vector environments
+                values = [as_number(x, key) if key == "score" else as_end(x, f"{INFO_KEY}.{key}") for x in values]
+            result[rows] = values
     return result
 
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from surefoot.control.environments import task_name
 from surefoot.control.environments.atari import ATARI
-from surefoot.control.environments.looped import Lost, MakeEnvironment, Step, check_same_actions, check_saved_count
+from surefoot.control.environments.looped import Lost, MakeEnvironment, Step, check_same_actions
 from surefoot.control.environments.observations import copied, environment_failure
+from surefoot.control.environments.records import check_saved_count
 from surefoot.control.environments.slices import (
     arrays_of,
     concatenate,
