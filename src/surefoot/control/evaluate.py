@@ -262,5 +262,6 @@ def check_same_spaces(
     try:
         note = check_agreement(agent.spaces, (environment.observation_space, environment.action_space))
     except SpaceError as error:
-        raise SurefootError(f"task={name!r}: has {error}") from None
+        fix = "choose a task with these spaces, or train a new agent"
+        raise SurefootError(f"task={name!r}: has {error}; {fix}") from None
     return note and f"{name} has {note}"
