@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,10 +30,7 @@ from surefoot.store.events import Message
     ],
 )
 def test_a_limit_of_the_machine_is_one_line(command, monkeypatch, error, line) -> None:
-    def fail(*arguments: object, **named: object) -> None:
-        raise error
-
-    monkeypatch.setattr("surefoot.runs.api.start", fail)
+    monkeypatch.setattr("surefoot.runs.api.start", Mock(side_effect=error))
     code, _, err = command("train", "CartPole-v1", "--steps", "64")
     assert (code, err.count("\n"), line in err) == (2, 1, True), err
     if not isinstance(error, ImportError):
@@ -43,10 +41,7 @@ def test_a_limit_of_the_machine_is_one_line(command, monkeypatch, error, line) -
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError("CUDA out of memory")])
 def test_other_errors_of_a_python_call_keep_their_type(monkeypatch, error: Exception) -> None:
-    def fail(*arguments: object, **named: object) -> None:
-        raise error
-
-    monkeypatch.setattr("surefoot.runs.api.start", fail)
+    monkeypatch.setattr("surefoot.runs.api.start", Mock(side_effect=error))
     with pytest.raises(type(error), match=str(error)):
         surefoot.train("CartPole-v1", steps=64)
 

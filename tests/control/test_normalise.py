@@ -48,11 +48,6 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def observations_of(single: Sequence[Clockwork]) -> np.ndarray:
-    """[B, T, 4] of all steps so far."""
-    return np.stack([[step.observation for step in env.log] for env in single])
-
-
 def discounted_of(single: Sequence[Clockwork]) -> np.ndarray:
     """[B, T] the discounted return up to each step of its own episode, by its definition."""
     rows = []
@@ -205,7 +200,7 @@ def test_statistics_are_frozen_within_a_rollout_and_updated_after_it() -> None:
     for part in range(4):
         before = buffers(world.agent)
         rollout = world.collector.collect(fresh_state(part))
-        raw = torch.from_numpy(observations_of(single)[:, -10:])
+        raw = torch.from_numpy(np.stack([[step.observation for step in env.log[-10:]] for env in single]))
         rewards = torch.tensor([[step.reward for step in env.log[-10:]] for env in single])
         mean, var = before["observation_normaliser.mean"], before["observation_normaliser.var"]
         expected = ((raw - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
