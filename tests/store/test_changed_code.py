@@ -1,6 +1,7 @@
 """Code that a recipe names is compared with that of the checkpoint, before any of it runs."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -91,6 +92,14 @@ def test_changed_code_is_rejected_before_it_runs(copy: Path, name: str, shown: s
     ):
         surefoot.resume("run", steps=128)
     assert not Path("ran").exists()
+
+
+def test_commands_that_run_changed_code_say_so(copy: Path, command: Any) -> None:
+    append("env.py")
+    for words in (["evaluate", "run", "--episodes", "1", "--json"], ["push", "run", "--dry-run", "--episodes", "0"]):
+        code, _, err = command(*words)
+        assert code == 0, err
+        assert re.fullmatch(r"note: changed since the checkpoint: source of env.py: \w{8} -> \w{8}\n", err), err
 
 
 def test_a_changed_recipe_is_rejected_before_its_code_runs(copy: Path) -> None:

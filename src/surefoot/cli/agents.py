@@ -78,6 +78,8 @@ def evaluate(
         reject_options(unused, f"{run} is a model, evaluated on held-out rows: --data, --rows")
         if is_model(run):
             reject_options(("checkpoint",), f"{run} is a model, not a run")
+        else:
+            note_changes(chosen_checkpoint(run, checkpoint))
         from surefoot.language.analysis.evaluate import evaluate_run, report_table
 
         attempts = attempts_from(**several)
@@ -209,6 +211,7 @@ def push(
     """
     from surefoot.compare.card import Options, write_repository
     from surefoot.store import hub
+    from surefoot.store.folder import chosen_checkpoint
     from surefoot.store.reading import check_is_run
 
     if out is not None and not dry_run:
@@ -217,6 +220,7 @@ def push(
     repository = hub.parse_repository(name or run.resolve().name)
     if repository.revision is not None:
         raise SurefootError(f"{name}: has a revision; uploads go to the main branch, so leave it out")
+    note_changes(chosen_checkpoint(run, settings["checkpoint"]))
     target = None if dry_run else hub.find_target(repository.name, public)
     shown = repository.name if target is None else target.name
     with hub.new_folder((out or run / "hub") if dry_run else None) as folder:
@@ -248,11 +252,20 @@ def pull(name: str, folder: Path | None, revision: str | None) -> None:
     echo(f"{hub.HubName(repository.name, revision=commit)} -> {target}")
 
 
+def note_changes(checkpoint: Path) -> None:
+    """Print a line on stderr if the code that a run's recipe names has changed since a checkpoint."""
+    from surefoot.store.folder import code_changed_since
+
+    if changed := code_changed_since(checkpoint):
+        echo(f"note: changed since the checkpoint: {'; '.join(changed)}", err=True)
+
+
 def agent_in(checkpoint: Path) -> "Agent":
     """The agent of a checkpoint; raises SurefootError if it has a language model."""
     from surefoot.control.agent import Agent
     from surefoot.runs import api
 
+    note_changes(checkpoint)
     loaded: Any = api.load(checkpoint)
     if not isinstance(loaded, Agent):
         raise SurefootError(
