@@ -15,7 +15,7 @@ from surefoot import SurefootError
 from surefoot.cli import ranks
 from surefoot.errors import limit_reached
 from surefoot.recipes.reading import make_recipe
-from surefoot.runs.session import Session
+from surefoot.runs.session import budget_lines
 from surefoot.store.events import Message
 
 
@@ -93,15 +93,13 @@ SCORED = {"data": {"train": "rows.jsonl"}, "reward": {"terms": [{"function": "sc
 )
 def test_a_text_run_says_so_too(fields: dict[str, Any], line: str | None) -> None:
     recipe = make_recipe({"model": "pocket", "steps": 20, **fields})
-    session: Any = SimpleNamespace(recipe=recipe, state=SimpleNamespace(steps=0))
-    lines = Session._budget(session)
+    lines = budget_lines(recipe, 0)
     assert (bool(lines), all(line in text for text in lines if line)) == (line is not None, True)
 
 
 def test_a_resumed_run_counts_the_iterations_that_are_left() -> None:
     recipe = make_recipe({"kind": "sft", "model": "pocket", "steps": 20, "data": {"train": "rows.jsonl", "batch": 8}})
-    session: Any = SimpleNamespace(recipe=recipe, state=SimpleNamespace(steps=8))
-    assert "(2 more iterations of 8 steps)" in Session._budget(session)[0]
+    assert "(2 more iterations of 8 steps)" in budget_lines(recipe, 8)[0]
 
 
 def test_a_run_of_whole_episodes_says_it_at_its_end() -> None:

@@ -177,10 +177,12 @@ def test_trials_below_the_median_are_pruned(planted, tmp_path, monkeypatch):
 
 def test_values_that_do_not_fit_each_other_are_rejected_and_the_study_goes_on(planted, tmp_path, capsys):
     space = {"objective.reuse.minibatches": [1, 3], LR: SPACE[LR]}
-    result = studied(tmp_path / "s", space, trials=8)
+    result = studied(tmp_path / "s", space, {**TINY, "steps": 33}, trials=8)
     states = {trial["values"]["objective.reuse.minibatches"]: trial["state"] for trial in result.results["trials"]}
     assert states == {1: "complete", 3: "rejected"}
-    assert "rejected: objective.reuse.minibatches=3: does not divide the batch of 32 steps" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("steps=33: becomes 64, since only whole iterations train (2 iterations of 32 steps)\n")
+    assert "rejected: objective.reuse.minibatches=3: does not divide the batch of 32 steps" in out
 
 
 def test_a_study_stops_if_its_first_trials_fail(tmp_path, monkeypatch):

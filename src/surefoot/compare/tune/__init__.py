@@ -34,7 +34,7 @@ from surefoot.recipes.spaces import parsed_space, space_for
 from surefoot.runs.callbacks import Callback, Run
 from surefoot.runs.display import joined
 from surefoot.runs.factory import make_world
-from surefoot.runs.session import Session
+from surefoot.runs.session import Session, budget_lines
 from surefoot.store.checkpoint import latest_checkpoint
 from surefoot.store.folder import folder_lock, match_settings
 from surefoot.store.manifest import read_listed_table
@@ -154,6 +154,8 @@ def _run_study(study: Study, wanted: int, jobs: int, confirm: int, stderr: bool)
     study.optuna.set_user_attr("wanted", wanted)
     cost = plan.seeds * plan.recipe.steps
     with OverallProgress((wanted + confirm) * cost, stderr) as progress:
+        for line in budget_lines(plan.recipe, 0):
+            progress.print(line)
         ended = study.ended
         progress.skip("earlier trials", ended * cost)
         missing = wanted - ended

@@ -347,7 +347,7 @@ class Session:
 
     def _publish_opening(self) -> None:
         """Publish the lines about the model and the warnings, and those of other ranks that are not the same."""
-        mine = (*self.opening, *self._budget(), *self.world.model_summary, *self.world.warnings)
+        mine = (*self.opening, *budget_lines(self.recipe, self.state.steps), *self.world.model_summary, *self.world.warnings)
         lines = exchange(mine)
         for line in mine if rank() == 0 else ():
             self.message(line)
@@ -355,16 +355,6 @@ class Session:
             for line in others:
                 if line not in mine:
                     self.message(f"rank {number}: {line}")
-
-    def _budget(self) -> list[str]:
-        """What the budget becomes, if it is not a multiple of an iteration."""
-        steps, each, becomes = self.recipe.steps, self.recipe.iteration_steps, whole_budget(self.recipe, self.state.steps)
-        if each is None or becomes == steps:
-            return []
-        iterations = (becomes - self.state.steps) // each
-        more = " more" if self.state.steps else ""
-        many = f"{iterations:,}{more} iterations" if iterations > 1 else f"one{more} iteration"
-        return [f"steps={steps}: becomes {becomes:,}, since only whole iterations train ({many} of {each:,} steps)"]
 
     def _own_listeners(self) -> list[Listener]:
         """Callbacks, and what every run has: files and trackers if there is a folder, and findings on the first rank."""
@@ -598,3 +588,13 @@ def whole_budget(recipe: Recipe, done: int) -> int:
     """The budget in whole iterations after ``done`` steps, if the steps of an iteration are known."""
     each = recipe.iteration_steps or 1
     return done + max(0, -(-(recipe.steps - done) // each)) * each
+
+
+def budget_lines(recipe: Recipe, done: int) -> list[str]:
+    """What the budget becomes after ``done`` steps, if it is not a multiple of an iteration."""
+    each, becomes = recipe.iteration_steps, whole_budget(recipe, done)
+    if each is None or becomes == recipe.steps:
+        return []
+    iterations, more = (becomes - done) // each, " more" if done else ""
+    many = f"{iterations:,}{more} iterations" if iterations > 1 else f"one{more} iteration"
+    return [f"steps={recipe.steps}: becomes {becomes:,}, since only whole iterations train ({many} of {each:,} steps)"]
