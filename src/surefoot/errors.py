@@ -21,8 +21,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 LONGEST_CAUSE = 500
 """longest text of another library's exception, in characters"""
 _announce: ContextVar[Callable[[str], None]] = ContextVar("announce", default=lambda line: None)
-
-
+_check: ContextVar[Callable[[], None]] = ContextVar("check", default=lambda: None)
 _in_command: ContextVar[bool] = ContextVar("in_command", default=False)
 IN_PYTHON = (
     (r"surefoot resume ([^;]+?)(?: --ranks \d+)?(?=;|$)", r"surefoot.resume('\1')"),
@@ -70,6 +69,10 @@ class Interrupted(BaseException):
     """what the run has trained: the agent or language model so far"""
 
 
+class EvaluationStoppedError(Interrupted):
+    """A first signal has ended an evaluation, which the resumed run repeats."""
+
+
 @contextmanager
 def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     token = variable.set(value)
@@ -87,6 +90,11 @@ def in_command() -> AbstractContextManager[None]:
 def announced(show: Callable[[str], None]) -> AbstractContextManager[None]:
     """Call ``show`` with each line that is announced in this block."""
     return _set(_announce, show)
+
+
+def checked(check: Callable[[], None]) -> AbstractContextManager[None]:
+    """Call ``check`` at every ``check_stopped`` in this block; it raises Interrupted when a signal has come."""
+    return _set(_check, check)
 
 
 def in_python_words(call: Call) -> Call:
@@ -118,6 +126,11 @@ def in_python_words(call: Call) -> Call:
 def announce(line: str) -> None:
     """Show a line about work that takes long, such as a compilation; outside ``announced`` nothing shows it."""
     _announce.get()(line)
+
+
+def check_stopped() -> None:
+    """Raise Interrupted if a signal has come and this work may end here."""
+    _check.get()()
 
 
 def cause_of(error: BaseException) -> str:

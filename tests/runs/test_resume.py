@@ -16,7 +16,7 @@ from forked import Forked
 from killing import RECIPES, assert_same, begin_or_continue, die_at, in_child, outcome
 
 import surefoot
-from surefoot import SurefootError
+from surefoot import Interrupted, SurefootError
 from surefoot.cli import main as cli
 from surefoot.control import evaluate
 from surefoot.control.world import ControlWorld
@@ -175,7 +175,7 @@ def test_a_finished_run_is_rejected_and_can_be_extended(tmp_path):
 
 
 class Unwell(gymnasium.Env):
-    """Its evaluation fails while a file is there."""
+    """Its evaluation fails while an empty file is there, and is stopped while another is."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -190,13 +190,17 @@ class Unwell(gymnasium.Env):
 
     def step(self, action):
         self.t += 1
-        if self.file.exists():
+        if self.file.exists() and not self.file.stat().st_size:
             raise RuntimeError("the licence server is away")
+        if self.file.exists():
+            self.file.unlink()  # one signal: a second one would end the run at once
+            signal.raise_signal(signal.SIGTERM)
         return self.np_random.random(2, np.float32), float(action), self.t == 5, False, {}
 
 
 @pytest.mark.parametrize("at", [128, 256], ids=["on the way", "at the end"])
-def test_a_failed_evaluation_loses_nothing_and_is_repeated_on_resume(at, tmp_path):
+@pytest.mark.parametrize("why", ["", "Ctrl-C"], ids=["failed", "stopped"])
+def test_a_failed_or_stopped_evaluation_loses_nothing_and_is_repeated_on_resume(why, at, tmp_path):
     fields = {"rollout": {"environments": 2, "steps": 16}, "evaluation": {"episodes": 2, "every": 128}, "traces": {"every": 64}}
     fields |= {"objective": {"reuse": {"epochs": 2, "minibatches": 4}}}
     away = tmp_path / "away"
@@ -208,7 +212,7 @@ def test_a_failed_evaluation_loses_nothing_and_is_repeated_on_resume(at, tmp_pat
 
     def failing(*arguments):
         if due:
-            away.touch()
+            away.write_text(why)
         try:
             return real(*arguments)
         finally:
@@ -217,10 +221,11 @@ def test_a_failed_evaluation_loses_nothing_and_is_repeated_on_resume(at, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "_run", failing)
         message = r"environment 0 of the evaluation raised RuntimeError: .* \(test_resume\.py:\d+\), then resume the run"
-        with pytest.raises(SurefootError, match=message):
+        message = f"stopped at step {at}; continue with" if why else message
+        with pytest.raises((SurefootError, Interrupted), match=message):
             api.start(recipe, tmp_path / "cut", callback=lambda metrics: due.append(1) if metrics["steps"] == at - 32 else None)
         assert max(int(path.name) for path in (tmp_path / "cut" / "checkpoints").iterdir()) == at
-        with pytest.raises(SurefootError, match="the licence server is away"):
+        with pytest.raises((SurefootError, Interrupted), match=message):
             api.resume(tmp_path / "cut")  # it is away still
     api.resume(tmp_path / "cut")
     assert_same(outcome(tmp_path / "whole"), outcome(tmp_path / "cut"))

@@ -94,7 +94,7 @@ def test_changed_code_is_rejected_before_it_runs(copy: Path, name: str, shown: s
     assert not Path("ran").exists()
 
 
-def test_commands_that_run_changed_code_say_so(copy: Path, command: Any) -> None:
+def test_commands_that_run_changed_code_say_so(command: Any, copy: Path) -> None:
     append("env.py")
     for words in (["evaluate", "run", "--episodes", "1", "--json"], ["push", "run", "--dry-run", "--episodes", "0"]):
         code, _, err = command(*words)

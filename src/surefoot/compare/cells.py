@@ -165,7 +165,7 @@ def train_cell(folder: Path, cell: Cell, episodes: int, parent: Parent) -> dict[
     path = folder / cell.name
     if (path / RESULT).exists():
         return read_result(path / RESULT)
-    if reached(path) < cell.steps:
+    if not is_trained(path, cell.steps):
         listener = run_listener(cell.name, parent)
 
         def callback(metrics: Metrics) -> bool:
@@ -202,6 +202,12 @@ def train_or_resume(
 def reached(path: Path) -> int:
     """The step of a run's newest checkpoint; 0 without one."""
     return max((int(checkpoint.name) for checkpoint in checkpoints_in(path / "checkpoints")), default=0)
+
+
+def is_trained(path: Path, steps: int) -> bool:
+    """Whether a run has reached its budget, and does not have to repeat the evaluation there."""
+    checkpoint = latest_checkpoint(path / "checkpoints")
+    return checkpoint is not None and int(checkpoint.name) >= steps and not read_listed_table(checkpoint / "pending.json")
 
 
 def run_listener(name: str, parent: Parent) -> Listener:

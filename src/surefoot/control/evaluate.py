@@ -24,7 +24,7 @@ from surefoot.control.environments.observations import (
 )
 from surefoot.control.spaces import MASK, Array, SpaceError, check_agreement, mapped, mask_of
 from surefoot.core.seeding import any_algorithm, stream
-from surefoot.errors import NotFiniteError, SurefootError, announce
+from surefoot.errors import NotFiniteError, SurefootError, announce, check_stopped
 from surefoot.files import check_flags, check_whole
 from surefoot.ranks.collectives import exchange, rank, together, world_size
 
@@ -147,6 +147,7 @@ def _finished_episodes(
     _check(environments.name, non_finite(observations), length)
     warned = False
     while (active := quota > 0).any():
+        check_stopped()
         inputs = with_lstm_state(normalise(agent.tensors(observations)), lstm_state, starts)
         distribution, lstm_state = policy.step(inputs)
         actions = distribution.mode() if deterministic else distribution.sample(generator)

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
-from surefoot.compare.cells import REQUEST, default_folder, reached, run_listener, train_or_resume
+from surefoot.compare.cells import REQUEST, default_folder, is_trained, reached, run_listener, train_or_resume
 from surefoot.compare.processes import OverallProgress, Parent, run_works
 from surefoot.compare.report import interval_note
 from surefoot.compare.statistics import finite, interval_text, mean, mean_interval, number, numbers, with_interval
@@ -315,7 +315,7 @@ def train_run(path: Path, recipe: Recipe, parent: Parent, *callbacks: Callback) 
 
     Raises SurefootError if no evaluation has a score, and Interrupted if the parent is gone.
     """
-    if reached(path) < recipe.steps or not (isinstance(recipe, ControlRecipe) or (path / FINISHED).is_file()):
+    if not is_trained(path, recipe.steps) or not (isinstance(recipe, ControlRecipe) or (path / FINISHED).is_file()):
         listener = run_listener(path.name, Parent(parent.step, lambda line: None))  # findings are in the run's files
         train_or_resume(path, recipe, listener, lambda metrics: parent.stopped(), callbacks)
         if parent.stopped():

@@ -14,7 +14,15 @@ from surefoot.core.loop import run_loop
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, World
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics.findings import RunMonitor
-from surefoot.errors import Interrupted, LabelsNeededError, NotCompiledError, SurefootError, announced
+from surefoot.errors import (
+    EvaluationStoppedError,
+    Interrupted,
+    LabelsNeededError,
+    NotCompiledError,
+    SurefootError,
+    announced,
+    checked,
+)
 from surefoot.files import made_from, steps_named
 from surefoot.ranks.collectives import (
     broadcast_weights,
@@ -470,21 +478,26 @@ class Session:
         return metrics
 
     def _evaluate_or_save(self, metrics: Metrics) -> Metrics:
-        """Metrics of an evaluation. If it fails, save the update first; resuming repeats the evaluation."""
+        """Metrics of an evaluation. If it fails or is stopped, save the update first; resuming repeats the evaluation."""
         try:
             return self._evaluate()
-        except Exception as error:
+        except (Exception, EvaluationStoppedError) as error:
             if world_size() == 1 or (isinstance(error, SurefootError) and error.on_all_ranks):
                 self.pending = {"previous": self.previous_steps, "metrics": metrics}
-                self._save_now()
+                with self.in_phase(f"saving at step {self.state.steps:,}"):
+                    self._save_now()
             raise
+
+    def _check_stopped(self) -> None:
+        if self.signals.stop_requested and world_size() == 1:  # ranks stop together, after the evaluation
+            raise EvaluationStoppedError(f"stopped at step {self.state.steps}")
 
     def _crossed(self, every: int) -> bool:
         """Whether this iteration crossed a multiple of ``every`` steps; the same in a resumed run."""
         return self.state.steps // every > self.previous_steps // every
 
     def _evaluate(self) -> Metrics:
-        with self.learner.resting(), self.in_phase(f"evaluating at step {self.state.steps:,}"):
+        with self.learner.resting(), self.in_phase(f"evaluating at step {self.state.steps:,}"), checked(self._check_stopped):
             report = self.world.evaluate()
         with together():
             if self.best is None and self.folder is not None:
