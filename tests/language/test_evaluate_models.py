@@ -109,6 +109,9 @@ def test_evaluate_rejects_models_without_a_recipe_or_with_a_task_and_no_rows(fol
     for target in (model, tmp_path / "run"):
         with pytest.raises(SurefootError, match=r"^task='CartPole-v1': this is a model, evaluated on held-out rows; leave"):
             surefoot.evaluate(target, "CartPole-v1")
+        for for_agents in ({"episodes": 20}, {"deterministic": False}):
+            with pytest.raises(SurefootError, match=r"^\w+=.*: this is a model, evaluated on held-out rows; leave"):
+                surefoot.evaluate(target, **for_agents)
         for rows in (0, -1):
             with pytest.raises(SurefootError, match="rows="):
                 surefoot.evaluate(target, rows=rows)

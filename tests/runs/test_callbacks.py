@@ -235,6 +235,12 @@ def test_an_invalid_callback_is_rejected_before_the_folder_is_made(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
+def test_a_method_that_nothing_calls_is_an_error():
+    early = type("Early", (Callback,), {"on_evaluate": lambda self, run, report: True})()
+    with pytest.raises(SurefootError, match=r"callbacks=Early: nothing calls its on_evaluate; did you mean 'on_evaluation'\?"):
+        surefoot.train("CartPole-v1", callbacks=early, **FIELDS)
+
+
 def test_callbacks_work_without_a_folder():
     diary = Diary()
     surefoot.train("CartPole-v1", callbacks=diary, **FIELDS)

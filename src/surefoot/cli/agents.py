@@ -211,12 +211,16 @@ def push(
     """
     from surefoot.compare.card import Options, write_repository
     from surefoot.store import hub
-    from surefoot.store.folder import chosen_checkpoint
+    from surefoot.store.folder import chosen_checkpoint, kind_of
     from surefoot.store.reading import check_is_run
 
     if out is not None and not dry_run:
         raise SurefootError(f"--out {out}: is for --dry-run; add that, or leave it out")
     check_is_run(run)
+    if kind_of(run) == "control":
+        reject_options(("no_samples",), f"{run} is an agent, which writes no text")
+    else:
+        reject_options(("episodes", "seed", "film"), f"{run} is a model, which plays no episodes")
     repository = hub.parse_repository(name or run.resolve().name)
     if repository.revision is not None:
         raise SurefootError(f"{name}: has a revision; uploads go to the main branch, so leave it out")
@@ -253,10 +257,10 @@ def pull(name: str, folder: Path | None, revision: str | None) -> None:
 
 
 def note_changes(checkpoint: Path) -> None:
-    """Print a line on stderr if the code that a run's recipe names has changed since a checkpoint."""
+    """Print a line on stderr if the code that the recipe of a checkpoint's run names has changed since the newest one."""
     from surefoot.store.folder import code_changed_since
 
-    if changed := code_changed_since(checkpoint):
+    if changed := code_changed_since(checkpoint.absolute().parent.parent):
         echo(f"note: changed since the checkpoint: {'; '.join(changed)}", err=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from surefoot.core.learner import RATE_SCALE, finite_or_none
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, World
 from surefoot.core.seeding import any_algorithm
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, did_you_mean
 from surefoot.recipes.base import Recipe
 from surefoot.store.events import CheckpointSaved, EvaluationEnd, Event, IterationEnd, Listener, RunEnd, RunStart
 
@@ -143,6 +143,10 @@ def check_callbacks(callbacks: object) -> list[Callback]:
             raise SurefootError(
                 f"callbacks={callback!r}: is not a callback; give objects of classes that inherit from surefoot.Callback"
             )
+        called, own = ([name for name in dir(each) if name.startswith("on_")] for each in (Callback, callback))
+        for name in sorted(set(own) - set(called)):
+            what = f"nothing calls its {name}{did_you_mean(name, called)}"
+            raise SurefootError(f"callbacks={type(callback).__name__}: {what}; a run calls {', '.join(called)}")
     return several
 
 

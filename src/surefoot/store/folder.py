@@ -470,14 +470,16 @@ def changed_since(run: Path, recipe: Recipe, checkpoint: Path | None = None) -> 
     """How a run's recipe, as config.toml has it now, and its code differ from those of a checkpoint, by default the newest."""
     with contextlib.suppress(SurefootError, LookupError, TypeError):  # whoever loads the checkpoint says so
         checkpoint = checkpoint or checkpoints_in(run / "checkpoints")[-1]
-        return recipe_differences(read_listed_table(checkpoint / "recipe.json"), recipe) + code_changed_since(checkpoint, run)
+        changed = recipe_differences(read_listed_table(checkpoint / "recipe.json"), recipe)
+        return changed + code_changed_since(run, checkpoint)
     return []
 
 
-def code_changed_since(checkpoint: Path, run: Path | None = None) -> list[str]:
-    """How the code that a run's recipe names differs from that of a checkpoint; empty if the checkpoint has none."""
-    with contextlib.suppress(SurefootError, LookupError, TypeError, AttributeError):
-        places = [Path.cwd(), Path(working_folder(run or checkpoint.parent.parent) or ".")]  # of relative paths
+def code_changed_since(run: Path, checkpoint: Path | None = None) -> list[str]:
+    """How the code that a run's recipe names differs from that of a checkpoint, by default the newest; empty without one."""
+    with contextlib.suppress(SurefootError, LookupError, TypeError):
+        checkpoint = checkpoint or checkpoints_in(run / "checkpoints")[-1]  # best/ has no code
+        places = [Path.cwd(), Path(working_folder(run) or ".")]  # of relative paths
         return source_differences(read_listed_table(checkpoint / SOURCES), places)
     return []
 

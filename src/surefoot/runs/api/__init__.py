@@ -209,9 +209,9 @@ def evaluate(
     what: Any,
     task: Task | None = None,
     *,
-    episodes: int = 20,
+    episodes: int | None = None,
     seed: int | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     data: Rows | None = None,
     rows: int | None = None,
     reward: str | Sequence[str] = (),
@@ -220,8 +220,8 @@ def evaluate(
 
     what            an agent, a language or reward model that was trained or loaded, the folder of a run, or ``hf://org/name``
     task            agents: the task of the episodes; default: the one trained on
-    episodes        agents: how many, of which ``seed`` (default 0) determines the resets
-    deterministic   agents: greedy actions; False: sampled
+    episodes        agents: how many (20), of which ``seed`` (0) determines the resets
+    deterministic   agents: greedy actions (the default); False: sampled
     data, rows      models: other rows than the recipe's held-out ones (a file, or dicts), and how many of them; ``seed`` is
                     that of the samples
     reward          models: terms, as in ``reward.terms``, that score the responses; default: those of an online run's recipe
@@ -241,7 +241,7 @@ def evaluate(
     if isinstance(what, (str, Path)):
         what = hub.local_folder(what)
         if is_model(what) or kind_of(what) != "control":
-            reject(task=task)
+            reject(task=task, episodes=episodes, deterministic=deterministic)
             from surefoot.language.analysis.evaluate import evaluate_run
 
             return evaluate_run(what, data=file, rows=rows, seed=seed, reward=terms)
@@ -252,11 +252,12 @@ def evaluate(
         torch.set_num_threads(what.recipe.threads)  # even the last bits of an action depend on it
         place = str(task) if isinstance(task, Path) else task or what.recipe.task
         arguments = what.recipe.environment if task_place(place) == task_place(what.recipe.task) else {}
-        played = evaluate_agent(what, place, arguments, episodes, 0 if seed is None else seed, deterministic)
+        many, greedy = 20 if episodes is None else episodes, True if deterministic is None else deterministic
+        played = evaluate_agent(what, place, arguments, many, 0 if seed is None else seed, greedy)
         return played if checkpoint is None else replace(played, checkpoint=str(checkpoint))
     if not hasattr(what, "recipe"):
         raise SurefootError(f"{what!r}: is not an agent, model or run; load one with surefoot.load(RUN)")
-    reject(task=task)
+    reject(task=task, episodes=episodes, deterministic=deterministic)
     from surefoot.language.analysis.evaluate import evaluate_model
 
     return evaluate_model(what, data=file, rows=rows, seed=seed, reward=terms)

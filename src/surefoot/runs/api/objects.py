@@ -126,7 +126,7 @@ def task_place(task: Task) -> tuple[str, str]:
 def reject(**arguments: Any) -> None:
     """Raise SurefootError for an argument that is for agents if there is a model, or the other way round."""
     agent, model = "an agent, evaluated over episodes", "a model, evaluated on held-out rows"
-    kinds = {"data": agent, "rows": agent, "reward": agent, "task": model, "network": "a language model, not an agent"}
+    kinds = {"data": agent, "rows": agent, "reward": agent, "network": "a language model, not an agent"}
     for name, value in arguments.items():
         if value is not None:
-            raise SurefootError(f"{name}={value!r}: this is {kinds[name]}; leave it out")
+            raise SurefootError(f"{name}={value!r}: this is {kinds.get(name, model)}; leave it out")
