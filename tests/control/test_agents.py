@@ -347,6 +347,13 @@ def test_without_a_seat_both_sides_are_played_and_the_first_to_move_wins_by_twos
 # ---- the packages themselves ------------------------------------------------------------------------------------------
 
 
+def test_the_random_opponent_chooses_every_component_within_its_mask() -> None:
+    game = race(opponent="random")
+    game.action_space = spaces.MultiDiscrete([3, 2], start=[1, 0])
+    moves = [game.opponent(None, [0, 1, 1, 0, 1], np.random.default_rng(seed)) for seed in range(9)]
+    assert {tuple(move) for move in moves} == {(2, 1), (3, 1)}
+
+
 def rock_paper_scissors() -> Any:
     supersuit = pytest.importorskip("supersuit")
     rps: Callable[[], Any] = pytest.importorskip("pettingzoo.classic.rps_v2").parallel_env

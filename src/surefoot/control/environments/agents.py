@@ -26,7 +26,7 @@ from surefoot.control.environments.observations import (
     reported_in,
 )
 from surefoot.control.environments.records import ENDS, REWARDS, Replayed
-from surefoot.control.spaces import BARE, MASK, Array, Observations, SpaceError, as_float32, nester
+from surefoot.control.spaces import BARE, MASK, Array, Observations, SpaceError, as_float32, choices, is_nested, mask_of, nester
 from surefoot.errors import SurefootError
 from surefoot.recipes.callables import import_object
 
@@ -270,10 +270,17 @@ class Seat(gymnasium.Env[Any, Any]):
         return (*as_gymnasium(seen, info)[:1], float(reward), terminated, truncated, as_gymnasium(seen, info)[1])
 
     def _by_chance(self, observation: Any, mask: Any, generator: np.random.Generator) -> Any:
+        space: Any = self.action_space
         if mask is None:
-            self.action_space.seed(int(generator.integers(SEEDS)))
-            return self.action_space.sample()
-        return int(generator.choice(np.flatnonzero(mask))) + int(getattr(self.action_space, "start", 0))
+            space.seed(int(generator.integers(SEEDS)))
+            return space.sample()
+        allowed, sizes = mask_of(space, mask), choices(space)
+        start = getattr(space, "start", 0)
+        if sizes is None or is_nested(space):
+            raise SpaceError(f'opponent="random" has no moves under a mask for {space}; write one as a function')
+        options = np.split(allowed, np.cumsum(sizes)[:-1])
+        move: Array = np.reshape([generator.choice(np.flatnonzero(each)) for each in options], space.shape) + start
+        return move if space.shape else int(move)
 
     def render(self) -> Any:
         return self.environment.render()
