@@ -32,12 +32,17 @@ def test_the_first_help_page_of_train_is_short_and_links_to_the_rest(command: An
     assert "surefoot train --help all" in out
 
 
-@pytest.mark.parametrize("kind", ["control", "language"])
+@pytest.mark.parametrize("kind", ["control", "language", "reward"])
 def test_help_of_a_kind_lists_its_fields_and_no_others(kind: str, command: Any) -> None:
     _, out, _ = command("train", kind, "--help")
     listed = {word.rstrip(",") for line in out.splitlines() for word in line.split() if word.startswith("--")}
     aliases = {alias for names in ALIASES.values() for alias in names}
     assert listed - aliases == {flag(name) for name, _ in recipe_fields(kind) if name not in ("kind", "task")}
+
+
+def test_help_of_a_kind_has_the_choices_of_that_kind_alone(command: Any) -> None:
+    losses = (command("train", kind, "--help")[1].partition("--preference.loss")[2] for kind in ("dpo", "reward"))
+    assert [("simpo" in loss, "bradley_terry" in loss) for loss in losses] == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize(

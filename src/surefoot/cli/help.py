@@ -1,5 +1,6 @@
 """Help of commands with a flag for every field of a recipe: the common ones first, the others by table or kind on request."""
 
+import copy
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,9 @@ import click
 
 from surefoot.cli.output import echo
 from surefoot.errors import SurefootError, did_you_mean
+from surefoot.files import read_toml
+from surefoot.recipes.fields import KINDS, recipe_fields
+from surefoot.recipes.presets import presets
 
 COMMON = (
     "algorithm",
@@ -62,7 +66,7 @@ class RecipeCommand(click.Command):
             self.format_help(ctx, formatter)
         else:
             self.format_usage(ctx, formatter)
-            self._format_tables(ctx, formatter, self._fields_about(topic or task or ""))
+            self._format_tables(ctx, formatter, self._fields_about(topic, task or ""))
         return formatter.getvalue().rstrip("\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -76,15 +80,13 @@ class RecipeCommand(click.Command):
             command = ctx.command_path
             rows = [
                 (f"{command} --help TABLE", f"the fields of a table: {', '.join(self._tables(recipe))}"),
-                (f"{command} WHAT --help", f"those that WHAT has, or a kind of recipe: {', '.join(kinds())}"),
+                (f"{command} WHAT --help", f"those that WHAT has, or a kind of recipe: {', '.join(KINDS)}"),
                 (f"{command} --help all", f"all {len(recipe)} fields"),
             ]
             formatter.write_dl(rows)
 
     def _recipe_options(self) -> dict[str, click.Option]:
         """The flags of recipe fields by the dotted names of their fields."""
-        from surefoot.recipes.fields import recipe_fields
-
         by_name = {option.name: option for option in self.params if isinstance(option, click.Option)}
         names = (name for name, _ in recipe_fields())
         return {name: by_name[flag] for name in names if (flag := name.replace(".", "__")) in by_name}
@@ -92,19 +94,23 @@ class RecipeCommand(click.Command):
     def _tables(self, names: Iterable[str]) -> list[str]:
         return list(dict.fromkeys(name.partition(".")[0] for name in names if "." in name))
 
-    def _fields_about(self, topic: str) -> dict[str, click.Option]:
-        """The flags that a word stands for: all, a table, or what is trained. Raises SurefootError for any other word."""
-        from surefoot.recipes.fields import recipe_fields
+    def _fields_about(self, topic: str | None, task: str) -> dict[str, click.Option]:
+        """The flags that a word stands for: all, a table, or what is trained. Raises SurefootError for any other word.
 
+        "reward" is a table after ``--help``, and a kind before it.
+        """
         recipe = self._recipe_options()
         tables = self._tables(recipe)
-        if topic == "all" or topic in tables:
-            return {name: option for name, option in recipe.items() if topic in ("all", name.partition(".")[0])}
-        if (kind := kind_of_task(topic)) is None:
-            known = ("all", *tables, *kinds())
-            raise SurefootError(f"--help {topic}: no such topic{did_you_mean(topic, known)} (known: {', '.join(known)})")
-        names = {name for name, _ in recipe_fields(kind)}
-        return {name: option for name, option in recipe.items() if name in names}
+        if topic not in tables and (kind := kind_of_task(topic or task)) is not None:
+            texts = {name: field.help for name, field in recipe_fields(kind)}
+            recipe = {name: copy.copy(option) for name, option in recipe.items() if name in texts}
+            for name, option in recipe.items():
+                option.help = texts[name]
+            return recipe
+        word = topic or task
+        if word not in (known := ("all", *tables, *KINDS)):
+            raise SurefootError(f"--help {word}: no such topic{did_you_mean(word, known)} (known: {', '.join(known)})")
+        return {name: option for name, option in recipe.items() if word in ("all", name.partition(".")[0])}
 
     def _format_tables(self, ctx: click.Context, formatter: click.HelpFormatter, fields: dict[str, click.Option]) -> None:
         tables: dict[str, list[click.Option]] = {}
@@ -120,22 +126,12 @@ def records(ctx: click.Context, options: Iterable[click.Parameter]) -> list[tupl
     return [record for option in options if (record := option.get_help_record(ctx)) is not None]
 
 
-def kinds() -> list[str]:
-    """The kinds of recipes."""
-    from surefoot.recipes.fields import KINDS
-
-    return list(KINDS)
-
-
 def kind_of_task(what: str) -> str | None:
     """The kind of recipe that a kind, a preset, a file or an environment id stands for; None for any other word.
 
     Ids are recognised by their form, so that help needs no import of Gymnasium.
     """
-    from surefoot.files import read_toml
-    from surefoot.recipes.presets import presets
-
-    if what in kinds():
+    if what in KINDS:
         return what
     tables = presets()
     if what in tables or (what.endswith(".toml") and Path(what).is_file()):

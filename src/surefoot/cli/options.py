@@ -21,10 +21,6 @@ from surefoot.errors import SurefootError
 from surefoot.files import BOOLEAN_WORDS, RUNS
 from surefoot.store.manifest import MANIFEST
 
-TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
-"""recipe fields whose types need no explanation"""
-
-
 ALIASES = {"optimizer.learning_rate": ("--lr", "--learning-rate"), "objective.gamma": ("--gamma",)}
 """more flags of fields that people look for under shorter names"""
 
@@ -148,14 +144,14 @@ def recipe_flags(command: Callable[..., Any], without: Collection[str] = ("kind"
             continue
         flag = "--" + name.replace("_", "-")
         boolean = field.type.startswith(BOOLEAN)
-        help_text = field.meaning if field.type == BOOLEAN or name in TOP_LEVEL else f"{field.meaning} [{field.type}]"
         form: dict[str, Any] = {"metavar": "VALUE"}
         if boolean:
             form = {"cls": BooleanOption, "metavar": "[true|false]"}
             if field.type != BOOLEAN:
                 form = {"cls": BooleanOrListOption, "metavar": "[true|false|NAMES]"}
+        form["help"] = field.help
         form["shell_complete"] = functools.partial(complete_value, BOOLEAN if boolean else field.type, name)
-        command = click.option(flag, *ALIASES.get(name, ()), name.replace(".", "__"), help=help_text, **form)(command)
+        command = click.option(flag, *ALIASES.get(name, ()), name.replace(".", "__"), **form)(command)
     return command
 
 

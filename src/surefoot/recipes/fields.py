@@ -26,6 +26,8 @@ KINDS: dict[str, type[Recipe]] = {
 """every kind of run, by name"""
 BOOLEAN = "true | false"
 """the type of a boolean field"""
+TOP_LEVEL = {"algorithm", "steps", "seed", "device"}
+"""fields whose types need no explanation"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class RecipeField:
     type: str
     default: Any
     meaning: str
+
+    @property
+    def help(self) -> str:
+        """The meaning, with the type if that needs to be shown."""
+        return self.meaning if self.type == BOOLEAN or self.name in TOP_LEVEL else f"{self.meaning} [{self.type}]"
 
 
 def recipe_fields(kind: str | None = None) -> Iterator[tuple[str, RecipeField]]:
