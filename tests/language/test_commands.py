@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,6 +11,7 @@ import surefoot
 from surefoot.errors import SurefootError
 from surefoot.files import read_toml
 from surefoot.language.analysis.evaluate import with_evaluation_rows
+from surefoot.language.language_model import LanguageModel
 from surefoot.recipes.reading import make_recipe
 from surefoot.store.checkpoint import load_checkpoint
 from surefoot.store.folder import checkpoint_to_load
@@ -51,6 +53,18 @@ def test_generate_answers_from_a_run_a_folder_and_a_file(command: Command, runs:
     assert len(results) == 12
     assert {row["prompt"] for row in results} == {"old bike: "}
     assert len({row["response"] for row in results}) == 1, "greedy answers to one prompt are one"
+
+
+def test_generate_prints_what_is_finished_before_a_signal_and_batches_change_no_response(
+    command: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("generate", str(runs / "ppo"), "--file", str(runs / "rows.jsonl"), "--samples", "2", "--max-tokens", "5")
+    whole = command(*words)
+    monkeypatch.setattr("surefoot.cli.language.AT_ONCE", 6)
+    assert command(*words) == whole
+    monkeypatch.setattr(LanguageModel, "generate_ended", Mock(side_effect=[(["finished"] * 6, []), KeyboardInterrupt()]))
+    code, out, err = command(*words)
+    assert (code, out.count("finished"), err) == (130, 6, "\nsurefoot: stopped\n")
 
 
 def test_evaluate_of_an_online_run_compares_it_with_its_start(command: Command, runs: Path) -> None:

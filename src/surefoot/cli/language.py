@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 TEMPLATE = "the chat template keeps the conversation; a model trained on plain text needs --plain"
 NO_TEMPLATE = "no chat template: each line is a separate prompt, which the model continues"
+AT_ONCE = 32
+"""responses that ``generate`` samples before it prints them"""
 
 
 def load_on(model: str, device: str, trust_remote_code: bool) -> "LanguageModel":
@@ -95,29 +97,34 @@ def generate(
 
     On a terminal, control characters in a response are printed as codes. Piped output is not changed; --json escapes it.
     """
-    from surefoot.language.language_model import load_language_model
-
     if bool(prompts) == bool(file):
         raise SurefootError("generate: give either --prompt TEXT or --file FILE")
     if named := [prompt for prompt in prompts if prompt.endswith(".jsonl") and Path(prompt).is_file()]:
         raise SurefootError(f"--prompt {named[0]}: takes the text of a prompt; for a file: --file {named[0]}")
     from surefoot.language.analysis.best_of import prompts_that_fit
     from surefoot.language.data.tokens import prompt_text
+    from surefoot.language.language_model import check_prompts, load_language_model
 
+    check_prompts(prompts)
     language_model = load_language_model(run_named(model), trust_remote_code)
     inputs: Sequence[Any] = prompts if file is None else prompts_that_fit(file, language_model, max_tokens).prompts
     if player := _player(language_model, tools, no_tools):
         sampling.pop("special_tokens")
-        responses = [one.transcript for one in player.play(inputs, samples=samples, max_tokens=max_tokens, **sampling)]
-    else:
-        responses = language_model.generate(inputs, samples=samples, max_tokens=max_tokens, **sampling)
-    for number, response in enumerate(responses):
-        prompt = inputs[number // samples]
-        if as_json:
-            echo_json({"prompt": prompt, "response": response})
+    at_once = max(1, AT_ONCE // samples)
+    for start in range(0, len(inputs), at_once):  # a signal loses only the batch that is being sampled
+        batch = inputs[start : start + at_once]
+        options = {"samples": samples, "max_tokens": max_tokens, "first": start * samples, **sampling}
+        if player:
+            responses = [one.transcript for one in player.play(batch, **options)]
         else:
-            line = f"{prompt_text(prompt)} → {response}"
-            (echo if is_terminal(sys.stdout) else click.echo)(line)  # a pipe gets the response as it is
+            responses = language_model.generate_ended(batch, **options)[0]
+        for number, response in enumerate(responses):
+            prompt = batch[number // samples]
+            if as_json:
+                echo_json({"prompt": prompt, "response": response})
+            else:
+                line = f"{prompt_text(prompt)} → {response}"
+                (echo if is_terminal(sys.stdout) else click.echo)(line)  # a pipe gets the response as it is
 
 
 def _player(model: "LanguageModel", tools: tuple[str, ...], no_tools: bool) -> "Player | None":

@@ -100,18 +100,20 @@ class LanguageModel:
         *,
         samples: int = 1,
         seed: int = 1,
+        first: int = 0,
         stop: Sequence[str] = (),
         special_tokens: bool = False,
         **drawing: Any,
     ) -> tuple[list[str], list[bool]]:
         """The result of ``generate``, and for each response whether it ended before ``max_tokens``.
 
+        first     number of the first response, for its seed
         drawing   other fields of a request: ``max_tokens``, ``temperature``, ``greedy``
         """
         ends = Ends(self.tokens, tuple(stop))
         with quiet_transformers():  # the tokenizer warns of long text, which sample rejects
             ids = [self.tokens.encode_prompt(prompt) for prompt in prompts]
-        seeds = [derived_seed(seed, "generate", index) for index in range(samples * len(prompts))]
+        seeds = [derived_seed(seed, "generate", first + index) for index in range(samples * len(prompts))]
         drawn = sample(self.model, Request(ids, seeds, samples=samples, **drawing, **ends.options))
         return [ends.text(response, special_tokens) for response in drawn.responses()], drawn.ended.tolist()
 

@@ -43,12 +43,14 @@ class Player:
         samples: int = 1,
         max_tokens: int = 64,
         seed: int = 1,
+        first: int = 0,
         stop: Sequence[str] = (),
         **drawing: Any,
     ) -> list[Conversation]:
         """Conversations that begin with these prompts, prompt-major.
 
         max_tokens   of each turn
+        first        number of the first conversation, for its seed
         drawing      other fields of a request: ``temperature``, ``greedy``
 
         Raises SurefootError if the tokenizer can't call tools, or if a prompt leaves no room for an answer.
@@ -58,7 +60,7 @@ class Player:
         environments.check(self.tokens, scored=True)
         ends = Ends(self.tokens, tuple(stop))
         rows = [{"prompt": prompt, **columns_of(prompt)} for prompt in prompts for _ in range(samples)]
-        seeds = [derived_seed(seed, "generate", number) for number in range(len(rows))]
+        seeds = [derived_seed(seed, "generate", first + number) for number in range(len(rows))]
         options = {**drawing, **ends.options}
         with quiet_transformers():
             return environments.converse(
