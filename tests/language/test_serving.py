@@ -91,7 +91,9 @@ def test_a_served_reward_is_that_of_the_run_by_command_python_and_best_of_n(
     assert code == 0, err
     assert [json.loads(line)["reward"] for line in out.splitlines()] == pytest.approx(rewards, abs=1e-5)
     write_rows("messages.jsonl", [{"prompt": "one", "completion": [{"role": "assistant", "content": "a"}]}, {"prompt": "x"}])
-    assert "messages.jsonl, line 1: columns differ" in command("score", str(reward), "--file", "messages.jsonl")[2]
+    write_rows("pairs.jsonl", [{"prompt": "one", "chosen": "a", "rejected": "b"}])
+    for name, error in (("messages", "line 1: columns differ"), ("pairs", "surefoot evaluate RUN --data FILE")):
+        assert error in command("score", str(reward), "--file", f"{name}.jsonl")[2]
 
 
 def test_a_served_reward_reads_the_tools_of_each_conversation(reward: Path) -> None:

@@ -68,7 +68,9 @@ def load_served(model: str, device: str = "cpu", trust_remote_code: bool = False
 def scored_texts(row: Row) -> tuple[Prompt, str]:
     """``prompt`` and ``completion`` of a row, each text or messages. Raises SurefootError, with its place, for another row."""
     try:
-        require_columns(row, ("prompt", "completion"), "a row has prompt and completion", "; rename them in the file")
+        pairs = "; pairs have a command of their own: surefoot evaluate RUN --data FILE"
+        remedy = pairs if "chosen" in row.columns else "; rename them in the file"
+        require_columns(row, ("prompt", "completion"), "a row has prompt and completion", remedy)
         prompt, answer = (text_or_messages(row, name) for name in ("prompt", "completion"))
         if isinstance(answer, str):
             return prompt, answer
