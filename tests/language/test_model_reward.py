@@ -24,7 +24,7 @@ from surefoot.language.supervised.world import SupervisedWorld
 from surefoot.recipes.reading import make_recipe
 from surefoot.runs.factory import make_learner
 
-from .test_supervised import demonstrations, pairs, recipe
+from .test_supervised import demonstrations, pairs, recipe, write
 
 PROMPTS = ["one: ", "two: ", "a longer prompt: ", "four: ", ""]
 RESPONSES = ["yes", "a much longer response than that", "", "no.", "why"]
@@ -203,6 +203,19 @@ def test_messages_are_scored_at_the_tokens_that_training_scores(tmp_path: Path) 
     ids, start = rows.ids[0], rows.trained[0].index(True)
     wanted = summed_by_hand(reward.model, ids[:start], ids[start:])
     torch.testing.assert_close(reward([prompt], ["Hi."], {}).total[0], wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("trained", ["text", "messages"])
+def test_prompts_of_another_kind_than_the_trained_rows_are_an_error(trained: str, tmp_path: Path) -> None:
+    parts = {"prompt": ("user", "one: "), "chosen": ("assistant", "yes"), "rejected": ("assistant", "no")}
+    rows: dict[str, Any] = {"text": {name: text for name, (_, text) in parts.items()}}
+    rows["messages"] = {name: [{"role": role, "content": text}] for name, (role, text) in parts.items()}
+    SupervisedWorld(recipe("reward", "pocket", write(tmp_path / "p.jsonl", [rows[trained]]))).result.save(tmp_path / "reward")
+    reward = ModelReward(tmp_path / "reward")
+    reward.check_prompts([rows.pop(trained)["prompt"]])
+    ((other, row),) = rows.items()
+    with pytest.raises(SurefootError, match=f"was trained on {trained}, so its scores of {other} mean nothing; give {trained}"):
+        reward.check_prompts([row["prompt"]])
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 2, "alpha": 4}])

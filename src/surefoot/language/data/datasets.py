@@ -33,6 +33,8 @@ class Tokenised:
     """columns that are not used; of prompts, those that only reward functions read"""
     notes: tuple[str, ...] = ()
     """lines about control tokens in the rows, and about labelled answers without a partner"""
+    plain: bool | None = None
+    """whether all are text, or all messages; None: some are either"""
     facts: Facts = field(default_factory=Facts)
     """what was computed from all rows before"""
 

@@ -40,12 +40,13 @@ Answers = Literal["template", "row"]
 
 @dataclass
 class Edits:
-    """What a chat template changes in the answers of a row."""
+    """What a chat template changes in the answers of a row, and whether the row has text in place of messages."""
 
     omitted: str = ""
     """a part of an answer that is not among the trained tokens"""
     other_prompt: bool = False
     """the prompt that an answer to the same messages would get is no beginning of the row"""
+    plain: bool = False
 
 
 class Tokens(ChatTemplate):
@@ -105,6 +106,7 @@ class Tokens(ChatTemplate):
         if not isinstance(prompt, str):
             self.check_rendered(prompt)
             return self.render(prompt, add_generation_prompt=True)
+        self.edits.plain = True
         ids = list(self.tokenizer(prompt)["input_ids"])
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos] and prompt.startswith(self.tokenizer.bos_token):

@@ -233,6 +233,7 @@ class Scale:
     mean, std     of the head's output
     weight, bias  of the head: the written weight is divided by std, which rounds it   [1, width], [1]
     pooled        whether the score is the sum of the head's outputs over the answer
+    plain         whether the training rows were text, or messages; None: not known
     """
 
     offset: float
@@ -241,13 +242,15 @@ class Scale:
     weight: Tensor
     bias: Tensor
     pooled: bool = False
+    plain: bool | None = None
 
     def record(self) -> dict[str, Any]:
         """As JSON, with the head as base64 of its weight and bias in float32."""
         numbers = torch.cat([self.weight.detach().flatten(), self.bias.detach()]).to("cpu", torch.float32)
         head = base64.b64encode(numbers.numpy().astype("<f4").tobytes()).decode()
-        pooled = {"pooled": True} if self.pooled else {}
-        return {"offset": self.offset, "mean": self.mean, "std": self.std, "head": head, **pooled}
+        others = {"pooled": self.pooled or None, "plain": self.plain}
+        others = {name: value for name, value in others.items() if value is not None}
+        return {"offset": self.offset, "mean": self.mean, "std": self.std, "head": head, **others}
 
 
 def read_scale(config: "PreTrainedConfig") -> Scale | None:
@@ -268,4 +271,4 @@ def read_scale(config: "PreTrainedConfig") -> Scale | None:
     except (KeyError, TypeError, ValueError) as error:
         raise SurefootError(f"config.json: {SCALE}.head: can't be read ({error}); copy the whole folder") from None
     offset, mean, std = (float(scale[name]) for name in names)
-    return Scale(offset, mean, std, head[:-1].unsqueeze(0), head[-1:], scale.get("pooled") is True)
+    return Scale(offset, mean, std, head[:-1].unsqueeze(0), head[-1:], scale.get("pooled") is True, scale.get("plain"))

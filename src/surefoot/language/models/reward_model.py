@@ -74,6 +74,8 @@ class RewardModel(nn.Module):
     """whether it was trained on labels of steps, and is written as a token classifier"""
     pooled: bool = False
     """whether the score is the sum of the head's outputs over the answer; it is written as a token classifier too"""
+    plain: bool | None = None
+    """whether it was trained on text alone, or on messages alone; None: on both, or not known"""
     padding_free: bool = False
     """whether it reads texts end to end; only for backbones without ``reason_for_padding``"""
 
@@ -198,8 +200,8 @@ class RewardModel(nn.Module):
                     *lines,
                     f"{folder}: transformers has no classifier of this family, so only Surefoot reads its head ({HEAD})",
                 ]
-            scale = Scale(self.offset, float(self.mean), float(self.std), self.head.weight, self.head.bias, self.pooled)
-            setattr(classifier.config, SCALE, scale.record())
+            numbers = self.offset, float(self.mean), float(self.std), self.head.weight, self.head.bias
+            setattr(classifier.config, SCALE, Scale(*numbers, self.pooled, self.plain).record())
             write_weights(classifier, temporary)
             tokenizer.save_pretrained(temporary)
         if not (pads or of_tokens):
@@ -294,6 +296,7 @@ def _from_classifier(
     model.pooled = scale is not None and scale.pooled
     model.of_steps = of_tokens and not model.pooled
     if scale is not None:
+        model.plain = scale.plain
         same = is_head(model.head.weight, scale.weight if of_tokens else scale.weight / torch.tensor(scale.std))
         if same:
             model.head.load_state_dict({"weight": scale.weight, "bias": scale.bias})

@@ -90,8 +90,17 @@ class ModelReward:
             raise self._error("has a pooled head, which scores whole answers; use a process reward model, or per = 'response'")
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Raise SurefootError for messages, if the model has no chat template to render them."""
+        """Raise SurefootError for messages, if the model has no chat template to render them, and for prompts of another kind
+        than those that it was trained on.
+        """
         assert self.model.tokenizer is not None
+        prompts = list(prompts)
+        plain = getattr(self.model, "plain", None)
+        if plain is not None and any(isinstance(prompt, str) is not plain for prompt in prompts):
+            trained, given = ("text", "messages") if plain else ("messages", "text")
+            raise self._error(
+                f"was trained on {trained}, so its scores of {given} mean nothing; give {trained}, or train another"
+            )
         if not self.model.tokenizer.chat_template and any(not isinstance(prompt, str) for prompt in prompts):
             raise self._error("its tokenizer has no chat template, and the prompts are messages; use another model, or text")
 

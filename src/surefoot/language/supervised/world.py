@@ -139,6 +139,7 @@ class SupervisedWorld:
         """the most tokens of a row, by the recipe and the model's context, and how messages call that limit"""
         self.model_summary = [] if self.base is None else [self.base.summary()]
         self.warnings: list[str] = recipe.notes(model.num_parameters())
+        self.plain: bool | None = None
         train = self._rows(recipe.data.train)
         self.held_out = None
         if recipe.data.held_out is not None and recipe.evaluation.rows:
@@ -159,6 +160,7 @@ class SupervisedWorld:
         if isinstance(recipe, RewardRecipe):
             self.result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
             self.result.recipe = recipe
+            self.result.plain = self.plain
             set_reading(self.result, recipe.table)
             kind = StepPolicy if self.result.of_steps else PairPolicy
             self.policy = kind(self.result, recipe.autocast, recipe.gradient_checkpointing, recipe.padding_free)
@@ -278,6 +280,7 @@ class SupervisedWorld:
             made = demonstrations = self._read(path, data.demonstrations)
             rows = demonstration_rows(demonstrations, pad_id)
         self.warnings += data.drop_notes(path, self.token_limits[0], made)
+        self.plain = made.plain if path == recipe.data.train else self.plain
         return rows
 
     def arithmetic(self) -> list[str]:
