@@ -319,19 +319,21 @@ def test_a_reward_is_tried_on_samples(command: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a: "}\n{"prompt": "b: "}\n')
     (tmp_path / "paid.py").write_text(
         "def good(responses):\n    return [len(set(text)) for text in responses]\n"
-        "def dead(responses):\n    return [1.0] * len(responses)\n"
+        "def dead(responses):\n    return [-4.5] * len(responses)\n"
         "def short(responses):\n    return [1.0]\n"
     )
     for function, state, code in (("good", "✓", 0), ("dead", "!", 0), ("short", "✗", 1)):
         (tmp_path / "recipe.toml").write_text(
             'kind = "language"\nmodel = "pocket"\nsteps = 64\ndata = { train = "rows.jsonl" }\n'
-            f'reward = {{ terms = [{{ function = "paid.py:{function}" }}], missing_eos = "none" }}\n'
-            "sampling = { max_tokens = 4 }\n"
+            f'reward = {{ terms = [{{ function = "paid.py:{function}" }}], missing_eos = "penalty" }}\n'
+            "sampling = { max_tokens = 8, stop = ['a', 'e', 'i', 'o', 'u', 's', 't'] }\n"
         )
         actual = command("check", "recipe.toml")
         assert actual[0] == code, actual
         assert re.search(rf"^{re.escape(state)} reward ", actual[1], flags=re.M), actual[1]
         assert "memory" in actual[1]
+        above = re.search(r"^! truncated answers +each earns -1, more than (\d) of \1 complete ones", actual[1], flags=re.M)
+        assert bool(above) is (function == "dead"), actual[1]
 
 
 class Listed(gymnasium.Env[Any, int]):

@@ -14,16 +14,12 @@ from surefoot.diagnostics.curves import CHECKED_METRICS, RunCurves
 from surefoot.diagnostics.findings import RUN_CHECKS, RunMonitor, check_curves, findings_of, of_run
 from surefoot.diagnostics.metrics import METRICS
 from surefoot.recipes.presets import find_recipe
-from surefoot.store.finding import in_words
+from surefoot.store.finding import Finding, in_words
 
 from .conftest import stored
 
+TEXT = {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"function": "x:y"}]}}
 HEALTHY = ("control", "sft", "reward_model", "ppo", "ppo_2")
-
-
-@pytest.mark.parametrize("name", HEALTHY)
-def test_the_demos_are_healthy(name: str) -> None:
-    assert findings_of(stored(name)) == []
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -31,7 +27,7 @@ def test_a_healthy_run_has_no_findings_at_any_step(name: str) -> None:
     rows = stored(name)
     budget = int(rows[-1]["steps"])
     messages: list[str] = []
-    for stop in range(len(rows) // 20, len(rows), max(1, len(rows) // 20)):
+    for stop in [*range(len(rows) // 20, len(rows), max(1, len(rows) // 20)), len(rows)]:
         curves = RunCurves(rows[:stop], budget)
         messages += [findings.name for check in RUN_CHECKS if (findings := check(curves, None)) is not None]
     assert messages == []
@@ -44,7 +40,7 @@ def test_reward_hacking_in_the_demo_without_a_kl_penalty_is_reported() -> None:
 
 
 def test_where_beta_is_adapted_its_first_value_is_not_what_to_raise() -> None:
-    fields = {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"model": "x"}]}}
+    fields = TEXT | {"reward": {"terms": [{"model": "x"}]}}
     adapted = find_recipe("reviews", fields | {"reference": {"beta": 0.1, "target": 6.0}})
     for recipe, says in ((find_recipe("reviews", fields), "raise reference.beta (it is"), (adapted, "lower reference.target")):
         findings = {finding.name: finding for finding in findings_of(stored("hacked"), recipe)}
@@ -105,13 +101,13 @@ def test_a_policy_whose_gradient_drowns_in_the_value_loss_gets_the_advice_to_sca
     flat = findings_of(rows, recipe)[0]
     assert flat.advice[0] == "scale rewards to order 1, or set normalise.rewards = true"
     assert flat.evidence[-1].metric == "gradient_norm_policy"
-    apart = find_recipe("CartPole-v1", {"steps": 10_000, "optimizer": {"critic_learning_rate": 1e-3}})
-    assert "learning_rate" in findings_of(rows, apart)[0].advice[0]
+    for other in ({"optimizer": {"critic_learning_rate": 1e-3}}, {"objective": {"value_coefficient": 0.0}}):
+        assert "learning_rate" in findings_of(rows, find_recipe("CartPole-v1", {"steps": 10_000, **other}))[0].advice[0]
 
 
 def test_a_return_that_has_only_fallen_has_not_risen() -> None:
-    (flat,) = [each for each in findings_of(rows_of(100, episode_return=lambda i: -i)) if each.name == "return_flat"]
-    assert "has not risen: −5.5 at first, and since then −2" in flat.what
+    (flat,) = [each for each in findings_of(rows_of(100, episode_return=lambda i: -100 - i / 10)) if each.name == "return_flat"]
+    assert "has not risen: −100 at first, and since then −10" in flat.what
 
 
 def test_a_return_that_rises_falls_and_rises_again_has_risen() -> None:
@@ -183,6 +179,35 @@ def test_a_few_lucky_episodes_in_a_constant_return_are_no_improvement_to_lose() 
     assert "return_collapsed" in names(rows_of(30, episode_return=lambda i: -120.0 if 9 < i < 22 else -200.0))
 
 
+@pytest.mark.parametrize(("metric", "name"), [("reward", "reward"), ("gold", "gold score")])
+def test_a_run_that_ends_far_below_its_start_has_a_finding_of_its_own(metric: str, name: str) -> None:
+    def found(to: float) -> dict[str, Finding]:
+        rows = rows_of(40, **{"reward": 0.6, metric: lambda i: (0.6 if i < 4 else to) + 0.03 * (-1) ** i})
+        return {each.name: each for each in findings_of(rows, find_recipe("language", TEXT))}
+
+    lost = found(0.2)["return_collapsed"]
+    assert lost.what == f"the {name} is far below its start: from 0.6 at first down to 0.2"
+    assert lost.advice[0].startswith("a lower optimizer.learning_rate (it is ")
+    assert "return_flat" not in found(0.2)
+    assert "return_collapsed" not in found(0.55)
+
+
+def test_a_rise_at_the_first_update_is_a_rise() -> None:
+    assert "return_flat" not in names(rows_of(200, reward=lambda i: 0.2 if i < 2 else 0.8))
+
+
+def test_a_penalty_above_the_scores_of_complete_answers_is_reported() -> None:
+    recipe = find_recipe("reviews", TEXT)
+
+    def found(complete: float, ended: float) -> list[str]:
+        reward = lambda i: ended * complete - (1 - ended) + 0.01 * i  # noqa: E731
+        findings = findings_of(rows_of(30, reward=reward, score_std=1.0, eos_rate=ended), recipe)
+        return [finding.what for finding in findings if finding.name == "responses_cut"]
+
+    assert found(-2.0, 0.8)[0].startswith("truncated responses earn −1, and complete ones less: −1.9")
+    assert found(-0.5, 0.8) == found(-2.0, 1.0) == []
+
+
 @pytest.mark.parametrize(("kl", "lost"), [(1e-9, False), (1e-3, True)])
 def test_a_policy_that_has_not_moved_has_lost_nothing(kl: float, lost: bool) -> None:
     found = names(rows_of(30, episode_return=lambda i: 25.0 if 9 < i < 22 else 20.0, kl=kl))
@@ -210,6 +235,8 @@ def test_nearly_constant_returns_excuse_a_critic() -> None:
     unsolved = rows_of(60, value_loss=100.0, explained_variance=lambda i: 0.9 if i < 20 else -3.0)
     assert names(solved) == []
     assert names(unsolved) == ["critic_misleads"]
+    untrained = find_recipe("CartPole-v1", {"objective": {"value_coefficient": 0.0}})
+    assert findings_of(unsolved, untrained) == [], "there is no value loss"
 
 
 def test_a_critic_that_is_bad_only_at_first_is_excused() -> None:
@@ -226,7 +253,7 @@ def test_a_short_problem_that_is_over_is_not_a_finding() -> None:
 
 
 def test_a_reward_that_differs_by_the_penalty_of_truncated_responses_alone_has_no_signal() -> None:
-    recipe = find_recipe("reviews", {"model": "m", "data": {"train": "x"}, "reward": {"terms": [{"function": "x:y"}]}})
+    recipe = find_recipe("reviews", TEXT)
 
     def found(ended: float, scores: list[float], **more: float) -> list[str]:
         every = [-1.0] * round(32 * (1 - ended)) + scores * round(32 * ended / len(scores))

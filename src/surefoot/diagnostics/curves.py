@@ -128,6 +128,17 @@ class Curve:
         # np.median would import numpy.ma, 1 MB, in the middle of a run.
         return statistics.median(differences) * 1.4826 / math.sqrt(2 if slopes else 6)
 
+    @property
+    def least_noise(self) -> float:
+        """The smaller of the two, which a steady rise or fall does not raise."""
+        return min(self.noise(), self.noise(slopes=False))
+
+    def start(self) -> "tuple[Curve, float]":
+        """The first two values, as a whole block may have learned already; and the noise of their mean."""
+        block = self.blocks()[0]
+        first = block.part(0, 2)
+        return first, self.least_noise * math.sqrt(len(block) / len(first))
+
 
 class RunCurves:
     """The metrics of a run as curves, by name: ``curves["kl"]``. Rows can be added while the run goes on.

@@ -38,7 +38,12 @@ from surefoot.store.reading import (
 
 RUN_CHECKS = (*REWARD_CHECKS, *UPDATE_CHECKS, *SUPERVISED_CHECKS)
 """every check of a run: takes its curves and its recipe (or None), and returns a finding or None"""
-SUPERSEDES = {"no_reward_signal": ("return_flat",), "reward_hacked": ("entropy_collapsed",), "unusable_start": ("loss_flat",)}
+SUPERSEDES = {
+    "no_reward_signal": ("return_flat",),
+    "return_collapsed": ("return_flat",),
+    "reward_hacked": ("entropy_collapsed", "return_collapsed"),
+    "unusable_start": ("loss_flat",),
+}
 """findings that make others redundant"""
 CHECKS_PER_RUN = 20
 """how often a run is checked while it goes on, over its budget"""

@@ -259,8 +259,8 @@ METRICS: dict[str, Metric] = {
         "1 − Var(R̂ − V)/Var(R̂): 1 is a perfect critic, 0 a constant one; null where returns are constant, and "
         "meaningless where they nearly are",
         low=-0.5,
-        why_low="the critic predicts worse than a constant: normal in the first iterations, meaningless where returns are "
-        "nearly constant, else fit it longer or faster",
+        why_low="the critic predicts worse than a constant: normal at first and without a value loss, meaningless where "
+        "returns are nearly constant, else fit it longer or faster",
     ),
     "advantage_mean": Metric("mean advantage before normalisation"),
     "advantage_std": Metric("standard deviation of the advantages before normalisation"),

@@ -546,7 +546,7 @@ def check_reward(world: LanguageWorld) -> list[Finding]:
     findings.append(_scored(scores.total[scores.valid], count, seconds, recipe))
     if not scores.valid.any():
         return findings
-    return [*findings, *_treated(world, final_rewards(scores, answers.samples, recipe), scores.valid, ended)]
+    return [*findings, *_treated(recipe, final_rewards(scores, answers.samples, recipe), scores.valid, answers.samples.ended)]
 
 
 def _scored(values: torch.Tensor, count: int, seconds: float, recipe: LanguageRecipe) -> Finding:
@@ -580,13 +580,18 @@ def _answers(count: int, ended: float, length: float, seconds: float, recipe: La
     return check_result("answers", "ok", what)
 
 
-def _treated(world: LanguageWorld, total: torch.Tensor, valid: torch.Tensor, ended: float) -> list[Finding]:
-    """The scores after ``reward.missing_eos`` is applied to truncated answers.   total, valid [answers]"""
-    settings, values = world.recipe.reward, total[valid]
-    if settings.missing_eos is None or ended == 1 or not len(values):
+def _treated(recipe: LanguageRecipe, total: torch.Tensor, valid: torch.Tensor, ended: torch.Tensor) -> list[Finding]:
+    """The scores after ``reward.missing_eos`` is applied to truncated answers.   total, valid, ended [answers]"""
+    settings, values, complete = recipe.reward, total[valid], total[valid & ended]
+    if settings.missing_eos is None or bool(ended.all()) or not len(values):
         return []
-    spread = float(values.std(correction=0))
+    spread, name = float(values.std(correction=0)), "truncated answers"
     what = f"with reward.missing_eos = {settings.missing_eos!r} they earn {float(values.mean()):.3g} ± {spread:.3g}"
     if spread == 0:
-        return [check_result("truncated answers", "warning", f"{what}: all scores are equal", "raise sampling.max_tokens")]
-    return [check_result("truncated answers", "ok", what)]
+        return [check_result(name, "warning", f"{what}: all scores are equal", "raise sampling.max_tokens")]
+    lower = int((complete < settings.missing_eos_value).sum())
+    if settings.missing_eos == "penalty" and 4 * lower >= max(1, len(complete)):
+        earned = f"each earns {settings.missing_eos_value:g}, more than {lower} of {len(complete)} complete ones"
+        fix = f"set reward.missing_eos_value = {math.floor(complete.min())}, below their lowest score"
+        return [check_result(name, "warning", earned, fix)]
+    return [check_result(name, "ok", what)]

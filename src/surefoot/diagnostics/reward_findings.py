@@ -108,10 +108,10 @@ def return_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     earned, still = earnings(curves), stays(curves, recipe)
     if len(earned) < 2 * curves.width(0.1, 10) or curves.steps < 0.2 * curves.planned:  # as in return_collapsed
         return None
-    first, best, noise = rise(earned)
     # The return is a mean over many episodes and drifts, so it must also rise by a share. A policy that has not moved has
     # not learned.
-    if best - first > max(CLEAR_CHANGE * noise, LEAST_RISE * abs(first)) and not still:
+    first, best, risen = rise(earned, LEAST_RISE)
+    if risen and not still:
         return None
     bonus = recipe is not None and recipe.objective.entropy_coefficient
     explore = f"explore more: {'a larger objective.entropy_coefficient' if bonus else 'objective.entropy_coefficient = 0.01'}"
@@ -172,7 +172,7 @@ def bounds_missed(curves: RunCurves, recipe: Recipe | None) -> tuple[str, str] |
 
 
 def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """More than half of the improvement is lost again."""
+    """More than half of the improvement is lost again, or the reward or the gold score falls far below its start."""
     earned = earnings(curves)
     # Two values in each tenth: the first values of a run are means over a few episodes, and one alone can be a peak.
     if len(earned) < 2 * curves.width(0.1, 10) or stays(curves, recipe):
@@ -182,7 +182,7 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     gained, kept = means[top] - means[0], means[-1] - means[0]
     # Less than return_flat takes for a rise is none: a few lucky episodes in a return that has no noise otherwise.
     if gained <= max(2 * CLEAR_CHANGE * earned.noise(), LEAST_RISE * abs(means[0])) or kept > 0.5 * gained:
-        return None
+        return next((found for curve in (earned, curves["gold"]) if (found := below_start(curve, recipe))), None)
     kl = curves["kl"].after(blocks[top].steps[0])
     spikes = (kl.evidence("largest", float(kl.values.max())),) if len(kl) else ()
     return Finding(
@@ -200,6 +200,28 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     )
 
 
+def below_start(curve: Curve, recipe: Recipe | None) -> Finding | None:
+    """The finding for a curve that ends clearly below its start, and by a fifth of it."""
+    if len(curve) < 2 * BLOCKS:
+        return None
+    (start, noise), now = curve.start(), curve.blocks()[-1]
+    if start.mean - now.mean <= max(2 * CLEAR_CHANGE * noise, 0.2 * abs(start.mean)):
+        return None
+    name = {"episode_return": "return", "gold": "gold score"}.get(curve.metric, "reward")
+    return Finding(
+        "return_collapsed",
+        "serious",
+        f"the {name} is far below its start: from {in_words(start.mean)} at first down to {in_words(now.mean)}",
+        "the updates are too large for their noise: the policy loses what it could do before training",
+        seen(start, now),
+        (
+            f"a lower optimizer.learning_rate{rate_of(recipe)}, a tenth of it; begin again from the start",
+            "fewer objective.reuse.epochs, or objective.target_kl = 0.02",
+            "larger batches, so that advantages are less noise",
+        ),
+    )
+
+
 def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     """The training reward rises while the gold score, diversity or held-out likelihood falls, over the same steps.
 
@@ -209,7 +231,7 @@ def reward_hacked(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     if len(proxy) < 2 * curves.width(0.05, 5):
         return None
     blocks = proxy.blocks()
-    first, now, noise = blocks[0].mean, blocks[-1].mean, rise(proxy)[2]
+    first, now, noise = blocks[0].mean, blocks[-1].mean, proxy.least_noise
     if now - first <= CLEAR_CHANGE * noise:
         return None
     lost = gold_lost(curves, recipe, now - first)
@@ -259,10 +281,9 @@ def gold_lost(curves: RunCurves, recipe: Recipe | None, risen: float) -> Lost:
             continue
         now = gold.blocks()[-1]
         best = max(gold.blocks(), key=lambda block: block.mean)
-        kept = gain(proxy, best, now) >= -rise(proxy)[2]
-        noise = min(gold.noise(), gold.noise(slopes=False))
+        kept = gain(proxy, best, now) >= -proxy.least_noise
         large = min(0.25 * risen, 0.5 * abs(best.mean))  # a learned reward and gold may have other units
-        if best.mean - now.mean > max(2 * CLEAR_CHANGE * noise, large) and kept:
+        if best.mean - now.mean > max(2 * CLEAR_CHANGE * gold.least_noise, large) and kept:
             return [("the gold score falls", seen(best, now)), *diversity_lost(curves, recipe)]
     return []
 
@@ -355,7 +376,7 @@ def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         )
     worst = curves.worst(ended, 0.1, 5, largest=False)
     if worst is None or worst.mean >= 0.5:
-        return None
+        return truncation_pays(curves, recipe)
     return Finding(
         "responses_cut",
         "warning",
@@ -363,6 +384,25 @@ def responses_cut(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         "the limit is short for these answers, or the policy has learned to write too much",
         seen(worst),
         advice,
+    )
+
+
+def truncation_pays(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
+    """The penalty of truncated responses is more than complete ones earn on average."""
+    earned, _ = scores_of_ended(curves, recipe)
+    ended = curves["eos_rate"].values
+    some = (ended >= 0.5) & (ended <= 0.98) if len(earned) else np.empty(0, bool)
+    worst = curves.worst(Curve("reward", earned.steps[some], earned.values[some]), 0.1, 5, largest=False)
+    if worst is None or not isinstance(recipe, LanguageRecipe) or worst.mean >= recipe.reward.missing_eos_value:
+        return None
+    penalty = recipe.reward.missing_eos_value
+    return Finding(
+        "responses_cut",
+        "warning",
+        f"truncated responses earn {in_words(penalty)}, and complete ones less: {in_words(worst.mean)} on average",
+        "reward.missing_eos_value is above the scores of the reward, so the policy learns not to end",
+        seen(worst, curves["eos_rate"].during(worst)),
+        ("set reward.missing_eos_value below the lowest of these scores, which surefoot check RECIPE prints",),
     )
 
 
@@ -476,7 +516,8 @@ def stays(curves: RunCurves, recipe: Recipe | None) -> bool:
 def drowned(curves: RunCurves, recipe: Recipe) -> bool:
     """Whether clipping a joint gradient leaves next to nothing of the policy's: large rewards give large value losses."""
     norm, most = curves["gradient_norm_policy"], recipe.optimizer.max_grad_norm
-    joint = recipe.optimizer.critic_learning_rate is None and recipe.objective.constraint is None and len(curves["value_loss"])
+    apart = recipe.optimizer.critic_learning_rate is not None or recipe.objective.constraint is not None
+    joint = not apart and recipe.objective.value_coefficient and len(curves["value_loss"])
     return bool(joint and most and len(norm) and norm.mean > 1e3 * most)
 
 
@@ -499,12 +540,17 @@ def raise_kl_penalty(recipe: Recipe | None) -> str:
     return f"raise reference.beta (it is {settings.beta:g}), or set reference.target, the KL per response"
 
 
-def rise(curve: Curve) -> tuple[float, float, float]:
-    """The first block, the best mean of three neighbouring blocks after it, and the noise, which slopes are no part of."""
-    means = curve.means()
+def rise(curve: Curve, least: float = 0.0) -> tuple[float, float, bool]:
+    """The first values, the best mean of three neighbouring blocks after the first, and whether that is clearly higher than the
+    first block or the first values.
+
+    least   share of these by which it must also be higher
+    """
+    means, (start, noise) = curve.means(), curve.start()
     later = means[1:] or means
-    near = [sum(later[i : i + 3]) / len(later[i : i + 3]) for i in range(max(1, len(later) - 2))]
-    return means[0], max(near), min(curve.noise(), curve.noise(slopes=False))
+    best = max(sum(later[i : i + 3]) / len(later[i : i + 3]) for i in range(max(1, len(later) - 2)))
+    begun = (means[0], curve.least_noise), (start.mean, noise)
+    return start.mean, best, any(best - first > max(CLEAR_CHANGE * wide, least * abs(first)) for first, wide in begun)
 
 
 def gain(curve: Curve, start: Curve, end: Curve) -> float:

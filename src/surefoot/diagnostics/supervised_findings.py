@@ -93,7 +93,7 @@ def loss_flat(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
         return None
     blocks, (first, *later) = loss.blocks(), loss.means()
     last = min(later)
-    if first - last > max(CLEAR_CHANGE * min(loss.noise(), loss.noise(slopes=False)), 0.02 * first):
+    if first - last > max(CLEAR_CHANGE * loss.least_noise, 0.02 * first):
         return None
     return Finding(
         "loss_flat",

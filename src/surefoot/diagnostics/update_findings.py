@@ -3,7 +3,6 @@
 from surefoot.core.learner import START_TOLERANCE
 from surefoot.diagnostics.curves import RunCurves, seen
 from surefoot.diagnostics.reward_findings import (
-    CLEAR_CHANGE,
     answers_alike,
     earnings,
     ends,
@@ -28,6 +27,8 @@ def critic_misleads(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
     loss = curves["value_loss"]
     worst = curves.worst(curves["explained_variance"].after(0.1 * curves.planned), 0.1, 10, largest=False)
     if worst is None or len(loss) < len(worst) or worst.mean >= -0.1 or (worst.values < 0).mean() < 0.8:
+        return None
+    if recipe is not None and not recipe.objective.value_coefficient:  # its critic is not trained
         return None
     # Var(R̂ − V) is about the value loss, so this is about Var(R̂): if it is almost 0, there is nothing to explain.
     there = loss.during(worst)
@@ -58,10 +59,9 @@ def entropy_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | Non
     first, last = change
     if not (settled_density(first, last, recipe) if min(change) < 0 else last < 0.1 * first):
         return None
-    began, best, noise = rise(earned)
     repeated = curves["repeated"]
     same_answers = answers_alike(curves, recipe, more=0.25) and repeated.means()[-1] >= 0.5
-    if best - began > CLEAR_CHANGE * noise and (not same_answers or is_measured(curves, recipe)):
+    if rise(earned)[2] and (not same_answers or is_measured(curves, recipe)):
         return None  # low entropy with a higher reward is success
     blocks = entropy.blocks()
     bonus = 0.0 if recipe is None else recipe.objective.entropy_coefficient
