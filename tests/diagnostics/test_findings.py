@@ -132,6 +132,8 @@ def test_a_kl_below_zero_for_long_is_a_finding() -> None:
     (findings,) = findings_of(rows_of(40, kl_reference=-0.02))
     assert (findings.name, findings.severity) == ("negative_kl", "warning")
     assert "not drawn from the policy" in findings.what
+    (chance,) = findings_of(rows_of(40, kl_reference=lambda i: 0.01 * (-1) ** i))
+    assert (chance.severity, "never negative" in chance.cause) == ("note", True)
 
 
 def test_an_early_peak_of_few_episodes_is_not_a_lost_improvement() -> None:
@@ -196,16 +198,11 @@ def test_a_rise_at_the_first_update_is_a_rise() -> None:
     assert "return_flat" not in names(rows_of(200, reward=lambda i: 0.2 if i < 2 else 0.8))
 
 
-def test_a_penalty_above_the_scores_of_complete_answers_is_reported() -> None:
-    recipe = find_recipe("reviews", TEXT)
-
-    def found(complete: float, ended: float) -> list[str]:
-        reward = lambda i: ended * complete - (1 - ended) + 0.01 * i  # noqa: E731
-        findings = findings_of(rows_of(30, reward=reward, score_std=1.0, eos_rate=ended), recipe)
-        return [finding.what for finding in findings if finding.name == "responses_cut"]
-
-    assert found(-2.0, 0.8)[0].startswith("truncated responses earn −1, and complete ones less: −1.9")
-    assert found(-0.5, 0.8) == found(-2.0, 1.0) == []
+@pytest.mark.parametrize(("complete", "ended", "found"), [(-2.0, 0.8, ["warning"]), (-0.5, 0.8, []), (-2.0, 1.0, [])])
+def test_a_penalty_above_the_scores_of_complete_answers_is_reported(complete: float, ended: float, found: list[str]) -> None:
+    rows = rows_of(30, reward=lambda i: ended * complete - (1 - ended) + 0.01 * i, score_std=1.0, eos_rate=ended)
+    findings = findings_of(rows, find_recipe("reviews", TEXT))
+    assert [each.severity for each in findings if each.what.startswith("truncated responses earn −1, and complete")] == found
 
 
 @pytest.mark.parametrize(("kl", "lost"), [(1e-9, False), (1e-3, True)])
@@ -451,7 +448,9 @@ def test_checks_of_a_run_folder_name_the_values_of_its_recipe(tmp_path: Path) ->
     surefoot.train(
         "CartPole-v1", steps=3_840, optimizer=optimizer, rollout=rollout, evaluation={"episodes": 0}, run_dir=tmp_path / "a"
     )
-    assert [finding.name for finding in of_run(tmp_path / "a")] == ["return_flat", "clip_idle"]
+    flat, idle = of_run(tmp_path / "a")
+    assert (flat.name, idle.name, "hardly moves" in flat.cause) == ("return_flat", "clip_idle", True)
+    assert "learning_rate" in flat.advice[0]
     with pytest.raises(surefoot.SurefootError, match="no such run"):
         of_run(tmp_path / "b")
 

@@ -10,9 +10,6 @@ pytest.importorskip("transformers")
 
 from language.tiny import write_folder
 
-from surefoot.diagnostics.recipe import check_recipe
-from surefoot.recipes.presets import find_recipe
-from surefoot.runs.factory import prepared_world
 from surefoot.store.finding import Finding
 
 from .conftest import trained
@@ -20,9 +17,6 @@ from .conftest import trained
 REWARDS = """
 def nothing(responses):
     return [0.0] * len(responses)
-
-def low(responses):
-    return [-4.5 for _ in responses]
 
 def rarely(responses):
     return [float(text[:2] == "aa") for text in responses]
@@ -76,18 +70,6 @@ def test_truncation_of_all_responses_is_reported(files: Path) -> None:
     assert "sampling.max_tokens (it is 1)" in findings["responses_cut"].advice[0]
 
 
-def test_check_of_a_recipe_compares_the_penalty_of_truncated_answers_with_complete_ones(files: Path) -> None:
-    for low, severity in (("low", "warning"), ("letters", "ok")):
-        terms = {"terms": [{"function": f"{files / 'rewards.py'}:{low}"}], "missing_eos": "penalty"}
-        sampling = {"prompts": 4, "max_tokens": 4, "stop": ["a", "e", "i"]}
-        table = {"model": str(files / "model"), "data": {"train": str(files / "rows.jsonl")}, "reward": terms}
-        checks = check_recipe(find_recipe("language", {**table, "steps": 64, "sampling": sampling}), prepared_world)
-        treated = {finding.name: finding for finding in checks}["truncated answers"]
-        assert treated.severity == severity, treated
-        assert ("each earns -1, more than" in treated.what) is (low == "low")
-        assert treated.advice == (("set reward.missing_eos_value = -5, below their lowest score",) if low == "low" else ())
-
-
 @pytest.mark.slow
 def test_reward_hacking_without_a_kl_penalty_is_reported(files: Path) -> None:
     sampling, optimizer = {"prompts": 8, "max_tokens": 8}, {"learning_rate": 3e-3}
@@ -99,13 +81,6 @@ def test_reward_hacking_without_a_kl_penalty_is_reported(files: Path) -> None:
     assert "reference.beta (it is 0)" in hacked.advice[0]
     assert {"reward", "gold"} <= {evidence.metric for evidence in hacked.evidence}
     assert "left_reference" in findings
-
-
-def test_a_kl_slightly_below_zero_is_explained_without_a_warning(files: Path) -> None:
-    sampling, optimizer = {"prompts": 4, "max_tokens": 4}, {"learning_rate": 3e-4}
-    findings = sick(files, "letters", steps=64, sampling=sampling, optimizer=optimizer)
-    assert findings["negative_kl"].severity == "note"
-    assert "never negative" in findings["negative_kl"].cause
 
 
 def test_bfloat16_explains_a_ratio_that_is_not_one(files: Path) -> None:

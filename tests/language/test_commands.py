@@ -47,9 +47,7 @@ def test_generate_answers_from_a_run_a_folder_and_a_file(command: Command, runs:
         assert (code, err) == (0, "")
         assert len([line for line in out.splitlines() if line.startswith("old bike: ")]) == 3
     words = ("generate", str(runs / "ppo"), "--file", str(runs / "rows.jsonl"), "--json", "--greedy", "--max-tokens", "5")
-    first, second = command(*words), command(*words)
-    assert first == second
-    results = [json.loads(line) for line in first[1].splitlines()]
+    results = [json.loads(line) for line in command(*words)[1].splitlines()]
     assert len(results) == 12
     assert {row["prompt"] for row in results} == {"old bike: "}
     assert len({row["response"] for row in results}) == 1, "greedy answers to one prompt are one"
