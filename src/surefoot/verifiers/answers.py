@@ -24,7 +24,7 @@ def _check_texts(*, answer: Sequence[Any] = (), after: Any = "", **_: Any) -> No
 def exact(
     responses: Sequence[str], answer: Sequence[Any], *, case: bool = True, space: bool = False, after: str = ""
 ) -> list[float]:
-    """1 for each response that equals its answer, else 0. An accent may be a character of its own.
+    """1 for each response that equals its answer (both in NFC), else 0.
 
     case    distinguish upper and lower case
     space   compare white space exactly; else strip it, and treat each run of it as one blank
