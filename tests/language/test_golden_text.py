@@ -183,7 +183,7 @@ def test_standardised_rewards_and_critic_values_match_the_golden_gain_and_bias()
         for raw in [*x["raw"], 0.0, 1.0]:
             scores.head.bias.fill_(raw)
             rewards.append(float(scores(ids, mask)))
-            critic = Critic.from_reward_model(scores)
+            critic = Critic.from_reward_model(scores.backbone, scores.head, float(scores.mean), float(scores.std))
             policy = LanguagePolicy(tiny.model("llama"), critic, 0)
             inputs = {"prompt": ids[:, :1], "prompt_mask": mask[:, :1]}
             values.append(float(policy.values_after(inputs, ids[:, 1:], mask[:, 1:])))

@@ -289,7 +289,8 @@ class LanguageWorld:
                 model_folder(start), self.recipe.critic.label, trust_remote_code=trusted, as_stored=keeps_stored(self.recipe)
             )
         check_compatible("critic.start", start, (scores.backbone, scores.tokenizer), self.recipe, self.tokens, self.longest)
-        return Critic.from_reward_model(scores, copied=self.sharding is None)
+        trunk, scale = scores.backbone.requires_grad_(True), (float(scores.mean), float(scores.std))
+        return Critic.from_reward_model(trunk, scores.head, *scale, copied=self.sharding is None)
 
     def _critic_role(self, base: SharedBase) -> Critic:
         """A value model that is an adapter on the policy's base."""
@@ -306,7 +307,8 @@ class LanguageWorld:
                 f"critic.start={start!r}: is not an adapter of model={self.recipe.model!r}; train it with [adapter] on "
                 "that model, or unset it"
             )
-        return Critic.from_reward_model(scores, copied=False)
+        trunk, scale = scores.backbone.requires_grad_(True), (float(scores.mean), float(scores.std))
+        return Critic.from_reward_model(trunk, scores.head, *scale, copied=False)
 
     def _reference(self) -> ReferencePolicy | None:
         """The reference; None if nothing reads it."""

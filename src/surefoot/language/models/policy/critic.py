@@ -12,8 +12,6 @@ from surefoot.language.models.policy.readout import Readout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from surefoot.language.models.reward_model import RewardModel
-
 
 class ValueHead(nn.Linear):
     """A linear layer from hidden states to values, in the dtype of its own weights.   [..., width] -> [...]"""
@@ -52,15 +50,18 @@ class Critic(nn.Module):
         return cls(trunk, ValueHead(Readout(model).width, next(trunk.parameters())))
 
     @classmethod
-    def from_reward_model(cls, scores: "RewardModel", *, copied: bool = True) -> "Critic":
-        """A copy of a reward model: V of a prefix starts as its standardised score; ``copied`` off takes the trunk itself."""
-        trunk = copy.deepcopy(scores.backbone).eval() if copied else scores.backbone
-        head, mean, std = scores.head, float(scores.mean), float(scores.std)
+    def from_reward_model(
+        cls, trunk: nn.Module, head: nn.Linear, mean: float = 0.0, std: float = 1.0, *, copied: bool = True
+    ) -> "Critic":
+        """A copy of a reward model: V of a prefix starts as (score of the prefix − mean) / std; ``copied`` off takes the trunk
+        itself.
+        """
+        trunk = copy.deepcopy(trunk).requires_grad_(True).eval() if copied else trunk
         own = ValueHead(head.in_features, head.weight)
         with torch.no_grad():
             own.weight.copy_(head.weight / std)
-            own.bias.copy_((head.bias - mean) / std)
-        return cls(trunk.requires_grad_(True), own)
+            own.bias.copy_(((0.0 if head.bias is None else head.bias) - mean) / std)
+        return cls(trunk, own)
 
     def forward(self, ids: Tensor, **options: Tensor) -> Tensor:
         """V after every token; ``options`` are further inputs of the trunk.   [B, L] -> [B, L]"""
