@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "the chat template keeps the conversation; a model trained on plain text needs --plain"
 NO_TEMPLATE = "no chat template: each line is a separate prompt, which the model continues"
-AT_ONCE = 32
+AT_ONCE = 128
 """responses that ``generate`` samples before it prints them"""
 
 
