@@ -158,10 +158,7 @@ class SupervisedWorld:
         self.result: LanguageModel | RewardModel
         self.policy: LanguagePolicy | PairPolicy | DpoPolicy | KtoPolicy
         if isinstance(recipe, RewardRecipe):
-            self.result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
-            self.result.recipe = recipe
-            self.result.plain = self.plain
-            set_reading(self.result, recipe.table)
+            self.result = self._reward_model(recipe, model)
             kind = StepPolicy if self.result.of_steps else PairPolicy
             self.policy = kind(self.result, recipe.autocast, recipe.gradient_checkpointing, recipe.padding_free)
         else:
@@ -187,6 +184,12 @@ class SupervisedWorld:
         self._place(train)
         noise = None if self.base is None else self.base.noise
         self.collector = RowCollector(train, recipe.data.batch, recipe.seed, recipe.device, weights, noise, complete)
+
+    def _reward_model(self, recipe: RewardRecipe, model: Any) -> RewardModel:
+        result = new_reward_model(model, recipe.seed, self.tokens.tokenizer, copied=self.base is None)
+        result.recipe, result.plain = recipe, self.plain
+        set_reading(result, recipe.table)
+        return result
 
     def _language_policy(self, model: Any) -> LanguagePolicy:
         return LanguagePolicy(
