@@ -1,8 +1,10 @@
 """Reach a number: ``3 5 7=22:`` is ``3*5+7``, or any expression that uses each number once. The difficulty is how many numbers.
 
-A small parser reads numbers, + - * / and round brackets; Python evaluates nothing.
+Expressions have numbers, + - * / and round brackets. Python parses them; nothing is evaluated as code.
 """
 
+import ast
+import operator
 import random
 import re
 from collections import Counter
@@ -14,7 +16,8 @@ LARGEST = 20
 """number in a problem"""
 _LONGEST = 400
 """characters of an expression; longer ones are wrong"""
-_SYMBOL = re.compile(r"\s*([0-9]{1,9}|[-+*/()])")
+_EXPRESSION = re.compile(r"(\s*(?<![0-9])[0-9]{1,9}(?![0-9])|\s*[-+*/()])*\s*")
+_SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def draw(draw: random.Random, difficulty: int) -> Row:
@@ -62,60 +65,25 @@ def right(row: Row, response: str) -> bool:
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     """The exact value of an expression and its numbers, from left to right; None if it is invalid or divides by 0."""
-    if len(text) > _LONGEST:
+    if len(text) > _LONGEST or not _EXPRESSION.fullmatch(text):
         return None
-    symbols, place = [], 0
-    text = text.rstrip()
-    while place < len(text):
-        symbol = _SYMBOL.match(text, place)
-        if symbol is None:
-            return None
-        symbols.append(symbol[1])
-        place = symbol.end()
+    plain = re.sub(r"\b0+(?=[0-9])", "", " ".join(text.split()))  # Python has no 07
+    numbers: list[int] = []
     try:
-        parser = _Parser(symbols)
-        value = parser.sum()
-        return (value, parser.numbers) if parser.done else None
-    except (ArithmeticError, LookupError, ValueError, RecursionError):
+        return _value(ast.parse(plain, mode="eval").body, numbers), numbers
+    except (ArithmeticError, LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-class _Parser:
-    """Recursive descent: a sum has products, a product has atoms, an atom is a number or a sum in brackets."""
-
-    def __init__(self, symbols: list[str]) -> None:
-        self.symbols, self.place = symbols, 0
-        self.numbers: list[int] = []
-
-    @property
-    def done(self) -> bool:
-        return self.place == len(self.symbols)
-
-    def sum(self) -> Fraction:
-        value = self.product()
-        while not self.done and self.symbols[self.place] in "+-":
-            value = value + self.product() if self.next() == "+" else value - self.product()
-        return value
-
-    def product(self) -> Fraction:
-        value = self.atom()
-        while not self.done and self.symbols[self.place] in "*/":
-            value = value * self.atom() if self.next() == "*" else value / self.atom()
-        return value
-
-    def atom(self) -> Fraction:
-        symbol = self.next()
-        if symbol == "(":
-            value = self.sum()
-            if self.next() != ")":
-                raise ValueError("a bracket is not closed")
-            return value
-        self.numbers.append(int(symbol))  # ValueError for a sign
-        return Fraction(self.numbers[-1])
-
-    def next(self) -> str:
-        self.place += 1
-        return self.symbols[self.place - 1]
+def _value(node: ast.expr, numbers: list[int]) -> Fraction:
+    """The value of a parsed expression, whose numbers are added to a list. Raises LookupError for any other syntax."""
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, numbers), _value(node.right, numbers)
+        return Fraction(_SIGNS[type(node.op)](left, right))
+    if not isinstance(node, ast.Constant):
+        raise LookupError(node)
+    numbers.append(int(str(node.value)))
+    return Fraction(numbers[-1])
 
 
 TASK = Task(
