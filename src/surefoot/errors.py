@@ -69,10 +69,6 @@ class Interrupted(BaseException):
     """what the run has trained: the agent or language model so far"""
 
 
-class EvaluationStoppedError(Interrupted):
-    """A first signal has ended an evaluation, which the resumed run repeats."""
-
-
 @contextmanager
 def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     token = variable.set(value)

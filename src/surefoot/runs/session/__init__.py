@@ -14,15 +14,7 @@ from surefoot.core.loop import run_loop
 from surefoot.core.rollout import EvaluationReport, LearnerState, Metrics, Rollout, World
 from surefoot.core.traces import Recorder
 from surefoot.diagnostics.findings import RunMonitor
-from surefoot.errors import (
-    EvaluationStoppedError,
-    Interrupted,
-    LabelsNeededError,
-    NotCompiledError,
-    SurefootError,
-    announced,
-    checked,
-)
+from surefoot.errors import Interrupted, LabelsNeededError, NotCompiledError, SurefootError, announced, checked
 from surefoot.files import made_from, steps_named
 from surefoot.ranks.collectives import (
     broadcast_weights,
@@ -72,6 +64,10 @@ from surefoot.terminal import Output, phases_shown
 
 WAITED_FOR = {"evaluating": "evaluation", "saving": "checkpoint"}
 """what a first signal waits for, by the beginning of the phase; otherwise the iteration"""
+
+
+class EvaluationStoppedError(Interrupted):
+    """A first signal has ended an evaluation, which the resumed run repeats."""
 
 
 class Session:
