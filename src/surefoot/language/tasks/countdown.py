@@ -78,8 +78,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
 def _value(node: ast.expr, numbers: list[int]) -> Fraction:
     """The value of a parsed expression, whose numbers are added to a list. Raises LookupError for any other syntax."""
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, numbers), _value(node.right, numbers)
-        return Fraction(_SIGNS[type(node.op)](left, right))
+        return Fraction(_SIGNS[type(node.op)](_value(node.left, numbers), _value(node.right, numbers)))
     if not isinstance(node, ast.Constant):
         raise LookupError(node)
     numbers.append(int(str(node.value)))
