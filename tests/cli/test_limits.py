@@ -23,7 +23,7 @@ from surefoot.store.events import Message
     ("error", "line"),
     [
         (RuntimeError("can't start new thread"), "no more threads or memory for them (RuntimeError: can't start new thread)"),
-        (MemoryError(), "out of memory (MemoryError); raise ulimit -v"),
+        (MemoryError(), "out of memory (MemoryError"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), "out of memory ("),
         (ImportError("libtorch.so: failed to map segment from shared object"), "out of memory ("),
         (OSError(errno.EMFILE, "Too many open files"), "raise ulimit -n, then repeat the command, or resume the run"),

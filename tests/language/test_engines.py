@@ -20,9 +20,10 @@ from surefoot.language.sampling.vllm import VllmServer
 from surefoot.recipes.reading import make_recipe
 
 from . import tiny
-from .test_sampler import EOS, PROMPTS, expect_own_log_probs, text_of
+from .test_sampler import EOS, PROMPTS, expect_own_log_probs
 from .vllm_stand_in import StandIn
 
+text_of = Tokens(tiny.tokenizer()).decode
 MAKE: dict[str, Callable[[Any], Engine]] = {
     "packed": lambda model: InProcess(model, "packed"),
     "model": lambda model: InProcess(model, "model"),

@@ -73,7 +73,7 @@ def process() -> dict[str, Any]:
         "folder": os.getcwd(),
         "generators": (torch.get_rng_state().tolist(), legacy[1].tolist(), legacy[2], random.getstate()),
         "files": sorted(os.listdir("/proc/self/fd")),
-        "children": [child.pid for child in psutil.Process().children(recursive=True)],
+        "children": [child.pid for child in psutil.Process().children()],
         "streams": (sys.stdin, sys.stdout, sys.stderr, sys.excepthook, threading.excepthook),
         "path": list(sys.path),
     }

@@ -1,7 +1,4 @@
-"""Reach a number: ``3 5 7=22:`` is ``3*5+7``, or any expression that uses each number once. The difficulty is how many numbers.
-
-Expressions have numbers, + - * / and round brackets. Python parses them; nothing is evaluated as code.
-"""
+"""Reach a number: ``3 5 7=22:`` is ``3*5+7``, or any expression that uses each number once. Difficulty: how many numbers."""
 
 import ast
 import operator
