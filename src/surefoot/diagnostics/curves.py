@@ -136,7 +136,7 @@ class Curve:
     def start(self) -> "tuple[Curve, float]":
         """The first two values, as a whole block may have learned already; and the noise of their mean."""
         block = self.blocks()[0]
-        first = block.part(0, 2)
+        first = block if self.metric == "episode_return" else block.part(0, 2)  # the first episodes to end are the short ones
         return first, self.least_noise * math.sqrt(len(block) / len(first))
 
 

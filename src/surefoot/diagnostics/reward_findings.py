@@ -172,7 +172,7 @@ def bounds_missed(curves: RunCurves, recipe: Recipe | None) -> tuple[str, str] |
 
 
 def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None:
-    """More than half of the improvement is lost again, or the reward or the gold score falls far below its start."""
+    """More than half of the improvement is lost again, or of text the reward or the gold score falls far below its start."""
     earned = earnings(curves)
     # Two values in each tenth: the first values of a run are means over a few episodes, and one alone can be a peak.
     if len(earned) < 2 * curves.width(0.1, 10) or stays(curves, recipe):
@@ -182,7 +182,7 @@ def return_collapsed(curves: RunCurves, recipe: Recipe | None) -> Finding | None
     gained, kept = means[top] - means[0], means[-1] - means[0]
     # Less than return_flat takes for a rise is none: a few lucky episodes in a return that has no noise otherwise.
     if gained <= max(2 * CLEAR_CHANGE * earned.noise(), LEAST_RISE * abs(means[0])) or kept > 0.5 * gained:
-        return next((found for curve in (earned, curves["gold"]) if (found := below_start(curve, recipe))), None)
+        return next((found for curve in (curves["reward"], curves["gold"]) if (found := below_start(curve, recipe))), None)
     kl = curves["kl"].after(blocks[top].steps[0])
     spikes = (kl.evidence("largest", float(kl.values.max())),) if len(kl) else ()
     return Finding(
@@ -207,7 +207,7 @@ def below_start(curve: Curve, recipe: Recipe | None) -> Finding | None:
     (start, noise), now = curve.start(), curve.blocks()[-1]
     if start.mean - now.mean <= max(2 * CLEAR_CHANGE * noise, 0.2 * abs(start.mean)):
         return None
-    name = {"episode_return": "return", "gold": "gold score"}.get(curve.metric, "reward")
+    name = "gold score" if curve.metric == "gold" else "reward"
     return Finding(
         "return_collapsed",
         "serious",
