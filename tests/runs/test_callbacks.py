@@ -243,5 +243,6 @@ def test_a_method_that_nothing_calls_is_an_error():
 
 def test_callbacks_work_without_a_folder():
     diary = Diary()
+    diary.on_gpu = False  # an attribute, which need not be called
     surefoot.train("CartPole-v1", callbacks=diary, **FIELDS)
     assert diary.lines[-1] == ("end", 512, False)

@@ -143,7 +143,8 @@ def check_callbacks(callbacks: object) -> list[Callback]:
             raise SurefootError(
                 f"callbacks={callback!r}: is not a callback; give objects of classes that inherit from surefoot.Callback"
             )
-        called, own = ([name for name in dir(each) if name.startswith("on_")] for each in (Callback, callback))
+        kinds = Callback, type(callback)  # of objects, attributes such as on_gpu = True are no methods
+        called, own = ([n for n in dir(each) if n.startswith("on_") and callable(getattr(each, n))] for each in kinds)
         for name in sorted(set(own) - set(called)):
             what = f"nothing calls its {name}{did_you_mean(name, called)}"
             raise SurefootError(f"callbacks={type(callback).__name__}: {what}; a run calls {', '.join(called)}")
