@@ -17,7 +17,7 @@ from surefoot.language.data.chat import Dialogue
 from surefoot.language.data.rows import write_rows
 from surefoot.language.data.sources import open_rows
 from surefoot.language.models.loading import load_model
-from surefoot.language.models.reward_model import RewardModel, new_reward_model
+from surefoot.language.models.reward_model import RewardModel, new_reward_model, read_head, write_head
 from surefoot.language.online.world import LanguageWorld
 from surefoot.language.rewards.model import ModelReward
 from surefoot.language.supervised.world import SupervisedWorld
@@ -213,6 +213,9 @@ def test_prompts_of_another_kind_than_the_trained_rows_are_an_error(trained: str
     SupervisedWorld(recipe("reward", "pocket", write(tmp_path / "p.jsonl", [rows[trained]]))).result.save(tmp_path / "reward")
     reward = ModelReward(tmp_path / "reward")
     reward.check_prompts([rows.pop(trained)["prompt"]])
+    write_head(reward.model, tmp_path)  # as adapters do
+    reward.model.plain = None
+    read_head(reward.model, tmp_path)
     ((other, row),) = rows.items()
     with pytest.raises(SurefootError, match=f"was trained on {trained}, so its scores of {other} mean nothing; give {trained}"):
         reward.check_prompts([row["prompt"]])

@@ -332,9 +332,10 @@ def copy_standardisation(model: RewardModel, saved: Path) -> None:
 
 
 def write_head(model: RewardModel, folder: Path) -> None:
-    """Write head, mean and standard deviation of a reward model to a file in a folder."""
+    """Write head, mean and standard deviation of a reward model, and how it reads, to a file in a folder."""
     tensors = {**model.head.state_dict(), "mean": model.mean, "std": model.std}
     tensors |= {"pooled": torch.ones(())} if model.pooled else {}
+    tensors |= {} if model.plain is None else {"plain": torch.tensor(float(model.plain))}
     save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, folder / HEAD)
 
 
@@ -345,7 +346,8 @@ def read_head(model: RewardModel, folder: Path) -> None:
         model.head.load_state_dict({key: tensors.pop(key) for key in ("weight", "bias")})
         model.mean.copy_(tensors.pop("mean"))
         model.std.copy_(tensors.pop("std"))
-        model.pooled = bool(tensors.pop("pooled", False))
+        model.pooled, plain = bool(tensors.pop("pooled", False)), tensors.pop("plain", None)
+        model.plain = None if plain is None else bool(plain)
         for name, tensor in {**model.head.state_dict(), "mean": model.mean, "std": model.std}.items():
             if bad := non_finite_numbers(tensor):
                 raise ValueError(f"{name} has numbers that are {bad}")

@@ -97,10 +97,8 @@ class ModelReward:
         prompts = list(prompts)
         plain = getattr(self.model, "plain", None)
         if plain is not None and any(isinstance(prompt, str) is not plain for prompt in prompts):
-            trained, given = ("text", "messages") if plain else ("messages", "text")
-            raise self._error(
-                f"was trained on {trained}, so its scores of {given} mean nothing; give {trained}, or train another"
-            )
+            own, given = ("text", "messages") if plain else ("messages", "text")
+            raise self._error(f"was trained on {own}, so its scores of {given} mean nothing; give {own}, or train another")
         if not self.model.tokenizer.chat_template and any(not isinstance(prompt, str) for prompt in prompts):
             raise self._error("its tokenizer has no chat template, and the prompts are messages; use another model, or text")
 
