@@ -437,4 +437,4 @@ def test_a_first_signal_during_an_evaluation_is_acknowledged_at_once(capfd: pyte
 
     with pytest.raises(Interrupted, match="stopped at step 64; a run without run_dir"):
         surefoot.train(Slow, steps=64, rollout={"environments": 2, "steps": 32}, display=phase, evaluation={"episodes": 1})
-    assert seen[1].startswith("stopping after this evaluation, within 25 s; Ctrl-C again to quit at once"), seen
+    assert seen[1].startswith("stopping after this step of the evaluation, within 25 s; Ctrl-C again to quit at once"), seen

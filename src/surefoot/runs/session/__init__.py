@@ -346,6 +346,8 @@ class Session:
         """Show that a first signal was seen, from another thread."""
         if rank() == 0:
             what = next((name for begin, name in WAITED_FOR.items() if self.phase.startswith(begin)), "iteration")
+            if what == "evaluation" and self.recipe.kind == "control" and world_size() == 1:
+                what = "step of the evaluation"
             line = f"stopping after this {what}, within {GRACE_SECONDS} s; Ctrl-C again to quit at once"
             print(line, file=Output(sys.stderr), flush=True)
 
