@@ -592,6 +592,6 @@ def _treated(recipe: LanguageRecipe, total: torch.Tensor, valid: torch.Tensor, e
     lower = int((complete < settings.missing_eos_value).sum())
     if settings.missing_eos == "penalty" and 4 * lower >= max(1, len(complete)):
         earned = f"each earns {settings.missing_eos_value:g}, more than {lower} of {len(complete)} complete ones"
-        fix = f"set reward.missing_eos_value = {math.floor(complete.min())}, below their lowest score"
+        fix = f"set reward.missing_eos_value = {math.ceil(complete.min()) - 1}, below their lowest score"
         return [check_result(name, "warning", earned, fix)]
     return [check_result(name, "ok", what)]
