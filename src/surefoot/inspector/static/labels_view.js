@@ -28,7 +28,7 @@ export function makeLabels(state) {
     const row = ([name, one]) => h("tr", {}, h("th", { scope: "row" }, visible(name)), Object.entries(COLUMNS).map(([title, shown]) => h("td", { "data-title": title }, shown(one))));
     return h("section", { "data-round": of.name }, h("h2", {}, of.name.replace("round-", "Round ")), of.findings.map((one) => finding(one)),
       h("table", { class: "people" }, h("thead", {}, h("tr", {}, h("th", {}, ""), Object.keys(COLUMNS).map((title) => h("th", { scope: "col" }, title)))), h("tbody", {}, Object.entries(of.people).map(row))),
-      agree, h("p", {}, `The reward model before this round predicted ${share(of.model)} of the labels, which it had not seen.`),
+      agree, h("p", {}, `The reward model before this round predicted ${share(of.model)} of the labelled pairs, which it had not seen.`),
       of.differ.length ? [h("h3", {}, "Where it differs most"), h("p", { class: "hint" }, "Pairs of which the reward model prefers the answer that people did not choose, by its largest margins."), of.differ.map(pair)] : null);
   }
 
