@@ -160,7 +160,5 @@ def test_other_bounds_of_observations_are_a_note_wherever_an_agent_meets_them_an
             lambda task: surefoot.train(task, steps=64, seed=1, start=agent, **small),
         ]
         for attempt in tries:
-            with pytest.raises(
-                SurefootError, match=r"has (actions|observations) .*, the agent was trained on [^;]*; (choose|resume)"
-            ):
+            with pytest.raises(SurefootError, match=r"has (actions|observations) .* was trained on [^;]*; (choose|resume)"):
                 attempt(differs)

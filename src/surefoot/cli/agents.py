@@ -82,10 +82,8 @@ def evaluate(
             note_changes(chosen_checkpoint(run, checkpoint))
         from surefoot.language.analysis.evaluate import evaluate_run, report_table
 
-        attempts = attempts_from(**several)
-        result = evaluate_run(
-            run, data=rows_file, rows=rows, seed=seed, attempts=attempts, reward=rewards, checkpoint=checkpoint
-        )
+        options: dict[str, Any] = {"attempts": attempts_from(**several), "reward": rewards, "checkpoint": checkpoint}
+        result = evaluate_run(run, data=rows_file, rows=rows, seed=seed, **options)
         if as_json:
             echo_json(result)
         else:

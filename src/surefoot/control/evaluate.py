@@ -263,6 +263,5 @@ def check_same_spaces(
     try:
         note = check_agreement(agent.spaces, (environment.observation_space, environment.action_space))
     except SpaceError as error:
-        fix = "choose a task with these spaces, or train a new agent"
-        raise SurefootError(f"task={name!r}: has {error}; {fix}") from None
+        raise SurefootError(f"task={name!r}: has {error}; choose a task with these spaces, or train a new agent") from None
     return note and f"{name} has {note}"

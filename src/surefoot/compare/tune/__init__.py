@@ -266,7 +266,8 @@ def _train_trials(study: Study, wanted: int, parent: Parent) -> None:
                 outcome = f"failed: {error}"
         best = study.best
         shown = "" if best is None else f"best {number(best.value)} (trial {best.number})"
-        values = (f"{field.rpartition('.')[2]} {_short(value)}" for field, value in study.suggest(trial).items())
+        chosen = study.suggest(trial).items()
+        values = (f"{field.rpartition('.')[2]} {value:{'.4g' if isinstance(value, float) else ''}}" for field, value in chosen)
         for line in joined([f"[{study.ended}/{wanted}] trial {trial.number}: {outcome}", shown, *values]):
             parent.print(line)
         study.check_some_succeed()
@@ -331,10 +332,6 @@ def best_score(path: Path) -> float | None:
     """The best score of a run's evaluations, by which it chose ``best/``; None without one."""
     checkpoint = latest_checkpoint(path / "checkpoints")
     return None if checkpoint is None else read_listed_table(checkpoint / "progress.json").get("best")
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # ---- results.json, best.toml, and lines for a terminal ----------------------------------------------------------------
