@@ -260,8 +260,8 @@ def test_a_signal_to_a_rank_stops_all_with_a_checkpoint(tmp_path, when, monkeypa
 
     def agreed(values):
         everyone = exchange(values)
-        if when != "while it collects" and not sent and signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
-            sent.append(os.kill(os.getpid(), signal.SIGHUP))
+        if when != "while it collects" and not sent and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
         return everyone
 
     monkeypatch.setattr(session, "exchange", agreed)

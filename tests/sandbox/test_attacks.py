@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from surefoot.sandbox import Limits
@@ -93,14 +94,14 @@ def cases_of(treasure: Treasure) -> list[dict[str, object]]:
     return [{"call": "solve", "expected": treasure.secret}]
 
 
-def living(namespace: int) -> list[int]:
-    """The processes of a process namespace."""
+def living(namespace: int, until: float) -> list[int]:
+    """The processes of a process namespace that began by a time: later ones may have the number of one that is gone."""
     results = []
     for pid in (name for name in os.listdir("/proc") if name.isdigit()):
         try:
-            if os.stat(f"/proc/{pid}/ns/pid").st_ino == namespace:
+            if os.stat(f"/proc/{pid}/ns/pid").st_ino == namespace and psutil.Process(int(pid)).create_time() <= until:
                 results.append(int(pid))
-        except OSError:
+        except (OSError, psutil.Error):
             continue
     return results
 
@@ -135,14 +136,13 @@ def test_an_attack_scores_zero_ends_in_time_and_leaves_nothing(name: str, treasu
     started = time.monotonic()
     result = programs.run_tests(treasure.filled(ATTACKS[name]), cases_of(treasure), LIMITS)
     assert time.monotonic() - started < LIMITS.seconds + SLACK
+    ended = time.time()
     assert result.passed == [False]
     (outcome,) = result.outcomes
     assert outcome.namespace > 0
-    # Not even a zombie that is left to init. Another sandbox may have got the number of a namespace that is gone; it ends soon.
-    left = living(outcome.namespace)
-    assert not [pid for pid in left if parent_of(pid) == 1]
-    ends = time.monotonic() + 60
-    while living(outcome.namespace) and time.monotonic() < ends:
+    left = living(outcome.namespace, ended)
+    assert not [pid for pid in left if parent_of(pid) == 1], "not even a zombie that is left to init"
+    while living(outcome.namespace, ended) and time.time() < ended + 60:
         time.sleep(0.05)
-    assert living(outcome.namespace) == []
+    assert living(outcome.namespace, ended) == []
     assert treasure.files() == []
